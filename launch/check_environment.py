@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the environment what the requirements say, and does it import?
+
+Called by ``launch/setup.sh``; runs on a bare Python and prints what is broken. The quick check (under a second)
+compares installed versions with the pins; the full check also imports what breaks in practice: torch of the wrong
+build, transformers beside a CUDA torchvision, vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+CUDA_ONLY_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """Return ``{name: version}`` of the ``name==version`` lines of a requirements file.
+
+    Raises:
+        ValueError: for a line that is neither a comment nor pinned with ``==``.
+    """
+    pins: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        requirement = line.split("#")[0].strip()
+        if not requirement:
+            continue
+        name, separator, version = requirement.partition("==")
+        if not separator:
+            raise ValueError(f"{path}:{number}: {requirement!r} is not pinned with ==")
+        pins[name.strip()] = version.strip()
+    return pins
+
+
+def find_version_problems(pins: dict[str, str], device: str) -> Iterator[str]:
+    """Yield one line per package that is missing, of another version, or must not be there."""
+    for name, wanted in pins.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield f"{name} is not installed; expected {wanted}"
+            continue
+        # "2.13.0+cpu" satisfies the pin 2.13.0: a local version names the build, not the release.
+        if found != wanted and found.partition("+")[0] != wanted:
+            yield f"{name} is {found}; expected {wanted}"
+    if device == "cpu":
+        for name in CUDA_ONLY_BESIDE_CPU_TORCH:
+            if find_spec(name) is not None:
+                yield f"{name} is installed; its CUDA build beside a CPU torch breaks transformers: uninstall it"
+
+
+def check_torch(device: str) -> str:
+    """Import torch and compare its build with the device; returns what to print."""
+    import torch
+
+    cuda = torch.version.cuda
+    if device == "cpu" and cuda is not None:
+        raise RuntimeError(f"torch {torch.__version__} is a CUDA {cuda} build; a CPU build was expected")
+    if device == "gpu" and cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} has no CUDA; pip's configured sources offer a CPU build first")
+    return f"{torch.__version__} (CUDA {cuda}, {torch.cuda.device_count()} devices)" if cuda else torch.__version__
+
+
+def check_transformers() -> str:
+    """Import the model classes that the package supports; they load lazily, so a bare import proves nothing."""
+    from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+    assert LlamaForCausalLM and Qwen2ForCausalLM and Qwen3ForCausalLM
+    return metadata.version("transformers")
+
+
+def check_vllm() -> str:
+    """Import vLLM."""
+    import vllm
+
+    return vllm.__version__
+
+
+def check_megatron_core() -> str:
+    """Find megatron.core without importing it: on CPU it wants the package's own runtime first."""
+    if find_spec("megatron.core") is None:
+        raise RuntimeError("megatron.core is not importable")
+    return metadata.version("megatron-core")
+
+
+def run_import_checks(device: str) -> Iterator[str]:
+    """Print the version of each part that works; yield one line per part that does not."""
+    checks: dict[str, Callable[[], str]] = {
+        "torch": lambda: check_torch(device),
+        "transformers": check_transformers,
+        "megatron-core": check_megatron_core,
+        "vllm": check_vllm,
+    }
+    for name, check in checks.items():
+        try:
+            print(f"setup:   {name} {check()}")
+        except Exception as error:  # a broken wheel raises anything: OSError, RuntimeError, ImportError
+            yield f"{name} does not work: {type(error).__name__}: {str(error).strip()[:500]}"
+
+
+def main() -> int:
+    """Print every problem; exit status 1 if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "gpu"), required=True, help="what the environment is for")
+    parser.add_argument("--requirements", type=Path, required=True, help="the file of pins it was made from")
+    parser.add_argument("--quick", action="store_true", help="compare versions only, import nothing")
+    args = parser.parse_args()
+    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    problems = list(find_version_problems(read_pins(args.requirements), args.device))
+    if not args.quick:
+        print(f"setup:   python {sys.version.split()[0]}")
+        problems += run_import_checks(args.device)
+    for problem in problems:
+        print(f"setup:   broken: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Make the Python environment of this repository (Linux), or check that it is up to date.
+#
+# Idempotent: a stamp holds a hash of the requirements, the Python version and the device, and while it matches
+# only a quick check of the installed versions runs. Both commands (tests/run.sh, launch/quickstart.sh) call it first.
+#
+#   MEGATRON_RL_VENV         where the environment lives                       (default: .venv in the repository)
+#   MEGATRON_RL_DEVICE       cpu or gpu                                        (default: gpu if nvidia-smi works)
+#   MEGATRON_RL_TORCH_INDEX  where to find CPU builds of torch, when pip's configured sources have none
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${MEGATRON_RL_VENV:-$root/.venv}"
+torch_index="${MEGATRON_RL_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+log="$venv/setup.log"
+stamp="$venv/setup.stamp"        # written last: present means complete
+device_file="$venv/setup.device" # written before the first package: CPU and GPU builds must not mix
+
+say() { echo "setup: $*"; }
+
+fail() {
+    printf 'setup: error: %s\n' "$@" >&2
+    exit 1
+}
+
+is_suitable_python() {
+    # vLLM is what sets the lower bound; the upper bound is where wheels of all pins exist.
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+choose_python() {
+    local name incomplete="" found="none"
+    for name in python3.11 python3.12 python3.13 python3; do
+        is_suitable_python "$name" || continue
+        "$name" -c 'import venv, ensurepip' >/dev/null 2>&1 && { echo "$name"; return; }
+        incomplete="${incomplete:-$name}"
+    done
+    [[ -z $incomplete ]] || fail "$incomplete has no venv module" "on Debian and Ubuntu: apt-get install $incomplete-venv"
+    ! command -v python3 >/dev/null 2>&1 || found="$(python3 --version 2>&1)"
+    fail "no Python 3.11, 3.12 or 3.13 found (python3: $found); vLLM 0.32 needs at least 3.11" \
+        "on Debian and Ubuntu: apt-get install python3.11 python3.11-venv; with conda: conda create -n rl python=3.11"
+}
+
+choose_device() {
+    case "${MEGATRON_RL_DEVICE:-}" in
+        cpu | gpu) device=$MEGATRON_RL_DEVICE reason="MEGATRON_RL_DEVICE=$device" ;;
+        "") if nvidia-smi -L >/dev/null 2>&1; then
+                device=gpu reason="nvidia-smi lists a GPU"
+            else
+                device=cpu reason="nvidia-smi lists no GPU"
+            fi ;;
+        *) fail "MEGATRON_RL_DEVICE is '$MEGATRON_RL_DEVICE'; expected cpu or gpu" ;;
+    esac
+    requirements="$root/requirements.txt"
+    [[ $device == gpu ]] || requirements="$root/requirements-cpu.txt"
+}
+
+refuse_foreign_directory() {
+    [[ -d $venv && ! -f $venv/pyvenv.cfg && -n "$(ls -A "$venv")" ]] || return 0
+    fail "$venv exists and is not a Python environment" "remove it, or set MEGATRON_RL_VENV to another place"
+}
+
+take_lock() {
+    # Two commands started together must not install into one environment.
+    if command -v flock >/dev/null 2>&1; then
+        exec 9>"$venv.lock"
+        flock -n 9 || { say "waiting for another set-up to finish"; flock 9; }
+        return
+    fi
+    local waited=0
+    until mkdir "$venv.lock.d" 2>/dev/null; do
+        ((waited < 1800)) || fail "$venv.lock.d is still there after 30 minutes; remove it if no set-up is running"
+        sleep 1
+        waited=$((waited + 1))
+    done
+    trap 'rmdir "$venv.lock.d"' EXIT
+}
+
+make_venv() {
+    if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        is_suitable_python "$venv/bin/python" ||
+            fail "$venv holds $("$venv/bin/python" --version); expected 3.11 to 3.13" "remove it, or set MEGATRON_RL_VENV"
+    else
+        refuse_foreign_directory
+        local base
+        base="$(choose_python)" || exit 1
+        say "creating $venv with $base"
+        "$base" -m venv "$venv" || fail "$base -m venv $venv failed"
+    fi
+    local other
+    other="$(cat "$device_file" 2>/dev/null || echo "$device")"
+    [[ $other == "$device" ]] || fail "$venv was made for $other, and $device is wanted ($reason)" \
+        "set MEGATRON_RL_DEVICE=$other, or MEGATRON_RL_VENV to another place"
+}
+
+compute_stamp() {
+    "$venv/bin/python" - "$device" "$requirements" <<'PYTHON'
+import hashlib, pathlib, platform, sys
+device, requirements = sys.argv[1:]
+print(device, platform.python_version(), hashlib.sha256(pathlib.Path(requirements).read_bytes()).hexdigest())
+PYTHON
+}
+
+run_pip() {
+    echo "== pip $*" >>"$log"
+    "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1
+}
+
+fail_pip() {
+    # pip reports every configured location that lacks a package; that is no news.
+    grep -v "is ignored: it is neither a file nor a directory" "$log" | tail -n 25 >&2 || true
+    fail "$1" "the whole output is in $log"
+}
+
+install_torch() {
+    local pin version
+    pin="$(grep -E '^torch==' "$requirements")"
+    version="${pin#torch==}"
+    if [[ $device == gpu ]]; then
+        say "installing $pin (CUDA build; several GB)"
+        run_pip install "$pin" || fail_pip "$pin could not be installed"
+        return
+    fi
+    # The local version "+cpu" never matches a CUDA build, wherever pip looks.
+    say "installing $pin (CPU build)"
+    run_pip install "torch==$version+cpu" && return
+    say "pip's configured sources have no CPU build of torch; trying $torch_index"
+    # Without its dependencies: they come from the configured sources, with the requirements.
+    run_pip install "torch==$version+cpu" --no-deps --index-url "$torch_index" ||
+        fail_pip "no CPU build of $pin found; MEGATRON_RL_TORCH_INDEX names another index of CPU builds"
+}
+
+install_requirements() {
+    say "installing $(basename "$requirements") (minutes; log: $log)"
+    run_pip install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
+    # CUDA builds next to a CPU torch: importing transformers' model classes fails while they are present.
+    [[ $device == gpu ]] || run_pip uninstall -y torchvision torchaudio torchcodec || fail_pip "could not remove torchvision"
+}
+
+check() { "$venv/bin/python" "$root/launch/check_environment.py" --device "$device" --requirements "$requirements" "$@"; }
+
+choose_device
+mkdir -p "$(dirname "$venv")"
+[[ -e $venv.lock || -e $venv.lock.d ]] || refuse_foreign_directory # before a lock appears beside it
+take_lock
+make_venv
+wanted="$(compute_stamp)"
+if [[ -f $stamp && "$(cat "$stamp")" == "$wanted" ]] && check --quick; then
+    exit 0
+fi
+
+say "device: $device ($reason)"
+rm -f "$stamp"
+: >"$log"
+echo "$device" >"$device_file"
+install_torch
+install_requirements
+say "checking the result"
+check || fail "the environment is not usable; see above" "log: $log"
+echo "$wanted" >"$stamp"
+say "ready after $SECONDS s: $venv"

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HF safetensors in and out, through the placement tables.
+
+Loading streams: each rank reads just the boxes that its parameters hold; the extra host memory is one
+box. Writing collects one file's worth of logical tensors at a time on rank 0 and renames the finished
+directory into place, so that a half-written model is never mistaken for a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.resharding.executor import Resharder
+from megatron_rl.resharding.planner import plan_reshard
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement import Placement, box_slices, full_box
+
+_INDEX = "model.safetensors.index.json"
+_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+               "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
+
+
+def index_safetensors(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file, for a sharded or unsharded checkpoint.
+
+    Raises:
+        UserError: no safetensors, or an index that names a missing file.
+    """
+    index = directory / _INDEX
+    if index.is_file():
+        files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    else:
+        files = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as handle:
+                files |= dict.fromkeys(handle.keys(), file)
+    missing = sorted({str(file) for file in files.values() if not file.is_file()})
+    if missing or not files:
+        raise UserError(
+            f"{directory} has no weights" if not files else f"{index} names files that are missing: {missing[:3]}",
+            source=str(directory), expected="*.safetensors (with their index when sharded)",
+            hint="download the checkpoint again, or convert .bin files with transformers' save_pretrained")
+    return files
+
+
+def check_checkpoint(directory: str | Path, shape: ModelShape) -> None:
+    """Compare names and shapes of the files with what the config promises; reads headers only.
+
+    Raises:
+        UserError: naming the first tensors that are missing or have another shape.
+    """
+    directory = Path(directory)
+    files = index_safetensors(directory)
+    wrong = [f"{name} is missing" for name in shape.logical_tensors() if name not in files]
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as handle:
+            for name, expected in shape.logical_tensors().items():
+                if files.get(name) == file and tuple(found := handle.get_slice(name).get_shape()) != expected:
+                    wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}", source=str(directory),
+            expected="the tensors that config.json describes", hint="config.json and weights belong to two models")
+
+
+@torch.no_grad()
+def load_huggingface(
+    directory: str | Path, placements: Iterable[Placement], params: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
+
+    Args:
+        directory: HF model directory.
+        placements: table of this rank.
+        params: this rank's parameters by name.
+    """
+    files = index_safetensors(Path(directory))
+    by_file: dict[Path, list[Placement]] = {}
+    for placement in placements:
+        by_file.setdefault(files[placement.hf_name], []).append(placement)
+    for tensor in params.values():
+        tensor.zero_()
+    for file, wanted in by_file.items():
+        with safe_open(file, framework="pt") as handle:
+            for placement in wanted:
+                piece = handle.get_slice(placement.hf_name)[box_slices(placement.hf_box)]
+                params[placement.param][box_slices(placement.local_box)].copy_(piece)
+
+
+def save_huggingface(
+    directory: str | Path,
+    shape: ModelShape,
+    source: Sequence[Sequence[Placement]],
+    params: Mapping[str, torch.Tensor],
+    *,
+    side_files_from: str | Path,
+    group: dist.ProcessGroup,
+    bucket_bytes: int,
+    max_file_bytes: int = 4 << 30,
+) -> Path:
+    """Write the model in HF format; collective over `group`, rank 0 writes.
+
+    Args:
+        directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
+        shape: the architecture.
+        source: placements of every rank.
+        params: this rank's parameters by name.
+        side_files_from: model directory whose config and tokenizer files are copied.
+        group: all ranks of the role.
+        bucket_bytes: bound on the staging memory of the transfer.
+        max_file_bytes: size at which a new safetensors file begins; rank 0 holds one file's tensors.
+    """
+    directory, rank = Path(directory), group.rank()
+    partial = directory.with_name(directory.name + ".partial")
+    some = next(iter(params.values()))
+    batches = _split_by_bytes(shape.logical_tensors(), some.element_size(), max_file_bytes)
+    weight_map: dict[str, str] = {}
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    error: Exception | None = None
+    for number, batch in enumerate(batches, start=1):
+        name = f"model-{number:05d}-of-{len(batches):05d}.safetensors" if len(batches) > 1 else "model.safetensors"
+        tensors = _collect(batch, source, params, group, bucket_bytes)
+        if rank == 0 and error is None:
+            try:
+                save_file({k: v.cpu() for k, v in tensors.items()}, partial / name, metadata={"format": "pt"})
+            except (OSError, RuntimeError) as caught:
+                error = caught
+        weight_map |= dict.fromkeys(batch, name)
+    if rank == 0 and error is None:
+        try:
+            _finish_directory(partial, directory, weight_map, len(batches), Path(side_files_from))
+        except OSError as caught:
+            error = caught
+    raise_together(error, group)
+    return directory
+
+
+def _split_by_bytes(tensors: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> list[dict[str, tuple[int, ...]]]:
+    batches: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, size in tensors.items():
+        num_bytes = torch.Size(size).numel() * itemsize
+        if batches[-1] and filled + num_bytes > limit:
+            batches.append({})
+            filled = 0
+        batches[-1][name] = size
+        filled += num_bytes
+    return batches
+
+
+def _collect(
+    batch: dict[str, tuple[int, ...]], source: Sequence[Sequence[Placement]], params: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup, bucket_bytes: int,
+) -> dict[str, torch.Tensor]:
+    """Bring whole logical tensors to rank 0 (elsewhere: empty)."""
+    wanted = [[p for p in placements if p.hf_name in batch] for placements in source]
+    destination: list[list[Placement]] = [[] for _ in source]
+    destination[0] = [Placement(name, full_box(size), name, full_box(size)) for name, size in batch.items()]
+    some = next(iter(params.values()))
+    tensors: dict[str, torch.Tensor] = {}
+    if group.rank() == 0:
+        tensors = {name: torch.empty(size, dtype=some.dtype, device=some.device) for name, size in batch.items()}
+    plan = plan_reshard(wanted, destination, ranks_per_node=len(source))
+    Resharder(plan, params, tensors, group, bucket_bytes).run()
+    return tensors
+
+
+def _finish_directory(
+    partial: Path, directory: Path, weight_map: dict[str, str], num_files: int, side_files_from: Path
+) -> None:
+    if num_files > 1:
+        (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+    for name in _SIDE_FILES:
+        if (side_files_from / name).is_file():
+            shutil.copy(side_files_from / name, partial / name)
+    if directory.exists():
+        shutil.rmtree(directory)
+    os.replace(partial, directory)

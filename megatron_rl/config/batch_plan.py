@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch arithmetic: from what the user states to what every rank does, before any process group exists.
+
+The user states prompts per step, responses per prompt, prompts per optimizer step and a token
+budget; `BatchPlan.build` derives the rest and refuses what does not divide, naming the nearest
+values that do. Invariants: nothing is floored, dropped or repeated; the responses of one prompt
+stay on one engine; batches run on across the end of an epoch, so every prompt is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Every number that follows from the config and the world size.
+
+    Attributes:
+        world_size, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
+        rollout_tp_size, num_engines: ranks per rollout engine, and engines.
+        train_batch_size: prompts per step of the main loop.
+        group_size: responses per prompt (`rollout.n`).
+        rollouts_per_step: responses per step.
+        rollouts_per_engine_min, rollouts_per_engine_max: responses per step on one engine; they
+            differ by at most one group.
+        ppo_mini_batch_size, ppo_epochs: prompts per optimizer step; passes over a rollout batch.
+        minibatches_per_epoch: optimizer steps per pass.
+        optimizer_steps_per_step: optimizer steps per step of the main loop.
+        rollouts_per_minibatch: responses per optimizer step.
+        rollouts_per_rank: the average of them on one DP rank (balanced by tokens, so a mean).
+        longest_sequence: tokens of the longest prompt and response.
+        max_tokens_per_microbatch: token budget of one forward/backward.
+        num_train_prompts: prompts in the data, where known.
+        steps_per_epoch: steps per pass over the prompts, a fraction where they do not divide.
+        total_steps: steps of the main loop; None while the data decides and is not known.
+        total_optimizer_steps: optimizer steps of the run.
+    """
+
+    world_size: int
+    tp_size: int
+    pp_size: int
+    cp_size: int
+    dp_size: int
+    rollout_tp_size: int
+    num_engines: int
+    train_batch_size: int
+    group_size: int
+    rollouts_per_step: int
+    rollouts_per_engine_min: int
+    rollouts_per_engine_max: int
+    ppo_mini_batch_size: int
+    ppo_epochs: int
+    minibatches_per_epoch: int
+    optimizer_steps_per_step: int
+    rollouts_per_minibatch: int
+    rollouts_per_rank: float
+    longest_sequence: int
+    max_prompt_length: int
+    max_response_length: int
+    max_tokens_per_microbatch: int
+    total_epochs: int | None
+    num_train_prompts: int | None
+    steps_per_epoch: float | None
+    total_steps: int | None
+    total_optimizer_steps: int | None
+
+    @classmethod
+    def build(cls, cfg: RunConfig, world_size: int, num_train_prompts: int | None = None) -> BatchPlan:
+        """Derive the plan.
+
+        Args:
+            cfg: the resolved config.
+            world_size: number of ranks.
+            num_train_prompts: training prompts after filtering; None while they are not read yet.
+
+        Raises:
+            UserError: sizes that do not divide or do not fit, with the nearest values that do.
+        """
+        _check_ranks(cfg, world_size)
+        _check_batches(cfg, num_train_prompts)
+        actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
+        tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
+        dp_size = world_size // (tp_size * pp_size * actor.context_parallel_size)
+        num_engines = world_size // cfg.rollout.tensor_model_parallel_size
+        mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
+        minibatches = data.train_batch_size // mini_batch_size
+        _check_minibatch(cfg, mini_batch_size * group_size, dp_size)
+        total_steps = _total_steps(cfg, num_train_prompts)
+        optimizer_steps = minibatches * actor.ppo_epochs
+        return cls(
+            world_size=world_size, tp_size=tp_size, pp_size=pp_size, cp_size=actor.context_parallel_size,
+            dp_size=dp_size, rollout_tp_size=cfg.rollout.tensor_model_parallel_size, num_engines=num_engines,
+            train_batch_size=data.train_batch_size, group_size=group_size,
+            rollouts_per_step=data.train_batch_size * group_size,
+            rollouts_per_engine_min=data.train_batch_size // num_engines * group_size,
+            rollouts_per_engine_max=-(-data.train_batch_size // num_engines) * group_size,
+            ppo_mini_batch_size=mini_batch_size, ppo_epochs=actor.ppo_epochs, minibatches_per_epoch=minibatches,
+            optimizer_steps_per_step=optimizer_steps, rollouts_per_minibatch=mini_batch_size * group_size,
+            rollouts_per_rank=mini_batch_size * group_size / dp_size,
+            longest_sequence=data.max_prompt_length + data.max_response_length,
+            max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length,
+            max_tokens_per_microbatch=actor.max_tokens_per_microbatch,
+            total_epochs=None if cfg.trainer.total_steps is not None else cfg.trainer.total_epochs,
+            num_train_prompts=num_train_prompts,
+            steps_per_epoch=None if num_train_prompts is None else num_train_prompts / data.train_batch_size,
+            total_steps=total_steps,
+            total_optimizer_steps=None if total_steps is None else total_steps * optimizer_steps,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers by name, for JSON."""
+        return dataclasses.asdict(self)
+
+    def formulas(self) -> list[str]:
+        """Each derived number as "name = formula = formula with numbers = value"."""
+        n, batch, mini = self.group_size, self.train_batch_size, self.ppo_mini_batch_size
+        lines = [
+            f"dp_size = world_size / (tp * pp * cp) = {self.world_size} / "
+            f"({self.tp_size} * {self.pp_size} * {self.cp_size}) = {self.dp_size}",
+            f"num_engines = world_size / rollout_tp = {self.world_size} / {self.rollout_tp_size} = {self.num_engines}",
+            f"rollouts_per_step = train_batch_size * n = {batch} * {n} = {self.rollouts_per_step}",
+            self._engine_formula(),
+            f"minibatches_per_epoch = train_batch_size / ppo_mini_batch_size = {batch} / {mini} = "
+            f"{self.minibatches_per_epoch}",
+            f"optimizer_steps_per_step = minibatches_per_epoch * ppo_epochs = {self.minibatches_per_epoch} * "
+            f"{self.ppo_epochs} = {self.optimizer_steps_per_step}",
+            f"rollouts_per_minibatch = ppo_mini_batch_size * n = {mini} * {n} = {self.rollouts_per_minibatch}",
+            f"rollouts_per_rank = rollouts_per_minibatch / dp_size = {self.rollouts_per_minibatch} / {self.dp_size} = "
+            f"{self.rollouts_per_rank:g} (mean; balanced by tokens)",
+            f"longest_sequence = max_prompt_length + max_response_length = {self.max_prompt_length} + "
+            f"{self.max_response_length} = {self.longest_sequence} <= max_tokens_per_microbatch = "
+            f"{self.max_tokens_per_microbatch}",
+        ]
+        return lines + self._step_formulas()
+
+    def _engine_formula(self) -> str:
+        low, high = self.rollouts_per_engine_min, self.rollouts_per_engine_max
+        value = str(low) if low == high else f"{low} to {high} (responses of a prompt stay together)"
+        return (
+            f"rollouts_per_engine = train_batch_size / num_engines * n = {self.train_batch_size} / "
+            f"{self.num_engines} * {self.group_size} = {value}"
+        )
+
+    def _step_formulas(self) -> list[str]:
+        lines = []
+        prompts, batch = self.num_train_prompts, self.train_batch_size
+        if prompts is not None:
+            lines.append(
+                f"steps_per_epoch = num_train_prompts / train_batch_size = {prompts} / {batch} = "
+                f"{self.steps_per_epoch:g}"
+            )
+        if self.total_epochs is None:
+            lines.append(f"total_steps = trainer.total_steps = {self.total_steps}")
+        elif prompts is None:
+            lines.append("total_steps = ceil(total_epochs * num_train_prompts / train_batch_size): data not read yet")
+        else:
+            lines.append(
+                f"total_steps = ceil(total_epochs * num_train_prompts / train_batch_size) = "
+                f"ceil({self.total_epochs} * {prompts} / {batch}) = {self.total_steps}"
+            )
+        if self.total_steps is not None:
+            lines.append(
+                f"total_optimizer_steps = total_steps * optimizer_steps_per_step = {self.total_steps} * "
+                f"{self.optimizer_steps_per_step} = {self.total_optimizer_steps}"
+            )
+        return lines
+
+
+def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
+    if cfg.trainer.total_steps is not None or num_train_prompts is None:
+        return cfg.trainer.total_steps
+    return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
+
+
+def _check_ranks(cfg: RunConfig, world_size: int) -> None:
+    actor = cfg.actor
+    sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.context_parallel_size)
+    model_size, rollout_tp_size = math.prod(sizes), cfg.rollout.tensor_model_parallel_size
+    if world_size % model_size:
+        tp_size, pp_size, cp_size = sizes
+        raise UserError(
+            f"world_size {world_size} is no multiple of tp * pp * cp = {tp_size} * {pp_size} * {cp_size} = "
+            f"{model_size}",
+            source="world size (torchrun) and the actor's layout",
+            expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
+            hint="change --nproc-per-node, or actor.tensor_model_parallel_size and its neighbours",
+        )
+    if world_size % rollout_tp_size:
+        raise UserError(
+            f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
+            source="world size (torchrun) and rollout.tensor_model_parallel_size",
+            expected=f"rollout.tensor_model_parallel_size of {_either(_nearest_divisors(world_size, rollout_tp_size))}"
+            f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
+            hint="each rollout engine takes that many ranks, and no rank may be left over",
+        )
+
+
+def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
+    data, actor = cfg.data, cfg.actor
+    batch, mini = data.train_batch_size, actor.ppo_mini_batch_size or data.train_batch_size
+    if batch % mini:
+        raise UserError(
+            f"data.train_batch_size {batch} is no multiple of actor.ppo_mini_batch_size {mini}",
+            source="data.train_batch_size and actor.ppo_mini_batch_size",
+            expected=f"ppo_mini_batch_size of {_either(_nearest_divisors(batch, mini))}, or train_batch_size of "
+            f"{_either(_nearest_multiples(batch, mini))}",
+            hint="both are counted in prompts; each optimizer step takes the same number",
+        )
+    if cfg.algorithm.adv_estimator == "grpo" and cfg.rollout.n == 1:
+        raise UserError(
+            "rollout.n = 1 with algorithm.adv_estimator = 'grpo': every advantage would be 0",
+            source="rollout.n", expected="2 responses per prompt or more",
+            hint="set rollout.n=8; the other responses of the group are the baseline",
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    if longest > actor.max_tokens_per_microbatch:
+        raise UserError(
+            f"the longest sequence, max_prompt_length {data.max_prompt_length} + max_response_length "
+            f"{data.max_response_length} = {longest} tokens, does not fit into actor.max_tokens_per_microbatch "
+            f"{actor.max_tokens_per_microbatch}",
+            source="actor.max_tokens_per_microbatch", expected=f"{longest} tokens or more",
+            hint=f"set actor.max_tokens_per_microbatch={longest}, or shorten prompts or responses",
+        )
+    if num_train_prompts is not None and num_train_prompts < batch:
+        raise UserError(
+            f"data.train_batch_size {batch} is more than the {num_train_prompts} training prompts",
+            source="data.train_batch_size and data.train_files",
+            expected=f"data.train_batch_size of {num_train_prompts} or less",
+            hint="a batch would hold a prompt twice; lower the batch size or add data",
+        )
+
+
+def _check_minibatch(cfg: RunConfig, rollouts_per_minibatch: int, dp_size: int) -> None:
+    if rollouts_per_minibatch >= dp_size:
+        return
+    batch = cfg.data.train_batch_size
+    needed = math.ceil(dp_size / cfg.rollout.n)
+    enough = [size for size in _divisors(batch) if size >= needed]
+    key = "actor.ppo_mini_batch_size" if enough else "data.train_batch_size"
+    value = enough[0] if enough else needed
+    raise UserError(
+        f"a minibatch has {rollouts_per_minibatch} rollouts for {dp_size} DP ranks: some ranks would have none",
+        source="actor.ppo_mini_batch_size, rollout.n and the world size",
+        expected=f"ppo_mini_batch_size * rollout.n >= dp_size, e.g. {key}={value}",
+        hint=f"raise {key}, or use fewer ranks",
+    )
+
+
+def _divisors(value: int) -> list[int]:
+    return [size for size in range(1, value + 1) if value % size == 0]
+
+
+def _nearest_divisors(value: int, wanted: int) -> list[int]:
+    """The divisors of `value` next to `wanted` on either side."""
+    below = [size for size in _divisors(value) if size < wanted]
+    above = [size for size in _divisors(value) if size > wanted]
+    return below[-1:] + above[:1]
+
+
+def _nearest_multiples(value: int, base: int) -> list[int]:
+    """The positive multiples of `base` next to `value` on either side."""
+    below = value // base * base
+    return [below, below + base] if below else [base]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the settings are called and which values they take, read off the dataclasses of `schema.py`.
+
+The dataclasses are the only place where a setting is declared; this module turns them into one flat
+table `section.leaf -> FieldInfo` and checks a value against the annotation. Invariant: a value that
+passes `coerce` has exactly the annotated type; nothing is rounded, cut or guessed on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_rl.config.schema import MISSING, RunConfig
+from megatron_rl.types import UserError
+
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_REFUSED = object()
+_TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", list[str]: "list of texts"}
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """One setting.
+
+    Attributes:
+        name: full name, `section.leaf`.
+        annotation: its type as declared, resolved.
+        default: default value; `MISSING` where the user must give one.
+        doc: one sentence.
+        unit: unit of the value, or "".
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    doc: str
+    unit: str
+
+    @property
+    def section(self) -> str:
+        """Name of the section."""
+        return self.name.partition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        """Name inside the section."""
+        return self.name.partition(".")[2]
+
+    @property
+    def required(self) -> bool:
+        """True where there is no default."""
+        return self.default is MISSING
+
+    @property
+    def kind(self) -> Any:
+        """The annotation without `| None`."""
+        if not self.accepts_none:
+            return self.annotation
+        return next(arg for arg in typing.get_args(self.annotation) if arg is not type(None))
+
+    @property
+    def accepts_none(self) -> bool:
+        """True for `X | None`."""
+        is_union = isinstance(self.annotation, types.UnionType) or typing.get_origin(self.annotation) is typing.Union
+        return is_union and type(None) in typing.get_args(self.annotation)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The accepted texts of a `Literal`, else ()."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    def describe_type(self) -> str:
+        """The accepted values in words: "integer or null", "float32 | bfloat16"."""
+        words = " | ".join(self.choices) if self.choices else _TYPE_NAMES[self.kind]
+        return f"{words} or null" if self.accepts_none else words
+
+
+def list_fields() -> dict[str, FieldInfo]:
+    """Every setting of every section, in the order of declaration, by full name."""
+    table: dict[str, FieldInfo] = {}
+    for section, section_class in section_classes().items():
+        hints = typing.get_type_hints(section_class)
+        for item in dataclasses.fields(section_class):
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            name = f"{section}.{item.name}"
+            table[name] = FieldInfo(name, hints[item.name], default, item.metadata["doc"], item.metadata["unit"])
+    return table
+
+
+def section_classes() -> dict[str, type]:
+    """Section name -> its dataclass, in the order of declaration."""
+    hints = typing.get_type_hints(RunConfig)
+    return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
+
+
+def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:
+    """Check a value against the annotation of its setting.
+
+    Args:
+        info: the setting.
+        value: the value as YAML reads it.
+        source: where the value stands, for the error.
+        text: the characters as typed, where they come from the command line; a setting that takes
+            text gets them unchanged (`trainer.run_dir=2024`).
+
+    Returns:
+        The value with the annotated type (an integer given for a number becomes a float, one text
+        given for a list becomes a list of one).
+
+    Raises:
+        UserError: the value has another type or is not among the choices.
+    """
+    if value is None and info.accepts_none:
+        return None
+    result = _convert(info, value, text)
+    if result is not _REFUSED:
+        return result
+    raise UserError(
+        f"{info.name} = {value!r} ({type(value).__name__}) is not accepted",
+        source=source,
+        expected=info.describe_type() + (f" [{info.unit}]" if info.unit else ""),
+        hint=_type_hint(info, value),
+    )
+
+
+def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
+    if info.choices:
+        return value if isinstance(value, str) and value in info.choices else _REFUSED
+    kind = info.kind
+    if kind is bool:
+        return value if isinstance(value, bool) else _REFUSED
+    if kind is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _REFUSED
+    if kind is float:
+        return _convert_number(value)
+    if kind is str:
+        return _convert_text(value, text)
+    return _convert_list(value)
+
+
+def _convert_number(value: Any) -> Any:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)  # YAML 1.1 reads 1e-6 (no dot) as text
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return _REFUSED
+    return float(value)
+
+
+def _convert_text(value: Any, text: str | None) -> Any:
+    if isinstance(value, str):
+        return value
+    return text if text and value is not None else _REFUSED
+
+
+def _convert_list(value: Any) -> Any:
+    items = [value] if isinstance(value, str) else value
+    if isinstance(items, list) and all(isinstance(item, str) for item in items):
+        return list(items)
+    return _REFUSED
+
+
+def _type_hint(info: FieldInfo, value: Any) -> str:
+    if value is None:
+        return f"give {info.name} a value" + ("" if info.required else f", or remove it (default: {info.default!r})")
+    if info.choices:
+        close = difflib.get_close_matches(str(value), info.choices, n=1)
+        return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(info.choices)}"
+    if isinstance(value, str) and info.kind in (int, bool):
+        return f"write {info.name}={'8' if info.kind is int else 'true'} without quotes"
+    if info.kind is str:
+        return "put the value in quotes"
+    return f"write {info.name} as {info.describe_type()}"
+
+
+def leaf_candidates(leaf: str, names: Iterable[str]) -> list[str]:
+    """The full names that end in `.leaf`."""
+    return [name for name in names if name.rpartition(".")[2] == leaf]
+
+
+def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
+    """The error for a name that is no setting, with the closest names that are.
+
+    Args:
+        name: the name as given.
+        source: where it stands.
+        fields: the settings, by full name.
+        aliases: further accepted names.
+    """
+    known = [*fields, *aliases]
+    leaf = name.rpartition(".")[2]
+    same_leaf = leaf_candidates(leaf, fields)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    leaves = {known_name.rpartition(".")[2] for known_name in fields}
+    close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.6)
+    by_leaf = [full for close_leaf in close_leaves for full in leaf_candidates(close_leaf, fields)]
+    suggestions = list(dict.fromkeys([*same_leaf, *close, *by_leaf]))[:4]
+    return UserError(
+        f"unknown setting {name!r}",
+        source=source,
+        expected=f"a setting of the sections {', '.join(dict.fromkeys(info.section for info in fields.values()))}",
+        hint=f"did you mean {' or '.join(suggestions)}?" if suggestions else "see --help for all settings",
+    )

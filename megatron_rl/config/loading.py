@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe and a command line to a checked `RunConfig`.
+
+Road of a setting: read with its place (`sources.py`), verl names translated (`aliases.py`), the
+command line put over the recipe, type checked (`fields.py`), sections built, sanity checked
+(`checks.py`). Every refusal names the value, its setting, its place and what would be accepted.
+Nothing here imports torch, so that a dry run starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.aliases import alias_names, alias_target, translate
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
+from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sources import RECIPE, Setting, read_overrides, read_recipe
+from megatron_rl.types import UserError
+
+__all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config"]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config and how it came about.
+
+    Attributes:
+        config: the resolved config.
+        notes: one line for each given setting that has no effect here (verl names); print them.
+        sources: full name -> file:line or "command line", for the settings that were given.
+    """
+
+    config: RunConfig
+    notes: list[str]
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    value: Any
+    setting: Setting
+
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a recipe, put the command line over it, and check the result.
+
+    Args:
+        recipe: YAML file with nested sections; None: the command line gives everything.
+        overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike.
+
+    Raises:
+        UserError: anything that cannot be read, is unknown, has the wrong type, is missing, or is
+            refused by `check_config`.
+    """
+    fields = list_fields()
+    settings = [] if recipe is None else read_recipe(Path(recipe))
+    settings += read_overrides(
+        overrides, fields, _boolean_names(fields),
+        lambda name, source: unknown_key_error(name, source, fields, alias_names()),
+    )
+    settings = _without_empty_sections(settings)
+    translated, notes = translate(settings, fields)
+    chosen = _choose(translated, fields)
+    _require_all(chosen, fields, recipe)
+    sections = {
+        section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
+    }
+    sources = {name: choice.setting.source for name, choice in chosen.items()}
+    config = RunConfig(**sections)
+    check_config(config, sources)
+    return LoadedConfig(config, notes, sources)
+
+
+def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:
+    ours = {name for name, info in fields.items() if info.kind is bool}
+    return ours | {name for name in alias_names() if alias_target(name) in ours}
+
+
+def _without_empty_sections(settings: list[Setting]) -> list[Setting]:
+    """Drop `section:` with nothing below it; refuse `section: value`."""
+    sections = section_classes()
+    for setting in settings:
+        if setting.name in sections and setting.value is not None:
+            raise UserError(
+                f"the section {setting.name!r} has the value {setting.value!r}", source=setting.source,
+                expected=f"settings below {setting.name}", hint=f"write {setting.name}.KEY=VALUE, see --help",
+            )
+    return [setting for setting in settings if setting.name not in sections]
+
+
+def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dict[str, _Chosen]:
+    """Pick the valid one of several settings of one name.
+
+    A higher layer wins; inside a layer a weak setting yields; on the command line the later one
+    wins, while two different values in the recipe (our name and verl's) are refused.
+    """
+    chosen: dict[str, _Chosen] = {}
+    for setting in settings:
+        value = coerce(fields[setting.name], setting.value, setting.source, setting.text)
+        new, old = _Chosen(value, setting), chosen.get(setting.name)
+        if old is None or _strength(setting) >= _strength(old.setting):
+            if old is not None:
+                _refuse_conflict(old, new)
+            chosen[setting.name] = new
+    return chosen
+
+
+def _strength(setting: Setting) -> tuple[int, bool]:
+    return setting.layer, not setting.weak
+
+
+def _refuse_conflict(old: _Chosen, new: _Chosen) -> None:
+    same_place = _strength(old.setting) == _strength(new.setting) and new.setting.layer <= RECIPE
+    if same_place and old.value != new.value:
+        raise UserError(
+            f"{new.setting.name} is given twice, as {old.value!r} and as {new.value!r}",
+            source=f"{old.setting.source} and {new.setting.source}",
+            expected="one value (a verl name and our name of the same setting must agree)",
+            hint="remove one of the two",
+        )
+
+
+def _require_all(chosen: Mapping[str, _Chosen], fields: Mapping[str, FieldInfo], recipe: Path | None) -> None:
+    missing = [info for name, info in fields.items() if info.required and name not in chosen]
+    if missing:
+        names = ", ".join(info.name for info in missing)
+        raise UserError(
+            f"{names} {'is' if len(missing) == 1 else 'are'} missing",
+            source=f"{recipe} and the command line" if recipe else "command line (no recipe)",
+            expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
+            hint=f"add {missing[0].name} to the recipe or write {missing[0].name}=VALUE",
+        )
+
+
+def _values_of(section: str, chosen: Mapping[str, _Chosen]) -> dict[str, Any]:
+    pairs = ((name.partition("."), choice.value) for name, choice in chosen.items())
+    return {leaf: value for (owner, _, leaf), value in pairs if owner == section}

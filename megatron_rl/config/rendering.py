@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A config as people read it: dict, YAML, and the text behind `--help`.
+
+`dump_yaml` writes every setting of every section, so that the file in the run directory states the
+whole run; loading it again gives the same config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+import yaml
+
+from megatron_rl.config.alias_groups import GROUPS
+from megatron_rl.config.aliases import ALIASES, Renamed
+from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
+from megatron_rl.config.schema import RunConfig
+
+_SYNTAX = """\
+Settings are given in the recipe (nested sections) and on the command line, which wins:
+  section.key=value               actor.lr=1e-6   data.train_files=[a.jsonl,b.jsonl]
+  --section.key value             --actor.sequence_parallel   (a flag without a value means true)
+  --leaf value, as in Megatron    --lr 1e-6   (a leaf of several sections needs its section)
+  verl's names                    actor_rollout_ref.rollout.n=8   (list below)
+"""
+
+
+def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
+    """The resolved config as section -> key -> value; JSON and YAML can hold all values."""
+    return dataclasses.asdict(cfg)
+
+
+def dump_yaml(cfg: RunConfig) -> str:
+    """The resolved config as YAML; `load_config` reads it back to an equal config."""
+    return yaml.dump(config_to_dict(cfg), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists inside a mapping indented, as people write them."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def format_help(width: int = 100) -> str:
+    """Every setting with its type, default, unit and meaning, then the verl names.
+
+    Args:
+        width: columns of the text.
+    """
+    fields = list_fields()
+    blocks = [_SYNTAX]
+    for section, section_class in section_classes().items():
+        doc = (section_class.__doc__ or "").strip().splitlines()[0]
+        lines = [f"[{section}]  {doc}"]
+        for info in fields.values():
+            if info.section == section:
+                lines += _describe(info, width)
+        blocks.append("\n".join(lines) + "\n")
+    blocks.append(_describe_aliases(width))
+    return "\n".join(blocks)
+
+
+def _describe(info: FieldInfo, width: int) -> list[str]:
+    default = "required" if info.required else f"default: {_render(info.default)}"
+    unit = f"  [{info.unit}]" if info.unit else ""
+    doc = textwrap.wrap(info.doc, width - 6)
+    return [f"  {info.name}  ({info.describe_type()}; {default}){unit}", *(f"      {line}" for line in doc)]
+
+
+def _render(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _describe_aliases(width: int) -> str:
+    renamed = [(name, alias.target) for name, alias in ALIASES.items() if isinstance(alias, Renamed)]
+    pairs = [(name, target) for name, target in renamed if name != target]
+    pairs += [(" + ".join(group.names), group.meaning) for group in GROUPS]
+    lines = ["[verl names]  accepted in recipes and on the command line"]
+    for name, target in sorted(pairs):
+        lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
+    others = sorted(name for name, alias in ALIASES.items() if not isinstance(alias, Renamed))
+    text = f"Without effect here, accepted and reported: {', '.join(others)}."
+    lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    return "\n".join(lines) + "\n"

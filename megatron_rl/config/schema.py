@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of a run: nested frozen dataclasses, one section per role or room.
+
+A field is declared with `option(default, "what it does", unit=...)`; `--help` is made from these
+declarations. Checks that need one section only are in `check()`; those that need the world size or
+the model are in `batch_plan.py` and `models/`. Leaves are spelled as Megatron spells them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MISSING = dataclasses.MISSING
+
+
+def option(default: Any, doc: str, unit: str = "") -> Any:
+    """Declare one setting.
+
+    Args:
+        default: its default; `MISSING` where the user must give one.
+        doc: one sentence for `--help`.
+        unit: unit of the value ("tokens", "prompts", "seconds", ...), where it has one.
+    """
+    metadata = {"doc": doc, "unit": unit}
+    if default is MISSING:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy: shapes come from its HF config.json and are never restated here."""
+
+    path: str = option(MISSING, "Directory of the policy in Hugging Face format (config.json, *.safetensors).")
+    tokenizer: str | None = option(None, "Tokenizer directory or sentencepiece .model file; default: model.path.")
+    dtype: Literal["float32", "bfloat16"] = option(
+        "bfloat16", "Type of parameters and activations; use float32 on CPU (bfloat16 is very slow there).")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = option(
+        "auto", "Modules of the layers: megatron-core's own, or Transformer Engine's (auto: where usable).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts."""
+
+    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
+    validation_files: list[str] = option([], "JSONL or parquet files with validation prompts.")
+    train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
+    validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
+    validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
+    max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
+    max_response_length: int = option(1024, "Longest response.", "tokens")
+    overlong_prompts: Literal["error", "truncate", "drop"] = option(
+        "error", "What to do with a prompt longer than max_prompt_length; truncated and dropped ones are counted.")
+    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
+    answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
+    response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")
+    shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """The policy in training: its layout, its batches, its optimizer."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks that share each matrix (TP).", "ranks")
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks")
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None, "Model chunks per pipeline stage (VPP, interleaved schedule).", "chunks")
+    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks")
+    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
+    sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
+    ppo_mini_batch_size: int | None = option(
+        None, "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.", "prompts")
+    ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
+    max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
+    use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
+    lr: float = option(1e-6, "Peak learning rate.")
+    min_lr: float = option(0.0, "Final learning rate of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "Shape of the decay after warm-up.")
+    lr_warmup_steps: int = option(0, "Linear warm-up.", "optimizer steps")
+    weight_decay: float = option(0.01, "Decoupled weight decay (matrices only).")
+    adam_beta1: float = option(0.9, "First moment decay of Adam.")
+    adam_beta2: float = option(0.95, "Second moment decay of Adam.")
+    adam_eps: float = option(1e-8, "Epsilon of Adam.")
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.")
+    recompute_granularity: Literal["none", "selective", "full"] = option(
+        "none", "Activation recomputation: none, core attention only, or whole layers.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation."""
+
+    engine: str = option("vllm", "Rollout engine: vllm, or hf (transformers; slow, for debugging and parity).")
+    tensor_model_parallel_size: int = option(1, "Ranks per engine; world / this = number of engines.", "ranks")
+    n: int = option(8, "Responses per prompt (group size).", "responses")
+    temperature: float = option(1.0, "Sampling temperature; also scales the logits in training.")
+    top_p: float = option(1.0, "Nucleus sampling; training scores the full softmax, so only 1.0 is accepted.")
+    top_k: int = option(-1, "Top-k sampling; training scores the full softmax, so only -1 (off) is accepted.")
+    validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
+    max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
+    kv_cache_gib: float | None = option(
+        None, "KV cache of one engine rank; default: 0.0625 on CPU, gpu_memory_utilization decides on GPU.", "GiB")
+    gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
+    enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs.")
+    reshard_bucket_mib: float = option(
+        64.0, "Bound on the staging memory of one reshard, per rank and direction.", "MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The frozen model of the KL term; built only when algorithm.kl_coef > 0. Layout: the actor's."""
+
+    path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How responses are scored."""
+
+    rule: Literal["exact", "math"] = option(
+        "math", "Rule used when no function is given: exact match, or math equivalence (math-verify).")
+    function: str | None = option(
+        None, "User's reward as path.py:name with verl's signature (data_source, solution_str, ground_truth, extra_info).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantages, loss, KL."""
+
+    adv_estimator: str = option("grpo", "Advantage estimator.")
+    norm_adv_by_std: bool = option(True, "GRPO: divide by the group's standard deviation (False: Dr. GRPO).")
+    clip_eps_low: float = option(0.2, "The ratio is clipped below at 1 - this.")
+    clip_eps_high: float = option(0.2, "The ratio is clipped above at 1 + this.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = option(
+        "token-mean", "Denominator of the loss, global over microbatches and ranks.")
+    kl_coef: float = option(0.0, "Weight of the KL term in the loss; 0: no reference model is built.")
+    kl_type: Literal["k1", "k2", "k3"] = option("k3", "KL estimator (Schulman, Approximating KL divergence).")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The main loop."""
+
+    total_steps: int | None = option(None, "Steps of the main loop; default: from total_epochs.", "steps")
+    total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes")
+    test_freq: int = option(0, "Validate every N steps (0: only before and after training).", "steps")
+    val_before_train: bool = option(True, "Validate before the first step.")
+    save_freq: int = option(0, "Write the model in HF format every N steps (0: only at the end).", "steps")
+    save_final: bool = option(True, "Write the model in HF format after the last step.")
+    seed: int = option(1, "Seed of data order, sampling and initialisation.")
+    run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
+    log_rollouts: int = option(4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts")
+    timeout_minutes: float = option(30.0, "A collective that waits longer than this ends the run.", "minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """Logging."""
+
+    tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
+    progress_bar: bool = option(True, "Progress bar with ETA when stdout is a terminal.")
+    console_every: int = option(1, "Print the console line every N steps.", "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, one YAML recipe."""
+
+    model: ModelConfig
+    data: DataConfig
+    actor: ActorConfig
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)

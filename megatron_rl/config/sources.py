@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where settings come from: a YAML recipe and the command line, read into one flat list.
+
+Each `Setting` remembers its place (file:line, or the command line), so that every later error can
+name it. The recipe is composed to YAML nodes instead of loaded to a dict, because only nodes know
+their line and only they show a key that stands twice. Nothing is interpreted here: names may be
+unknown and values may have the wrong type.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config.fields import FieldInfo, leaf_candidates
+from megatron_rl.types import UserError
+
+# Layers: a setting of a higher layer replaces one of a lower layer.
+ASSUMED, RECIPE, COMMAND_LINE = 0, 1, 2
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+_DEEPEST = 16
+_BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off")
+_SYNTAX = "section.key=value, --section.key=value, --section.key value, or --leaf value"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One `name = value` as given.
+
+    Attributes:
+        name: full name, ours or verl's.
+        value: value as YAML reads it.
+        source: file:line, or "command line".
+        layer: `RECIPE` or `COMMAND_LINE` (`ASSUMED`: a default of verl that another setting implies).
+        text: the characters as typed on the command line.
+        weak: yields to another setting of the same name and layer.
+    """
+
+    name: str
+    value: Any
+    source: str
+    layer: int
+    text: str | None = None
+    weak: bool = False
+
+
+def read_recipe(path: Path) -> list[Setting]:
+    """Read a recipe: nested mappings become dotted names.
+
+    Raises:
+        UserError: no such file, malformed YAML, a key that stands twice, a `${...}` interpolation.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read the recipe: {error}", source=str(path), expected="a YAML file (UTF-8)",
+            hint="check the path; relative paths start at the working directory",
+        ) from error
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        settings = [] if root is None else _Walker(path, loader).walk(root, "", 0)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise UserError(
+            f"malformed YAML: {getattr(error, 'problem', None) or error}",
+            source=f"{path}:{mark.line + 1}" if mark else str(path),
+            expected="one YAML document with nested mappings, e.g. 'model:' and below it '  path: DIR'",
+            hint="check indentation, colons and quotes around this line",
+        ) from error
+    finally:
+        loader.dispose()
+    _refuse_repeated(settings)
+    return settings
+
+
+class _Walker:
+    """Flattens the node tree of one recipe."""
+
+    def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
+        self.path, self.loader = path, loader
+
+    def walk(self, node: yaml.Node, prefix: str, depth: int) -> list[Setting]:
+        source = f"{self.path}:{node.start_mark.line + 1}"
+        if isinstance(node, yaml.MappingNode) and depth <= _DEEPEST:
+            return self._walk_mapping(node, prefix, depth)
+        if not prefix or isinstance(node, yaml.MappingNode):
+            raise UserError(
+                "the recipe is not a mapping of sections" if not prefix else f"{prefix} is nested too deeply",
+                source=source, expected="sections with settings below them", hint="see launch/recipes for examples",
+            )
+        try:
+            value = self.loader.construct_object(node, deep=True)
+        except ValueError as error:  # e.g. a date that does not exist
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+        if isinstance(value, str) and "${" in value:
+            raise _interpolation_error(prefix, value, source)
+        return [Setting(prefix, value, source, RECIPE)]
+
+    def _walk_mapping(self, node: yaml.MappingNode, prefix: str, depth: int) -> list[Setting]:
+        self._refuse_duplicates(node, prefix)
+        self.loader.flatten_mapping(node)  # resolves '<<: *anchor'; merged keys come first, own keys win
+        children = {str(key.value): child for key, child in node.value}
+        settings = []
+        for key, child in children.items():
+            settings += self.walk(child, f"{prefix}.{key}" if prefix else key, depth + 1)
+        return settings
+
+    def _refuse_duplicates(self, node: yaml.MappingNode, prefix: str) -> None:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
+            line = key.start_mark.line + 1
+            if key.value in lines and key.tag != _MERGE_TAG:
+                name = f"{prefix}.{key.value}" if prefix else key.value
+                raise _repeated_error(name, f"{self.path}:{lines[key.value]}", f"{self.path}:{line}")
+            lines[key.value] = line
+
+
+def _refuse_repeated(settings: list[Setting]) -> None:
+    """Catch `actor: {lr: 1}` next to `actor.lr: 2`, which are different keys to YAML."""
+    seen: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.name in seen:
+            raise _repeated_error(setting.name, seen[setting.name].source, setting.source)
+        seen[setting.name] = setting
+
+
+def _repeated_error(name: str, first: str, second: str) -> UserError:
+    return UserError(
+        f"{name!r} stands twice in the recipe", source=f"{first} and {second}",
+        expected="each key once", hint="remove one of the two",
+    )
+
+
+def _interpolation_error(name: str, value: str, source: str) -> UserError:
+    return UserError(
+        f"{name} = {value!r} contains an interpolation", source=source,
+        expected="a plain value; ${...} is not resolved", hint="write the value itself",
+    )
+
+
+def read_overrides(
+    arguments: Sequence[str],
+    fields: Mapping[str, FieldInfo],
+    boolean_names: Collection[str],
+    unknown: Callable[[str, str], UserError],
+) -> list[Setting]:
+    """Read overrides from the command line, in their order.
+
+    Args:
+        arguments: what follows the recipe on the command line.
+        fields: the settings, for the Megatron spelling `--leaf value`.
+        boolean_names: full names that may stand as a flag without a value.
+        unknown: makes the error for an unknown leaf from (name, source).
+
+    Raises:
+        UserError: no override syntax, a missing value, an unknown or ambiguous leaf.
+    """
+    settings = []
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        name, separator, text = argument.partition("=")
+        is_flag = name.startswith("--") and len(name) > 2
+        if not (separator or is_flag) or (name.startswith("-") and not is_flag):
+            raise UserError(
+                f"{argument!r} is not an override", source="command line", expected=_SYNTAX,
+                hint="quote values that contain spaces",
+            )
+        name = _flag_name(name, fields, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
+        if not separator:
+            text = _take_value(name, rest, boolean_names)
+        settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
+    return settings
+
+
+def _flag_name(flag: str, fields: Mapping[str, FieldInfo], unknown: Callable[[str, str], UserError]) -> str:
+    name = flag[2:].replace("-", "_")
+    if "." in name:
+        return name
+    candidates = leaf_candidates(name, fields)
+    if not candidates:
+        raise unknown(name, "command line")
+    if len(candidates) > 1:
+        raise UserError(
+            f"{flag} is ambiguous: {' and '.join(candidates)} end in it", source="command line",
+            expected="the full name", hint=" or ".join(f"{candidate}=VALUE" for candidate in candidates),
+        )
+    return candidates[0]
+
+
+def _take_value(name: str, rest: deque[str], boolean_names: Collection[str]) -> str:
+    following = rest[0] if rest else "--"
+    if name in boolean_names:
+        return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
+    if following.startswith("--"):
+        raise UserError(
+            f"--{name} has no value", source="command line", expected=_SYNTAX, hint=f"write {name}=VALUE",
+        )
+    return rest.popleft()
+
+
+def _parse_value(name: str, text: str) -> Any:
+    if "${" in text:
+        raise _interpolation_error(name, text, "command line")
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        if not text.startswith(("[", "{")):
+            return text  # a text such as '@run' or '2024-13-45' is fine where text is wanted
+        raise UserError(
+            f"the value of {name} cannot be read: {text!r}", source="command line",
+            expected="a YAML scalar or list, e.g. 8, 1e-6, true, text, [a, b]", hint="quote special characters",
+        ) from error

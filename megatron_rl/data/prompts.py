@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts and SFT examples out of data files, and the order in which training sees the prompts.
+
+Two schemas are read, row by row: the plain one (`prompt`, `answer`; names from the config) and verl's
+(`prompt` as chat messages, `data_source`, `reward_model.ground_truth`, `extra_info`). A text prompt is
+used verbatim; chat messages go through the tokenizer's chat template.
+
+Invariants: `prompt_id` is the index of the row over all files, before anything is dropped; a prompt
+that is too long is refused, cut or dropped as the config says, and counted, never silently;
+`PromptBatches` shows each prompt exactly once per epoch, in an order that (seed, epoch) alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.types import Prompt, UserError
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of one list of files, and what became of those that were too long."""
+
+    prompts: list[Prompt]
+    num_truncated: int
+    num_dropped: int
+
+
+@dataclass(frozen=True)
+class SftExample:
+    """One prompt and the response to learn.
+
+    Attributes:
+        prompt_tokens: [s] int32.
+        response_tokens: [s] int32, ends with EOS.
+    """
+
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class SftSet:
+    """The examples of one list of files, and what became of the prompts that were too long."""
+
+    examples: list[SftExample]
+    num_truncated: int
+    num_dropped: int
+
+
+def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit: int | None = None) -> PromptSet:
+    """Read, check and tokenize prompts.
+
+    Args:
+        files: .jsonl and .parquet files.
+        tokenizer: makes the tokens and applies the chat template.
+        cfg: names of the columns, longest prompt and what to do with longer ones.
+        limit: keep only the first N prompts (after dropping); default: all.
+
+    Raises:
+        UserError: a file or row is wrong, a prompt is too long under the policy "error", or none is left.
+    """
+    prompts: list[Prompt] = []
+    truncated = dropped = 0
+    for row in read_rows(files):
+        if limit is not None and len(prompts) >= limit:
+            break
+        ground_truth = _ground_truth(row, cfg)
+        text, tokens = _tokenize_prompt(row, tokenizer, cfg)
+        fitted = _fit(tokens, row, cfg)
+        dropped += fitted is None
+        if fitted is None:
+            continue
+        if len(fitted) < len(tokens):
+            truncated += 1
+            text = tokenizer.decode(fitted)
+        prompts.append(Prompt(
+            prompt_id=row.index, tokens=np.asarray(fitted, dtype=np.int32), text=text, ground_truth=ground_truth,
+            data_source=row.optional("data_source", str, "default"), extra_info=_extra_info(row, cfg)))
+    _refuse_empty(len(prompts), dropped, files, cfg)
+    return PromptSet(prompts, truncated, dropped)
+
+
+def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
+    """Read, check and tokenize prompts with their responses (column response_key, else answer_key).
+
+    Args:
+        files: .jsonl and .parquet files.
+        tokenizer: makes the tokens and applies the chat template.
+        cfg: names of the columns, longest prompt and response.
+
+    Raises:
+        UserError: as `load_prompts`; also a response that is longer than `max_response_length` with its EOS.
+    """
+    column = cfg.response_key or cfg.answer_key
+    examples: list[SftExample] = []
+    truncated = dropped = 0
+    for row in read_rows(files):
+        response = tokenizer.encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
+        if len(response) > cfg.max_response_length:
+            raise UserError(f"the response has {len(response)} tokens with its EOS", source=row.location,
+                            expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
+                            hint="raise data.max_response_length, or shorten the response")
+        _, tokens = _tokenize_prompt(row, tokenizer, cfg)
+        fitted = _fit(tokens, row, cfg)
+        dropped += fitted is None
+        if fitted is None:
+            continue
+        truncated += len(fitted) < len(tokens)
+        examples.append(SftExample(np.asarray(fitted, dtype=np.int32), np.asarray(response, dtype=np.int32)))
+    _refuse_empty(len(examples), dropped, files, cfg)
+    return SftSet(examples, truncated, dropped)
+
+
+def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[str, list[int]]:
+    value = row.require(cfg.prompt_key)
+    if isinstance(value, list):
+        _check_messages(value, row, cfg.prompt_key)
+        text = tokenizer.apply_chat_template(value)
+    elif isinstance(value, str):
+        text = value
+    else:
+        raise wrong_type(cfg.prompt_key, value, row.location, "a text, or a list of chat messages")
+    tokens = tokenizer.encode(text)
+    if not tokens:
+        raise UserError(f'the prompt in column "{cfg.prompt_key}" has no tokens', source=row.location,
+                        expected="at least one token", hint="mend or remove this row")
+    return text, tokens
+
+
+def _check_messages(messages: list[Any], row: Row, column: str) -> None:
+    for message in messages:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise wrong_type(column, message, row.location, 'chat messages {"role": text, "content": text}')
+    if not messages:
+        raise wrong_type(column, messages, row.location, "at least one chat message")
+
+
+def _ground_truth(row: Row, cfg: DataConfig) -> str:
+    """verl's `reward_model.ground_truth` where the row has it, the plain answer column otherwise."""
+    nested = row.optional("reward_model", dict, {}).get("ground_truth")
+    if nested is not None:
+        return as_text(nested, "reward_model.ground_truth", row.location)
+    return row.scalar_text(cfg.answer_key)
+
+
+def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
+    """verl's `extra_info` and every column that has no meaning of its own; `extra_info` wins over a column."""
+    known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, "data_source", "reward_model", "extra_info"}
+    further = {name: value for name, value in row.columns.items() if name not in known}
+    return further | row.optional("extra_info", dict, {})
+
+
+def _fit(tokens: list[int], row: Row, cfg: DataConfig) -> list[int] | None:
+    """The tokens that the policy for long prompts keeps; None where it drops the row."""
+    limit = cfg.max_prompt_length
+    if len(tokens) <= limit:
+        return tokens
+    if cfg.overlong_prompts == "truncate":
+        return tokens[-limit:]  # the end of a prompt holds the question
+    if cfg.overlong_prompts == "drop":
+        return None
+    raise UserError(f"the prompt has {len(tokens)} tokens", source=row.location,
+                    expected=f"at most data.max_prompt_length = {limit} tokens",
+                    hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop")
+
+
+def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) -> None:
+    if not kept:
+        raise UserError(f"no prompt is left: all {dropped} are longer than {cfg.max_prompt_length} tokens",
+                        source=", ".join(files), expected="at least one prompt", hint="raise data.max_prompt_length")
+
+
+class PromptBatches:
+    """Endless batches of prompts, epoch after epoch.
+
+    A batch may run across the end of an epoch, so no prompt is dropped or repeated inside an epoch; such
+    a batch can hold a prompt twice (last of one epoch, first of the next).
+
+    Args:
+        prompts: what to iterate over.
+        batch_size: prompts per batch.
+        shuffle: a new permutation for each epoch; False: the order of the files.
+        seed: of the permutations.
+
+    Raises:
+        UserError: there are fewer prompts than one batch takes.
+    """
+
+    def __init__(self, prompts: list[Prompt], batch_size: int, shuffle: bool, seed: int) -> None:
+        if not 1 <= batch_size <= len(prompts):
+            raise UserError(f"{len(prompts)} prompts cannot fill a batch of {batch_size}",
+                            source="data.train_batch_size", expected=f"a batch of 1 to {len(prompts)} prompts",
+                            hint="lower data.train_batch_size, or add prompts")
+        self._prompts, self._batch_size, self._shuffle, self._seed = prompts, batch_size, shuffle, seed
+        self._epoch = self._offset = 0
+        self._order = self._order_of(0)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self
+
+    def __next__(self) -> list[Prompt]:
+        batch: list[Prompt] = []
+        while len(batch) < self._batch_size:
+            if self._offset == len(self._prompts):
+                self._epoch, self._offset = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+            taken = self._order[self._offset:self._offset + self._batch_size - len(batch)]
+            batch += [self._prompts[i] for i in taken]
+            self._offset += len(taken)
+        return batch
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self._prompts))
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iteration stands: epoch, prompts of it already given out, and the size of the data set."""
+        return {"epoch": self._epoch, "offset": self._offset, "num_prompts": len(self._prompts)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from where `state_dict` was taken (same prompts, shuffle and seed; batch_size may differ).
+
+        Raises:
+            UserError: the data set has another size than the one the state belongs to.
+        """
+        if state["num_prompts"] != len(self._prompts):
+            found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {len(self._prompts)}"
+            raise UserError(found, source="data.train_files", expected="the data set of the run that is resumed",
+                            hint="restore the files, or start a new run")
+        self._epoch, self._offset = state["epoch"], state["offset"]
+        self._order = self._order_of(self._epoch)

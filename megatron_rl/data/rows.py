@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of JSONL and parquet files, each with the place it came from, checked before anybody uses them.
+
+Parquet goes through the `datasets` library, streamed: nothing is prepared on disk, so several ranks can
+read at once and the user's home stays untouched. JSONL is decoded line by line, because a bad line has
+to be named by its number and shown, and because a columnar reader would change what the user wrote:
+columns that the first line lacks would vanish, numbers and texts in one column would be cast.
+
+Invariants: rows keep the order of the files; `index` counts over all the files; blank lines of a JSONL
+file are no rows. `Row.text`, `Row.messages` and so on return checked values or raise a UserError that
+names file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.types import UserError
+
+_LONGEST_EXCERPT = 120
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data file.
+
+    Attributes:
+        index: position over all the files that were read together, from 0.
+        location: "file:line" (JSONL) or "file:row N" (parquet), counted from 1.
+        columns: name -> value.
+    """
+
+    index: int
+    location: str
+    columns: dict[str, Any]
+
+    def scalar_text(self, column: str) -> str:
+        """The value of a column that holds a text or a number, as text."""
+        return as_text(self.require(column), column, self.location)
+
+    def require(self, column: str) -> Any:
+        """The value of a column that must be there and not null.
+
+        Raises:
+            UserError: it is missing or null; the message names file, line and the columns that are there.
+        """
+        if self.columns.get(column) is None:
+            state = "is null" if column in self.columns else "is missing"
+            raise UserError(
+                f'column "{column}" {state}; the row has {", ".join(sorted(self.columns)) or "no columns"}',
+                source=self.location, expected=f'a row with the column "{column}"',
+                hint="set data.prompt_key, data.answer_key or data.response_key, or mend the row")
+        return self.columns[column]
+
+    def optional(self, column: str, kind: type, default: Any) -> Any:
+        """The value of a column of type `kind`, or `default` where it is missing or null."""
+        value = self.columns.get(column)
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            raise wrong_type(column, value, self.location, f"a value of type {kind.__name__}")
+        return value
+
+
+def as_text(value: Any, column: str, location: str) -> str:
+    """A text as it is, a finite number as Python prints it; anything else is a UserError."""
+    if isinstance(value, str):
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise wrong_type(column, value, location, "a text or a finite number")
+    return str(value)
+
+
+def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
+    """The error for a value of the wrong type or shape."""
+    return UserError(f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})', source=location,
+                     expected=expected, hint="mend this row, or write lists and objects as JSON text")
+
+
+def excerpt(text: str) -> str:
+    """`text`, cut to a length that fits an error message."""
+    return text if len(text) <= _LONGEST_EXCERPT else text[:_LONGEST_EXCERPT] + f"... ({len(text)} characters)"
+
+
+def read_rows(files: list[str]) -> Iterator[Row]:
+    """All rows of all files, in order.
+
+    Args:
+        files: paths of .jsonl and .parquet files.
+
+    Raises:
+        UserError: no files, a file that is missing, empty or of another kind, or a malformed row.
+    """
+    if not files:
+        raise UserError("no data files are given", source="data.train_files / data.validation_files",
+                        expected="at least one .jsonl or .parquet file", hint="list the files in the recipe")
+    index = 0
+    for name in files:
+        reader = _reader_of(Path(name))
+        first = index
+        for location, columns in reader(Path(name)):
+            yield Row(index, location, columns)
+            index += 1
+        if index == first:
+            raise UserError(f"{name}: the file holds no rows", source=name, expected="at least one row",
+                            hint="remove the file from the list, or write it again")
+
+
+def _reader_of(path: Path) -> Any:
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if not path.is_file():
+        state = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {state}", source="data.train_files / data.validation_files",
+                        expected="a .jsonl or .parquet file", hint="check the path")
+    if path.suffix not in readers:
+        raise UserError(f'{path}: the extension "{path.suffix}" is not known', source=str(path),
+                        expected=".jsonl (one JSON object per line) or .parquet",
+                        hint="convert the file, or rename it if only the extension is off")
+    return readers[path.suffix]
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:  # bytes: text mode would also break lines at characters inside a string
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                location = f"{path}:{number}"
+                yield location, _parse_line(line, location)
+
+
+def _parse_line(line: bytes, location: str) -> dict[str, Any]:
+    shown = excerpt(line.decode("utf-8", errors="backslashreplace").strip())
+    hint = "mend or remove this line"
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the line is not valid JSON ({error}): {shown}", source=location,
+                        expected="one JSON object per line, UTF-8", hint=hint) from error
+    if not isinstance(value, dict):
+        raise UserError(f"the line holds a {type(value).__name__}, not an object: {shown}", source=location,
+                        expected="one JSON object per line", hint=hint)
+    return value
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import datasets  # a slow import, not needed with JSONL
+
+    # The library puts a lock file into its cache even when it streams; a directory of our own keeps ranks apart.
+    with tempfile.TemporaryDirectory(prefix="megatron_rl_datasets_") as cache_dir:
+        try:
+            stream = datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir, streaming=True)
+            for number, columns in enumerate(stream, start=1):
+                yield f"{path}:row {number}", columns
+        except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
+            first_line = (str(error).splitlines() or [""])[0]
+            raise UserError(f"the file cannot be read as parquet: {type(error).__name__}: {excerpt(first_line)}",
+                            source=str(path), expected="a parquet file", hint="write the file again") from error

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back: one small interface over sentencepiece and Hugging Face tokenizers.
+
+Both implementations read local files only. Invariants: `encode` never adds a token that was not asked
+for (BOS only with `add_bos`, never EOS); `decode` skips special tokens and ids beyond the vocabulary
+(a model's vocabulary may be padded, and padding has no text); there is always an EOS, because a
+rollout has to be able to end; a tokenizer without a padding token pads with EOS, which is safe because
+padding never enters a loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+
+from megatron_rl.types import UserError
+
+_ACCEPTED = "a directory with tokenizer.json or tokenizer.model, or a sentencepiece .model file"
+
+
+class Tokenizer(Protocol):
+    """What the package needs of a tokenizer."""
+
+    eos_token_id: int
+    pad_token_id: int
+    vocab_size: int
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`, with the BOS token first if `add_bos`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without the special tokens."""
+        ...
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        """Text of a conversation, up to where the assistant begins to speak."""
+        ...
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model.
+
+    Args:
+        model_file: the .model file.
+
+    Raises:
+        UserError: the file is missing or broken, or the model defines no EOS.
+    """
+
+    def __init__(self, model_file: Path | str) -> None:
+        self.source = str(model_file)
+        try:
+            # Bytes, not a path: the library's own error for a missing file does not name it.
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=Path(model_file).read_bytes())
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"sentencepiece cannot read the tokenizer: {error}", source=self.source,
+                            expected="a trained sentencepiece model", hint="check the path and the file") from error
+        self.vocab_size: int = self._model.vocab_size()
+        self.bos_token_id: int | None = _defined(self._model.bos_id())
+        self.eos_token_id, self.pad_token_id = _require_eos(
+            _defined(self._model.eos_id()), _defined(self._model.pad_id()), self.source)
+        special = {i for i in range(self.vocab_size) if self._model.is_control(i)}
+        self._special = special | {self.eos_token_id, self.pad_token_id}
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        """See `Tokenizer.encode`."""
+        ids = self._model.encode(text)
+        return _bos(self.bos_token_id, self.source) + ids if add_bos else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        """One "role: content" line per message, then "assistant: "; sentencepiece carries no template."""
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer in Hugging Face format, read by transformers without any network access.
+
+    Args:
+        directory: holds tokenizer.json and usually tokenizer_config.json.
+
+    Raises:
+        UserError: the files are missing or broken, or define no EOS token.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.source = str(directory)
+        self._tokenizer = _read_hugging_face(Path(directory))
+        self.vocab_size: int = len(self._tokenizer)
+        self.bos_token_id: int | None = self._tokenizer.bos_token_id
+        self.eos_token_id, self.pad_token_id = _require_eos(
+            self._tokenizer.eos_token_id, self._tokenizer.pad_token_id, self.source)
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        """See `Tokenizer.encode`."""
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        return _bos(self.bos_token_id, self.source) + ids if add_bos else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        """The tokenizer's own template with the generation prompt.
+
+        Raises:
+            UserError: there is no template, or it refuses these messages.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja raises whatever the template's author chose
+            raise UserError(f"the chat template failed: {_first_line(error)}", source=self.source,
+                            expected="a tokenizer with a chat template that accepts these messages",
+                            hint="use a chat tokenizer, or prompts that are plain text") from error
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that lies at `path`.
+
+    Args:
+        path: a directory with tokenizer.json or tokenizer_config.json (Hugging Face), or with
+            tokenizer.model only (sentencepiece), or a .model file (sentencepiece).
+
+    Raises:
+        UserError: nothing of the kind is there, or it cannot be read.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".model":
+        return SentencePieceTokenizer(path)
+    if (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file():
+        return HuggingFaceTokenizer(path)
+    if (path / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(path / "tokenizer.model")
+    found = "no such file or directory" if not path.exists() else "no tokenizer there"
+    raise UserError(f"{path}: {found}", source="model.tokenizer (default: model.path)", expected=_ACCEPTED,
+                    hint="set model.tokenizer")
+
+
+def _read_hugging_face(directory: Path) -> Any:
+    import transformers  # a slow import, not needed with sentencepiece
+
+    try:
+        if (directory / "tokenizer_config.json").is_file():
+            return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"),
+                                                    **_special_tokens(directory))
+    except Exception as error:  # tokenizers raises bare Exception on a broken file
+        raise UserError(f"transformers cannot read the tokenizer: {_first_line(error)}", source=str(directory),
+                        expected=_ACCEPTED, hint="check the files, or copy them from the model again") from error
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """Without a tokenizer_config.json the special tokens may be named in special_tokens_map.json."""
+    file = directory / "special_tokens_map.json"
+    entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in entries.items()}
+    return {name: texts[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if name in texts}
+
+
+def _defined(token_id: int) -> int | None:
+    """Sentencepiece says -1 for a token that the model does not define."""
+    return token_id if token_id >= 0 else None
+
+
+def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:
+    if eos is None:
+        raise UserError("the tokenizer defines no end-of-sequence token", source=source,
+                        expected="an EOS token, which ends a response",
+                        hint="add eos_token to tokenizer_config.json, or train sentencepiece with eos_id")
+    return eos, eos if pad is None else pad
+
+
+def _bos(bos: int | None, source: str) -> list[int]:
+    if bos is None:
+        raise UserError("a BOS token was asked for, but the tokenizer defines none", source=source,
+                        expected="a tokenizer with a BOS token", hint="encode without BOS")
+    return [bos]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build this rank's stages of a megatron-core GPTModel.
+
+The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism) and
+our packed core attention. Where Transformer Engine is used, its modules take the same places under the
+same parameter names (norms are not fused into the linears), so one placement table serves both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_rl.models.attention import PackedAttention
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight tells Megatron that its gradient is partial under TP-SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def choose_transformer_impl(requested: str) -> str:
+    """Resolve `model.transformer_impl` to "local" or "transformer_engine".
+
+    Raises:
+        UserError: Transformer Engine is asked for and cannot be used here.
+    """
+    is_usable = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if requested == "transformer_engine" and not is_usable:
+        raise UserError(
+            "Transformer Engine is not usable here", source="model.transformer_impl",
+            expected="an installed transformer_engine and a CUDA device", hint="use model.transformer_impl=auto")
+    return "transformer_engine" if is_usable and requested != "local" else "local"
+
+
+def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
+    """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer, attention, mlp = (
+        spec.submodules, spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules)
+    norm, attention.core_attention = RMSNorm, PackedAttention
+    if transformer_impl == "transformer_engine":
+        from megatron.core.extensions import transformer_engine as te  # optional dependency
+
+        norm, attention.core_attention = te.TENorm, te.TEDotProductAttention
+        attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
+        attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    return spec
+
+
+def build_gpt_stages(
+    shape: ModelShape, config: TransformerConfig, groups: ParallelGroups, transformer_impl: str = "local"
+) -> torch.nn.ModuleList:
+    """Build the model chunks of this rank; their weights are undefined until they are loaded.
+
+    Args:
+        shape: the architecture.
+        config: from `build_transformer_config` with the layout of `groups`.
+        groups: process groups of the role.
+        transformer_impl: "local" or "transformer_engine", see `choose_transformer_impl`.
+
+    Returns:
+        `vpp_size` GPTModels. Logits come out as [1, t, v/tp], vocabulary-parallel.
+    """
+    layout, layer_spec = groups.layout, build_layer_spec(config, transformer_impl)
+    block_norm = layer_spec.submodules.input_layernorm
+    chunks = []
+    for chunk in range(layout.vpp_size):
+        num_layers = len(stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk))
+        model = GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=block_norm),
+            vocab_size=padded_vocab_size(shape.vocab_size, layout.tp_size),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=groups.is_first_stage and chunk == 0,
+            post_process=groups.is_last_stage and chunk == layout.vpp_size - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            pg_collection=groups.collection,
+            vp_stage=chunk if layout.vpp_size > 1 else None,
+        )
+        _mark_tensor_parallel_weights(model)
+        chunks.append(model)
+    return torch.nn.ModuleList(chunks)
+
+
+def _mark_tensor_parallel_weights(model: GPTModel) -> None:
+    """Tell Megatron which weights are shards: it does so only when it draws them at random.
+
+    Unmarked, a shard counts as a replica and all but TP rank 0's leave the global gradient norm.
+    """
+    split_dim = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(module) in split_dim and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_dim[type(module)], stride=1)

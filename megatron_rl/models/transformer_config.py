@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelShape + layout -> megatron-core `TransformerConfig`.
+
+Settings that megatron-core only warns about, or gets wrong, are decided here:
+
+* interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 gives wrong numbers silently);
+* losses arrive already divided by a global denominator, so gradients are summed over microbatches and
+  DP (`calculate_per_token_loss`) and never rescaled;
+* fused kernels that need apex or Transformer Engine are off unless Transformer Engine is used.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.families import ModelShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_transformer_config(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    recompute_granularity: str = "none",
+    use_transformer_engine: bool = False,
+) -> TransformerConfig:
+    """Make the configuration of one role's model.
+
+    Args:
+        shape: the architecture.
+        layout: its parallel layout.
+        dtype: parameters, activations and pipeline messages.
+        sequence_parallel: Megatron's TP sequence parallelism.
+        recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
+        use_transformer_engine: the layer spec is made of Transformer Engine's modules.
+    """
+    is_interleaved = layout.vpp_size > 1
+    recompute: dict[str, object] = {}
+    if recompute_granularity == "selective":
+        recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    elif recompute_granularity == "full":
+        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if is_interleaved else None,
+        context_parallel_size=layout.cp_size,
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are read from a checkpoint: nothing is drawn at random.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        attention_backend=AttnBackend.auto if use_transformer_engine else AttnBackend.local,
+        calculate_per_token_loss=True,
+        # Microbatches are packed to a token budget, so their lengths differ between p2p messages;
+        # megatron-core asks for this dispatcher then, for dense models too.
+        variable_seq_lengths=layout.pp_size > 1,
+        moe_token_dispatcher_type="alltoall",
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        **recompute,
+    )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run in one picture: curves.png, drawn from metrics.jsonl.
+
+Four panels answer four questions: does the reward rise, does validation follow, does the policy
+stay near the rollout engine and the reference, and where do the seconds go. matplotlib is imported
+on the first call only and never opens a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.observability.metrics import is_validation_accuracy, read_metrics
+from megatron_rl.observability.summary import Record, phase_seconds
+
+CURVES_FILE = "curves.png"
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"
+_SETS = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE)
+# the phases in the order of a step, each with its own colour in every picture
+_PHASES = {
+    "reshard": "#7fb7d8", "rollout": _BLUE, "reward": _ORANGE, "old_logprobs": "#9bd0a6", "ref_logprobs": "#5fae86",
+    "values": "#b39bc8", "update": _RED, "validation": "#e8c15a", "save": "#8d6e63",
+}
+_STYLE = {
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e8eb",
+    "axes.axisbelow": True, "axes.edgecolor": "#8a8f98", "legend.frameon": False, "legend.fontsize": 9,
+}
+
+
+def plot_curves(run_dir: Path) -> Path:
+    """Draw the metrics of a run.
+
+    Args:
+        run_dir: run directory with metrics.jsonl.
+
+    Returns:
+        The path of curves.png.
+
+    Raises:
+        UserError: there is no readable metrics.jsonl.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(run_dir)
+    path = Path(run_dir) / CURVES_FILE
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
+        FigureCanvasAgg(figure)
+        (reward, validation), (distance, seconds) = figure.subplots(2, 2)
+        _draw_reward(reward, records)
+        _draw_validation(validation, records)
+        _draw_distance(distance, records)
+        _draw_seconds(seconds, records)
+        for axes in (reward, validation, distance, seconds):
+            axes.set_xlabel("step")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.savefig(path)
+    return path
+
+
+def _points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+    pairs = [(int(record["step"] or 0), record[key]) for record in records if record.get(key) is not None]
+    return [step for step, _ in pairs], [float(value or 0.0) for _, value in pairs]
+
+
+def _say_empty(axes: Any) -> None:
+    axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="#8a8f98")
+    axes.set_yticks([])
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last `window` values, or of as many as there are."""
+    tails = (values[max(0, end - window):end] for end in range(1, len(values) + 1))
+    return [sum(tail) / len(tail) for tail in tails]
+
+
+def _draw_reward(axes: Any, records: Sequence[Record]) -> None:
+    axes.set_title("Training reward (mean)")
+    steps, values = _points(records, "reward/mean")
+    if not steps:
+        return _say_empty(axes)
+    window = max(1, len(values) // 20)
+    if window == 1:
+        axes.plot(steps, values, color=_BLUE, lw=2, marker="o", ms=4)
+        return None
+    axes.plot(steps, values, color=_BLUE, alpha=0.3, lw=1)
+    axes.plot(steps, smooth(values, window), color=_BLUE, lw=2, label=f"mean of {window} steps")
+    axes.legend(loc="best")
+    return None
+
+
+def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
+    axes.set_title("Validation accuracy")
+    keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
+    if not keys:
+        return _say_empty(axes)
+    for index, key in enumerate(keys):
+        steps, values = _points(records, key)
+        colour = _SETS[index % len(_SETS)]
+        axes.plot(steps, values, color=colour, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
+        for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
+            axes.annotate(
+                f"{value:.3f}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9,
+                color=colour,
+            )
+    axes.margins(y=0.15)
+    axes.legend(loc="best")
+    return None
+
+
+def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
+    axes.set_title("KL and rollout mismatch")
+    curves = (
+        ("kl/mean", "KL to reference", _GREEN), ("mismatch/mean", "mismatch, mean", _PURPLE),
+        ("mismatch/max", "mismatch, max", _RED),
+    )
+    drawn = []
+    for key, label, colour in curves:
+        steps, values = _points(records, key)
+        if any(values):  # a KL that is off is 0 at every step and tells nothing
+            axes.plot(steps, values, color=colour, lw=1.8, label=label)
+            drawn += values
+    if not drawn:
+        return _say_empty(axes)
+    smallest = min((value for value in drawn if value > 0), default=1e-8)
+    axes.set_yscale("symlog", linthresh=smallest) if min(drawn) <= 0 else axes.set_yscale("log")
+    axes.legend(loc="best")
+    return None
+
+
+def _draw_seconds(axes: Any, records: Sequence[Record]) -> None:
+    axes.set_title("Seconds per step")
+    timed = [(int(record["step"] or 0), phase_seconds(record), record.get("time/step")) for record in records]
+    timed = [entry for entry in timed if entry[0] > 0 and (entry[1] or entry[2] is not None)]
+    if not timed:
+        return _say_empty(axes)
+    found = {name for _, phases, _ in timed for name in phases}
+    names = [name for name in _PHASES if name in found] + sorted(found - set(_PHASES))
+    steps = [step for step, _, _ in timed]
+    layers = [[phases.get(name, 0.0) for _, phases, _ in timed] for name in names]
+    rest = [max(0.0, (whole or 0.0) - sum(phases.values())) for _, phases, whole in timed]
+    base = [0.0] * len(steps)
+    for name, layer in zip([*names, "other"], [*layers, rest], strict=True):
+        if not any(layer):
+            continue
+        axes.bar(steps, layer, bottom=base, width=1.0, color=_PHASES.get(name, _GREY), label=name, linewidth=0)
+        base = [low + high for low, high in zip(base, layer, strict=True)]
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+    return None

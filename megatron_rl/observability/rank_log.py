@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One log file per rank, and rank 0 on the console.
+
+The logger is the package's own ("megatron_rl"), so `logging.getLogger(__name__)` in any module of
+the package ends up in the rank's file. Opening again (another run in the same process) closes the
+files of the run before. Console lines go around the progress bar instead of through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+LOGGER_NAME = "megatron_rl"
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints above the progress bar, where there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
+    """Open `logs/rank<N>.log` of a run (appending) and return the logger of the package.
+
+    Args:
+        run_dir: run directory; made if it is not there.
+        rank: global rank. Rank 0 also prints INFO and above to stdout.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    close_rank_log(logger)
+    log_dir = Path(run_dir) / "logs"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(log_dir / f"rank{rank}.log", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(to_file)
+    if rank == 0:
+        console = _ConsoleHandler(logging.INFO)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(console)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False  # a handler that a library puts on the root logger would print it twice
+    return logger
+
+
+def close_rank_log(logger: logging.Logger) -> None:
+    """Close the files of `open_rank_log` and give the logger back as it was."""
+    for handler in list(logger.handlers):
+        if isinstance(handler, logging.FileHandler | _ConsoleHandler):
+            logger.removeHandler(handler)
+            handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

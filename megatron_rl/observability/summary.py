@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run came to: summary.json.
+
+Made from metrics.jsonl alone, so it can be made again for any run, also one that was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.observability.metrics import is_validation_accuracy, read_metrics
+
+Record = Mapping[str, float | None]
+SUMMARY_FILE = "summary.json"
+
+
+def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path:
+    """Sum up metrics.jsonl of a run directory in summary.json.
+
+    Args:
+        run_dir: run directory.
+        extra: further entries (JSON values), e.g. the batch plan.
+
+    Returns:
+        The path of summary.json.
+
+    Raises:
+        UserError: there is no readable metrics.jsonl.
+    """
+    path = Path(run_dir) / SUMMARY_FILE
+    summary = {**summarize(read_metrics(run_dir)), **(extra or {})}
+    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def summarize(records: Sequence[Record]) -> dict[str, Any]:
+    """Sum up the records of a run.
+
+    Returns:
+        `steps` (training steps, step 0 is none), `seconds_total` (the sum of `time/step`; where a
+        record has none, of its phases), `seconds` and `tokens` by name, `reward` and, by data set,
+        `validation` with `first`, `last`, `best` and their steps. Entries without data are null.
+    """
+    accuracy_keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
+    return {
+        "steps": max((int(record["step"] or 0) for record in records), default=0),
+        "seconds_total": sum(_seconds_of(record) for record in records),
+        "seconds": _sums(records, "time/"),
+        "tokens": {name: total for name, total in _sums(records, "tokens/").items() if name != "per_second"},
+        "reward": _course(records, "reward/mean"),
+        "validation": {key.split("/", 1)[1].rpartition("/")[0]: _course(records, key) for key in accuracy_keys},
+    }
+
+
+def phase_seconds(record: Record) -> dict[str, float]:
+    """Seconds by phase of one record, without the whole step."""
+    times = ((key.removeprefix("time/"), value) for key, value in record.items() if key.startswith("time/"))
+    return {name: value for name, value in times if name != "step" and value is not None}
+
+
+def _seconds_of(record: Record) -> float:
+    whole = record.get("time/step")
+    return sum(phase_seconds(record).values()) if whole is None else whole
+
+
+def _sums(records: Sequence[Record], prefix: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith(prefix) and value is not None:
+                name = key.removeprefix(prefix)
+                sums[name] = sums.get(name, 0) + value
+    return dict(sorted(sums.items()))
+
+
+def _course(records: Sequence[Record], key: str) -> dict[str, float | int | None]:
+    """First, last and best (largest, the earliest of equals) value of a metric, with their steps."""
+    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    if not points:
+        return dict.fromkeys(("first", "first_step", "last", "last_step", "best", "best_step"))
+    best = max(points, key=lambda point: point[1])
+    course = {}
+    for name, (step, value) in (("first", points[0]), ("last", points[-1]), ("best", best)):
+        course |= {name: value, f"{name}_step": step}
+    return course

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of torch.distributed, and the few collectives that the rooms above share.
+
+Every function takes its group; none falls back to a global one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process in the job: its rank, the number of ranks, ranks per node and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_node: int
+    device: torch.device
+
+
+def init_distributed(timeout_minutes: float) -> Process:
+    """Join the job that torchrun described in the environment.
+
+    gloo on a machine without CUDA; gloo for CPU tensors and NCCL for CUDA tensors otherwise. A process
+    started without torchrun becomes a job of one rank.
+
+    Args:
+        timeout_minutes: a collective that waits longer raises.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if use_cuda else None,
+            **single,
+        )
+    world_size = dist.get_world_size()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank of `group` if any of them has an error (the lowest rank's is raised).
+
+    Collective. Without it the ranks that are well would wait for the failed one until the timeout.
+    """
+    errors: list[Exception | None] = [None] * group.size()
+    dist.all_gather_object(errors, error, group=group)
+    first = next((e for e in errors if e is not None), None)
+    if first is not None:
+        raise first
+
+
+def gather_arrays(arrays: list[np.ndarray], dtype: type, group: dist.ProcessGroup) -> list[list[np.ndarray]]:
+    """All-gather lists of 1-D arrays; two collectives (lengths, flat payload), no pickling.
+
+    Args:
+        arrays: this rank's arrays, any number and lengths, converted to `dtype`.
+        group: a group that moves CPU tensors.
+
+    Returns:
+        One list of arrays per rank of the group, in rank order.
+    """
+    lengths = [len(a) for a in arrays]
+    counts = gather_rows(torch.tensor([[len(arrays), sum(lengths)]], dtype=torch.int64), group)
+    max_arrays, max_elements = (int(x) for x in counts.max(0).values)
+    flat_lengths = torch.zeros(1, max_arrays, dtype=torch.int64)
+    flat_lengths[0, : len(arrays)] = torch.tensor(lengths, dtype=torch.int64)
+    payload = torch.zeros(1, max_elements, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+    if arrays:
+        payload[0, : sum(lengths)] = torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
+    all_lengths, all_payload = gather_rows(flat_lengths, group), gather_rows(payload, group)
+    result = []
+    for peer, (num_arrays, num_elements) in enumerate(counts.tolist()):
+        ends = all_lengths[peer, :num_arrays].cumsum(0).numpy()
+        pieces = np.split(all_payload[peer, :num_elements].numpy(), ends[:-1]) if num_arrays else []
+        result.append([piece.copy() for piece in pieces])
+    return result
+
+
+def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-gather `[1, k]` to `[group size, k]`; k is the same on all ranks."""
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    return torch.cat(rows)
+
+
+def reduce_scalars(values: dict[str, float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup,
+                   device: torch.device) -> dict[str, float]:
+    """All-reduce a dict of numbers that has the same keys on every rank, in float64, in one call."""
+    if not values:
+        return {}
+    flat = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(flat, op=op, group=group)
+    return dict(zip(values, flat.tolist(), strict=True))
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Broadcast in place from global rank `source`, one call per tensor; nothing in a group of one."""
+    if group.size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, source, group=group)
+
+
+def share_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
+    """Broadcast a small Python object from global rank `source`."""
+    box = [value]
+    dist.broadcast_object_list(box, source, group=group)
+    return box[0]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the unmodified `megatron.core` on a machine without CUDA, over gloo.
+
+`megatron.core` spells "the local device" as `torch.cuda.current_device()` or `device="cuda"`. Here
+every `megatron.core.*` module gets its own *view* of torch as its module global `torch`: one in
+which `torch.cuda` is a null CUDA runtime that lives on the CPU and the factory functions read
+`device="cuda"` as `"cpu"`. The real torch stays as it is for everybody else: vLLM and transformers
+see `torch.cuda.is_available() == False`.
+
+What a view cannot reach (names bound at import, strings compared) is mended per module in `FIXES`.
+`PATCHED_NAMES` lists every private name this file relies on; a test asserts that they still exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import Any
+
+import torch
+
+_PACKAGE = "megatron.core"
+_CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
+
+PATCHED_NAMES: dict[str, tuple[str, ...]] = {
+    "megatron.core.jit": ("disable_jit_fuser",),
+    "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
+    "megatron.core.optimizer.optimizer": ("Float16OptimizerWithFloat16Params",),
+    "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
+    "megatron.core.optimizer.clip_grads": ("clip_grad_by_total_norm_fp32",),
+    "megatron.core.transformer.moe.moe_utils": ("maybe_move_tensor_to_cpu",),
+}
+
+
+class _Stream:
+    """A CUDA stream or event on a device that has one synchronous queue."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _cuda_view() -> types.ModuleType:
+    cuda = types.ModuleType("torch.cuda")
+    cuda.__dict__.update((k, v) for k, v in vars(torch.cuda).items() if not k.startswith("__"))
+    cuda.__getattr__ = functools.partial(getattr, torch.cuda)
+    the_stream = _Stream()
+    for name in ("synchronize", "empty_cache", "set_device", "set_stream", "reset_peak_memory_stats"):
+        setattr(cuda, name, _nothing)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _zero)
+    cuda.current_device = lambda: _CPU
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *args: the_stream
+    cuda.stream = contextlib.nullcontext
+    cuda.manual_seed = cuda.manual_seed_all = torch.manual_seed
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=contextlib.nullcontext)
+    return cuda
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _torch_view() -> types.ModuleType:
+    view = types.ModuleType("torch")
+    view.__dict__.update(vars(torch))
+    view.__getattr__ = functools.partial(getattr, torch)
+    view.cuda = _cuda_view()
+    for name in _FACTORIES:
+        setattr(view, name, _on_cpu(getattr(torch, name)))
+    return view
+
+
+def _allow_cuda_call() -> None:
+    """Make `tensor.cuda()` a no-op for megatron.core (tied embeddings under PP, RoPE under CP) only."""
+    real = torch.Tensor.cuda
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return self if caller.startswith(_PACKAGE) else real(self, *args, **kwargs)
+
+    torch.Tensor.cuda = cuda
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Report `torch.cuda.FloatTensor` while `function` runs: the optimizers compare such strings.
+
+    Only for the duration: a permanent patch of `Tensor.type` breaks `torch.compile(fullgraph=True)`.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        real = torch.Tensor.type
+
+        def cuda_type(self: torch.Tensor, *a: Any, **k: Any) -> Any:
+            return real(self, *a, **k) if a or k else real(self).replace("torch.", "torch.cuda.", 1)
+
+        torch.Tensor.type = cuda_type
+        try:
+            return function(*args, **kwargs)
+        finally:
+            del torch.Tensor.type
+
+    return wrapper
+
+
+def _fix_jit(module: types.ModuleType) -> None:
+    # torch.compile decorations would import inductor and need a C++ compiler at first use.
+    module.disable_jit_fuser()
+
+
+def _fix_random(module: types.ModuleType) -> None:
+    # These bind torch.cuda internals by name; the setter would queue its work for ever, silently.
+    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _fix_optimizer(module: types.ModuleType) -> None:
+    cls = module.Float16OptimizerWithFloat16Params
+    cls.__init__ = _with_cuda_type_names(cls.__init__)
+
+
+def _fix_distrib_optimizer(module: types.ModuleType) -> None:
+    cls = module.DistributedOptimizer
+    cls.__init__ = _with_cuda_type_names(cls.__init__)
+
+
+def _fix_clip_grads(module: types.ModuleType) -> None:
+    module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
+
+
+def _fix_moe_utils(module: types.ModuleType) -> None:
+    module.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
+    real = module.maybe_move_tensor_to_cpu
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):  # all-to-all wants split sizes, not a tensor
+            return tensor.numpy()
+        return real(tensor, as_numpy, record_stream)
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+FIXES: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _fix_jit,
+    "megatron.core.tensor_parallel.random": _fix_random,
+    "megatron.core.optimizer.optimizer": _fix_optimizer,
+    "megatron.core.optimizer.distrib_optimizer": _fix_distrib_optimizer,
+    "megatron.core.optimizer.clip_grads": _fix_clip_grads,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
+}
+
+
+class _Loader(SourceFileLoader):
+    """Execute a megatron.core module, then swap its global `torch` for the view."""
+
+    view: types.ModuleType | None = None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        if getattr(module, "torch", None) is torch:
+            module.torch = self.view
+        FIXES.get(module.__name__, _nothing)(module)
+
+
+class _Finder:
+    """Meta path finder that routes `megatron.core` through `_Loader`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name != _PACKAGE and not name.startswith(_PACKAGE + "."):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Install the view; does nothing where CUDA is available or when called again.
+
+    Raises:
+        RuntimeError: `megatron.core` was imported before, so it already holds the real torch.
+    """
+    if torch.cuda.is_available() or _Loader.view is not None:
+        return
+    if _PACKAGE in sys.modules:
+        raise RuntimeError("megatron_rl.parallel must be imported before megatron.core on a machine without CUDA")
+    _Loader.view = _torch_view()
+    sys.meta_path.insert(0, _Finder)
+    _allow_cuda_call()

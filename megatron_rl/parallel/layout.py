@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ParallelLayout: rank <-> (pp, dp, cp, tp) coordinates, pure arithmetic.
+
+Ranks are numbered as Megatron numbers them (order "tp-cp-ep-dp-pp"): tp runs fastest, pp slowest.
+Expert parallelism takes its ranks out of cp x dp of a dense layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands in a layout."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions of one role.
+
+    Attributes:
+        world_size: ranks of the role.
+        tp_size: tensor parallel size; likewise pp, cp, ep.
+        vpp_size: model chunks per pipeline stage (1: no interleaving).
+    """
+
+    world_size: int
+    tp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    cp_size: int = 1
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        model = self.tp_size * self.pp_size * self.cp_size
+        if min(self.world_size, model, self.vpp_size, self.ep_size) < 1 or self.world_size % model:
+            raise UserError(
+                f"world_size {self.world_size} is not a multiple of tp * pp * cp = "
+                f"{self.tp_size} * {self.pp_size} * {self.cp_size} = {model}",
+                source="actor.*_model_parallel_size and the number of ranks that torchrun started",
+                expected="world_size = tp * pp * cp * dp with a whole dp >= 1",
+                hint=f"start {max(1, self.world_size // max(model, 1)) * model} ranks or change the sizes",
+            )
+        if (self.cp_size * self.dp_size) % self.ep_size:
+            raise UserError(
+                f"expert_model_parallel_size {self.ep_size} does not divide cp * dp = {self.cp_size * self.dp_size}",
+                source="actor.expert_model_parallel_size",
+                expected="a divisor of cp * dp",
+                hint="expert parallelism takes its ranks from the context and data parallel ranks",
+            )
+
+    @cached_property
+    def dp_size(self) -> int:
+        """Data parallel size: what the other dimensions leave."""
+        return self.world_size // (self.tp_size * self.pp_size * self.cp_size)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of `rank` (0 <= rank < world_size)."""
+        rest, tp = divmod(rank, self.tp_size)
+        rest, cp = divmod(rest, self.cp_size)
+        pp, dp = divmod(rest, self.dp_size)
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Inverse of `coordinates`."""
+        return tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Rank lists of the groups that span `axes` (of "tp", "cp", "dp", "pp"), in rank order.
+
+        Every rank is in exactly one of them. Example: with tp=2, pp=2, dp=1, `groups("pp")` is
+        `[[0, 2], [1, 3]]`.
+        """
+        members: dict[tuple[int, ...], list[int]] = {}
+        fixed = [axis for axis in ("tp", "cp", "dp", "pp") if axis not in axes]
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            members.setdefault(tuple(getattr(at, axis) for axis in fixed), []).append(rank)
+        return list(members.values())
+
+    def describe(self) -> str:
+        """`tp=2 pp=2 dp=1`, with vpp, cp and ep where they are larger than 1."""
+        parts = [f"tp={self.tp_size}", f"pp={self.pp_size}", f"dp={self.dp_size}"]
+        extra = {"vpp": self.vpp_size, "cp": self.cp_size, "ep": self.ep_size}
+        return " ".join(parts + [f"{name}={size}" for name, size in extra.items() if size > 1])

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's optimizer (ZeRO-1 or replicated), its learning-rate schedule, and DDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.parallel.groups import ParallelGroups
+
+
+@dataclass
+class TrainableModel:
+    """DDP-wrapped model chunks with their optimizer and schedule."""
+
+    modules: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers."""
+        for module in self.modules:
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Advance the schedule, clip, update; returns (global gradient norm, learning rate).
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite (the same on every rank).
+        """
+        # Before the update, so that step k of a W-step warm-up uses lr * k / W and none uses lr 0.
+        # The schedule also applies the per-group weight decay multipliers.
+        self.scheduler.step(increment=1)
+        succeeded, grad_norm, _ = self.optimizer.step()
+        grad_norm = float(grad_norm if grad_norm is not None else 0.0)
+        if not succeeded or not torch.isfinite(torch.tensor(grad_norm)):
+            raise FloatingPointError(
+                f"gradient norm is {grad_norm}: the weights of this process are no longer usable; "
+                "lower actor.lr, or look at the last lines of metrics.jsonl for a growing mismatch or loss")
+        return grad_norm, float(self.optimizer.param_groups[0]["lr"])
+
+
+def build_trainable(
+    stages: torch.nn.ModuleList, config: TransformerConfig, groups: ParallelGroups, actor: ActorConfig,
+    *, total_optimizer_steps: int,
+) -> TrainableModel:
+    """Wrap model chunks in DDP and build their optimizer; collective over the role.
+
+    Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=actor.use_distributed_optimizer)
+    modules = [
+        DistributedDataParallel(config, ddp_config, stage, disable_bucketing=index > 0,
+                                pg_collection=groups.collection)
+        for index, stage in enumerate(stages)
+    ]
+    config.finalize_model_grads_func = _finalize_summed_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=actor.lr, min_lr=actor.min_lr, weight_decay=actor.weight_decay,
+            adam_beta1=actor.adam_beta1, adam_beta2=actor.adam_beta2, adam_eps=actor.adam_eps,
+            clip_grad=actor.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            use_distributed_optimizer=actor.use_distributed_optimizer),
+        modules, use_gloo_process_groups=False, pg_collection=groups.collection)
+    config.grad_scale_func = optimizer.scale_loss
+    decay_steps = max(total_optimizer_steps, actor.lr_warmup_steps + 1)
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=actor.lr, min_lr=min(actor.min_lr, actor.lr),
+        lr_warmup_steps=actor.lr_warmup_steps, lr_decay_steps=decay_steps, lr_decay_style=actor.lr_decay_style,
+        start_wd=actor.weight_decay, end_wd=actor.weight_decay, wd_incr_steps=decay_steps,
+        wd_incr_style="constant")
+    return TrainableModel(modules, optimizer, scheduler)
+
+
+def _finalize_summed_grads(model: list[torch.nn.Module], num_tokens: object = None, **kwargs: object) -> None:
+    """Reduce gradients without dividing by a token count: the loss weights hold the denominator."""
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The things that travel: rollouts, groups of them, and the error a user can cause.
+
+Shape legend, used in every docstring of the package (Megatron brackets, sharding by division):
+
+    t   packed tokens of one microbatch        h   hidden size          v   vocabulary
+    s   sequence length, b sequences           n   attention heads      np  heads per TP rank
+    ng  KV groups                              d   head dimension
+
+Alignment, stated once: ``logprobs[i]`` scores ``tokens[i]``; position 0 of each sequence is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+class UserError(ValueError):
+    """Something the user can mend; entry points print it without a traceback and exit with 2.
+
+    Args:
+        found: what was found, with the numbers, in one sentence.
+        source: where it came from (config key, file and line, command line, rank).
+        expected: what would have been accepted.
+        hint: what to change.
+    """
+
+    def __init__(self, found: str, *, source: str, expected: str, hint: str) -> None:
+        self.found, self.source, self.expected, self.hint = found, source, expected, hint
+        super().__init__(
+            f"{found}\n  source:   {source}\n  expected: {expected}\n  hint:     {hint}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between ranks by pickle without losing the parts."""
+        parts = dict(source=self.source, expected=self.expected, hint=self.hint)
+        return _rebuild_user_error, (self.found, parts)
+
+
+def _rebuild_user_error(found: str, parts: dict[str, str]) -> UserError:
+    return UserError(found, **parts)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task for the policy.
+
+    Attributes:
+        prompt_id: index in the data file after filtering; stable across runs and layouts.
+        tokens: [s] int32 prompt token ids.
+        text: the prompt as text (chat template applied).
+        ground_truth: what the reward rule compares with.
+        data_source: name of the data set (picks the rule where several are mixed).
+        extra_info: further columns, handed to the reward function.
+    """
+
+    prompt_id: int
+    tokens: np.ndarray
+    text: str
+    ground_truth: str
+    data_source: str = "default"
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Rollout:
+    """One prompt and one response.
+
+    Attributes:
+        prompt: the task.
+        sample_index: position inside the group, 0 <= sample_index < group_size.
+        response_tokens: [s] int32, the sampled tokens (the EOS token included where it was sampled).
+        rollout_logprobs: [s] float32, log-probs that the engine reported for `response_tokens`.
+        finish_reason: "stop" (EOS or stop token) or "length" (cut at the limit).
+        policy_version: number of optimizer steps behind the weights that sampled it.
+        response: the response as text.
+        reward: filled in by scoring.
+        reward_components: name -> value, logged one by one.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    response_tokens: np.ndarray
+    rollout_logprobs: np.ndarray
+    finish_reason: str
+    policy_version: int = 0
+    response: str = ""
+    reward: float = float("nan")
+    reward_components: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens together."""
+        return len(self.prompt.tokens) + len(self.response_tokens)
+
+
+@dataclass
+class RolloutGroup:
+    """The `group_size` responses to one prompt: the unit of the group-relative baseline."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+    @property
+    def group_size(self) -> int:
+        """Number of responses."""
+        return len(self.rollouts)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs that cannot work, whatever the world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.types import UserError
+
+MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
+PP = "actor.pipeline_model_parallel_size"
+VPP = "actor.virtual_pipeline_model_parallel_size"
+
+
+def test_defaults_pass() -> None:
+    data = DataConfig(train_files=["train.jsonl"], train_batch_size=8)
+    check_config(RunConfig(model=ModelConfig(path="policy"), data=data, actor=ActorConfig()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "text"),
+    [
+        (["data.train_batch_size=0"], "data.train_batch_size", "is too small"),
+        (["rollout.n=-1"], "rollout.n", "is too small"),
+        (["trainer.total_steps=0"], "trainer.total_steps", "is too small"),
+        (["rollout.temperature=0"], "rollout.temperature", "is not positive"),
+        (["rollout.validation_temperature=-0.1"], "rollout.validation_temperature", "is negative"),
+        (["algorithm.clip_eps_low=0"], "algorithm.clip_eps_low", "is not positive"),
+        (["algorithm.clip_eps_low=1.0"], "algorithm.clip_eps_low", "is too large"),
+        (["algorithm.clip_eps_high=-0.1"], "algorithm.clip_eps_high", "is not positive"),
+        (["algorithm.kl_coef=-0.1"], "algorithm.kl_coef", "is negative"),
+        (["actor.adam_beta2=1.0"], "actor.adam_beta2", "is too large"),
+        (["actor.min_lr=1e-3"], "actor.min_lr", "is above the peak actor.lr"),
+        (["rollout.gpu_memory_utilization=1.5"], "rollout.gpu_memory_utilization", "more than all of it"),
+        (["trainer.log_rollouts=-2"], "trainer.log_rollouts", "is negative"),
+        (["trainer.test_freq=5"], "trainer.test_freq", "has no effect"),
+        (["actor.sequence_parallel=true"], "actor.sequence_parallel", "has no effect"),
+        (["actor.context_parallel_size=2"], "actor.context_parallel_size", "is not supported yet"),
+        (["actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "is not supported yet"),
+        ([f"{VPP}=2"], VPP, "needs a pipeline"),
+        ([f"{PP}=2", f"{VPP}=1"], VPP, "is a plain pipeline"),
+        (["rollout.top_p=0.9"], "rollout.top_p", "would sample from a cut distribution"),
+        (["rollout.top_k=50"], "rollout.top_k", "would sample from a cut distribution"),
+        (["rollout.engine=sglang"], "rollout.engine", "is not known"),
+        (["rollout.engine=hf", "rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", "'hf'"),
+        (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", "is not known"),
+        (["reward.function=my_reward.py"], "reward.function", "does not name a function"),
+        (["reward.function=:score"], "reward.function", "does not name a function"),
+        (["data.train_files=[]"], "data.train_files", "names no file"),
+        (["data.train_files=[a, ./a]"], "data.train_files", "names a twice"),
+        (["data.validation_files=[./train.jsonl]"], "data.validation_files", "shares train.jsonl"),
+    ],
+)
+def test_refusals_name_the_setting_and_its_place(overrides: list[str], name: str, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(None, [*MINIMAL, *overrides])
+    assert caught.value.found.startswith(f"{name} = ")
+    assert text in caught.value.found
+    assert caught.value.source.startswith(name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor.sequence_parallel=true", "actor.tensor_model_parallel_size=2"],
+        [f"{PP}=2", f"{VPP}=2"],
+        ["rollout.validation_temperature=0", "algorithm.clip_eps_high=3.0"],
+        ["reward.function=dir/my_reward.py:score"],
+    ],
+)
+def test_what_works_passes(overrides: list[str]) -> None:
+    load_config(None, [*MINIMAL, *overrides])
+
+
+def test_a_refused_recipe_value_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("rollout:\n  top_p: 0.9\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path, MINIMAL)
+    assert caught.value.source == f"rollout.top_p ({path}:2)"

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from JSONL and parquet in both schemas, every error a file can cause, and the order of batches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.prompts import PromptBatches, load_prompts, load_sft_examples
+from megatron_rl.types import Prompt, UserError
+
+
+class LetterTokenizer:
+    """One token per character: its code point; EOS is 0."""
+
+    eos_token_id, pad_token_id, vocab_size = 0, 0, 0x110000
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids) -> str:
+        return "".join(chr(i) for i in ids if i)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        return "|".join(f"{m['role']}>{m['content']}" for m in messages) + "|"
+
+
+TOKENIZER = LetterTokenizer()
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(**changes: Any) -> DataConfig:
+    return DataConfig(train_files=["unused"], train_batch_size=1, **changes)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+VERL_ROW = {"prompt": [{"role": "user", "content": "1+1"}], "data_source": "sums", "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7}}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_both_schemas_in_both_formats(tmp_path, suffix):
+    plain = write(tmp_path / f"plain.{suffix}", [{"prompt": "1+2=", "answer": 3}, {"prompt": "2+2=", "answer": 4}])
+    verl = write(tmp_path / f"verl.{suffix}", [VERL_ROW])
+    loaded = load_prompts([plain, verl], TOKENIZER, config())
+    first, _, third = loaded.prompts
+    assert [p.prompt_id for p in loaded.prompts] == [0, 1, 2]
+    assert (first.text, first.ground_truth, first.data_source, first.extra_info) == ("1+2=", "3", "default", {})
+    assert first.tokens.dtype == np.int32 and first.tokens.tolist() == [ord(c) for c in "1+2="]
+    assert (third.text, third.ground_truth, third.data_source) == ("user>1+1|", "2", "sums")
+    assert third.extra_info == {"ability": "math", "index": 7}
+    assert (loaded.num_truncated, loaded.num_dropped) == (0, 0)
+
+
+def test_columns_are_named_by_the_config_and_jsonl_rows_may_differ(tmp_path):
+    rows = [{"q": "a", "a": "007", "extra_info": {"x": 1}}, {"q": "b", "a": 7, "extra_info": {"y": ["1", 2]}, "lv": 5}]
+    file = tmp_path / "f.jsonl"
+    text = "\n\n".join(json.dumps(row) for row in rows)
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())  # with a byte order mark, a blank line, no final newline
+    prompts = load_prompts([str(file)], TOKENIZER, config(prompt_key="q", answer_key="a")).prompts
+    assert [p.ground_truth for p in prompts] == ["007", "7"]
+    assert [p.extra_info for p in prompts] == [{"x": 1}, {"y": ["1", 2], "lv": 5}]
+
+
+def test_line_separators_inside_a_string_do_not_break_lines(tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_bytes('{"prompt": "a\u2028b", "answer": "c"}\r\n'.encode())
+    assert load_prompts([str(file)], TOKENIZER, config()).prompts[0].text == "a\u2028b"
+
+
+BAD_LINES = {
+    "not json": ('{"prompt": "x", ', "not valid JSON"),
+    "not utf-8": (b'{"prompt": "\xff"}', "not valid JSON"),
+    "not an object": ("[1, 2]", "list, not an object"),
+    "no prompt": ('{"answer": "1"}', 'column "prompt" is missing'),
+    "no answer": ('{"prompt": "x"}', 'column "answer" is missing'),
+    "null answer": ('{"prompt": "x", "answer": null}', 'column "answer" is null'),
+    "number as prompt": ('{"prompt": 5, "answer": "1"}', 'column "prompt" holds 5'),
+    "empty prompt": ('{"prompt": "", "answer": "1"}', "no tokens"),
+    "list as answer": ('{"prompt": "x", "answer": ["1"]}', 'column "answer" holds'),
+    "bool as answer": ('{"prompt": "x", "answer": true}', 'column "answer" holds True'),
+    "NaN as answer": ('{"prompt": "x", "answer": NaN}', 'column "answer" holds nan'),
+    "no messages": ('{"prompt": [], "answer": "1"}', 'column "prompt" holds'),
+    "bad message": ('{"prompt": [{"role": "user"}], "answer": "1"}', 'column "prompt" holds'),
+    "message of text": ('{"prompt": ["hi"], "answer": "1"}', 'column "prompt" holds'),
+    "bad extra_info": ('{"prompt": "x", "answer": "1", "extra_info": "y"}', 'column "extra_info" holds'),
+    "bad reward_model": ('{"prompt": "x", "reward_model": "2"}', 'column "reward_model" holds'),
+    "bad ground truth": ('{"prompt": "x", "reward_model": {"ground_truth": {"a": 1}}}', "reward_model.ground_truth"),
+    "bad data_source": ('{"prompt": "x", "answer": "1", "data_source": 3}', 'column "data_source" holds 3'),
+}
+
+
+@pytest.mark.parametrize("line, message", BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_bad_lines_are_named_by_file_and_line(tmp_path, line, message):
+    file = tmp_path / "f.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    file.write_bytes(b'{"prompt": "good", "answer": "1"}\n\n' + line + b"\n")
+    with pytest.raises(UserError) as caught:
+        load_prompts([str(file)], TOKENIZER, config())
+    assert caught.value.source == f"{file}:3"
+    assert message in caught.value.found
+
+
+def test_offending_text_is_shown_but_shortened(tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_text("oops " * 1000)
+    with pytest.raises(UserError, match="oops oops") as caught:
+        load_prompts([str(file)], TOKENIZER, config())
+    assert "(4999 characters)" in caught.value.found and len(caught.value.found) < 300
+
+
+def test_bad_parquet_rows_and_files(tmp_path):
+    """Covers a null and a file that is not parquet, not every kind of corruption."""
+    file = write(tmp_path / "f.parquet", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}])
+    with pytest.raises(UserError) as caught:
+        load_prompts([file], TOKENIZER, config())
+    assert caught.value.source == f"{file}:row 2"
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        load_prompts([str(tmp_path / "broken.parquet")], TOKENIZER, config())
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("missing.jsonl", None, "does not exist"), ("empty.jsonl", "", "no rows"), ("blank.jsonl", "\n \n", "no rows"),
+    ("data.csv", "prompt,answer\n", 'extension ".csv"'), ("folder.jsonl/x", "", "is not a file")])
+def test_unusable_files(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if content is not None:
+        file.write_text(content)
+    path = file.parent if name.startswith("folder") else file
+    with pytest.raises(UserError, match=message):
+        load_prompts([str(path)], TOKENIZER, config())
+
+
+def test_no_files_at_all():
+    with pytest.raises(UserError, match="no data files"):
+        load_prompts([], TOKENIZER, config())
+
+
+def test_parquet_leaves_home_alone(tmp_path):
+    """In a process of its own, because `datasets` looks for its cache when it is first imported."""
+    file = write(tmp_path / "f.parquet", [{"prompt": "a", "answer": "1"}])
+    home = tmp_path / "home"
+    home.mkdir()
+    code = f"from megatron_rl.data.rows import read_rows; print([r.columns for r in read_rows([{file!r}])])"
+    environment = {"HOME": str(home), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[{'prompt': 'a', 'answer': '1'}]\n", "")  # no progress bars either
+    assert list(home.rglob("*")) == [] and sorted(tmp_path.iterdir()) == [Path(file), home]
+
+
+def overlong_file(tmp_path: Path) -> str:
+    rows = [{"prompt": text, "answer": "1"} for text in ("abcdef", "abc", "uvwxyz", "xyz")]
+    return write(tmp_path / "f.jsonl", rows)
+
+
+@pytest.mark.parametrize("policy, texts, ids, truncated, dropped", [
+    ("truncate", ["def", "abc", "xyz", "xyz"], [0, 1, 2, 3], 2, 0), ("drop", ["abc", "xyz"], [1, 3], 0, 2)])
+def test_overlong_prompts_are_counted_and_ids_stay(tmp_path, policy, texts, ids, truncated, dropped):
+    loaded = load_prompts([overlong_file(tmp_path)], TOKENIZER, config(max_prompt_length=3, overlong_prompts=policy))
+    assert [p.text for p in loaded.prompts] == texts
+    assert [TOKENIZER.decode(p.tokens) for p in loaded.prompts] == texts
+    assert [p.prompt_id for p in loaded.prompts] == ids
+    assert (loaded.num_truncated, loaded.num_dropped) == (truncated, dropped)
+
+
+def test_overlong_prompt_is_an_error_by_default(tmp_path):
+    file = overlong_file(tmp_path)
+    with pytest.raises(UserError, match="6 tokens") as caught:
+        load_prompts([file], TOKENIZER, config(max_prompt_length=3))
+    assert caught.value.source == f"{file}:1" and "3 tokens" in caught.value.expected
+    with pytest.raises(UserError, match="all 4 are longer"):
+        load_prompts([file], TOKENIZER, config(max_prompt_length=2, overlong_prompts="drop"))
+
+
+def test_limit_counts_the_prompts_that_are_kept(tmp_path):
+    cfg = config(max_prompt_length=3, overlong_prompts="drop")
+    assert [p.prompt_id for p in load_prompts([overlong_file(tmp_path)], TOKENIZER, cfg, limit=2).prompts] == [1, 3]
+    assert [p.prompt_id for p in load_prompts([overlong_file(tmp_path)], TOKENIZER, cfg, limit=1).prompts] == [1]
+
+
+def test_sft_examples(tmp_path):
+    file = write(tmp_path / "f.jsonl", [{"prompt": "1+1=", "answer": 2, "solution": "two"},
+                                        {"prompt": "9+9=", "answer": 18, "solution": "x"}])
+    examples = load_sft_examples([file], TOKENIZER, config()).examples
+    assert [TOKENIZER.decode(e.prompt_tokens) for e in examples] == ["1+1=", "9+9="]
+    assert examples[1].response_tokens.tolist() == [ord("1"), ord("8"), 0]
+    assert examples[1].response_tokens.dtype == np.int32
+    named = load_sft_examples([file], TOKENIZER, config(response_key="solution", max_response_length=4)).examples
+    assert named[0].response_tokens.tolist() == [*b"two", 0]
+    with pytest.raises(UserError, match="4 tokens with its EOS"):
+        load_sft_examples([file], TOKENIZER, config(response_key="solution", max_response_length=3))
+
+
+def test_sft_counts_overlong_prompts(tmp_path):
+    cfg = config(max_prompt_length=3, overlong_prompts="drop")
+    loaded = load_sft_examples([overlong_file(tmp_path)], TOKENIZER, cfg)
+    assert (len(loaded.examples), loaded.num_truncated, loaded.num_dropped) == (2, 0, 2)
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    return [Prompt(i, np.zeros(1, np.int32), "", "") for i in range(count)]
+
+
+def take(batches: PromptBatches, count: int) -> list[list[int]]:
+    return [[p.prompt_id for p in next(batches)] for _ in range(count)]
+
+
+@given(size=st.integers(1, 12), batch=st.integers(1, 12), seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
+def test_every_epoch_shows_every_prompt_once(size, batch, seed, shuffle):
+    if batch > size:
+        with pytest.raises(UserError, match="cannot fill a batch"):
+            PromptBatches(make_prompts(size), batch, shuffle, seed)
+        return
+    drawn = take(PromptBatches(make_prompts(size), batch, shuffle, seed), 3 * size)
+    assert {len(ids) for ids in drawn} == {batch}
+    stream = [i for ids in drawn for i in ids]
+    epochs = [stream[start:start + size] for start in range(0, len(stream), size)]
+    assert all(Counter(epoch) == Counter(range(size)) for epoch in epochs)
+    assert shuffle or all(epoch == list(range(size)) for epoch in epochs)
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    """The permutation of numpy is taken as it is; its statistics are not tested."""
+    make = lambda seed, batch: take(PromptBatches(make_prompts(50), batch, True, seed), 100 // batch)  # noqa: E731
+    flat = [sum(make(*arguments), []) for arguments in ((1, 10), (1, 10), (1, 25), (2, 10))]
+    assert flat[0] == flat[1] == flat[2] != flat[3]
+    assert flat[0][:50] != flat[0][50:]
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 5])
+def test_resume_goes_on_where_it_stopped(before):
+    whole = take(PromptBatches(make_prompts(10), 4, True, 3), 9)
+    first = PromptBatches(make_prompts(10), 4, True, 3)
+    take(first, before)
+    resumed = PromptBatches(make_prompts(10), 4, True, 3)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert take(resumed, 9 - before) == whole[before:]
+    with pytest.raises(UserError, match="made with 10 prompts, there are 11"):
+        PromptBatches(make_prompts(11), 4, True, 3).load_state_dict(first.state_dict())

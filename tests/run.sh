@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Set up the environment when needed, then run pytest; arguments go to pytest:
+#   bash tests/run.sh                  the fast tests, on CPU
+#   bash tests/run.sh -k reshard -x    some of them
+#   bash tests/run.sh -m gpu           those that need a GPU
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash launch/setup.sh
+export PATH="${MEGATRON_RL_VENV:-$PWD/.venv}/bin:$PATH"
+
+export OMP_NUM_THREADS=1         # one thread per rank: the multi-rank tests run several ranks on few cores
+export HF_HUB_OFFLINE=1          # tests make their models and data; nothing is downloaded
+export TOKENIZERS_PARALLELISM=false
+
+exec python -m pytest --durations=15 "$@"

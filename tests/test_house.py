@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house, read from the syntax tree: layers, import walls, sizes, documentation.
+
+Rooms lie in layers and import downwards only; rooms of one layer do not know each other. Nothing here imports the
+package, so a broken module cannot hide a broken rule. Not covered: what a docstring says, and imports made by name
+(``importlib.import_module``).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "megatron_rl"
+
+# Room (sub-package or root module of the package) -> layer. A new room must be given a layer here.
+LAYERS: dict[str, int] = {
+    "config": 0,
+    "types": 0,
+    "observability": 0,
+    "parallel": 1,
+    "weights": 2,
+    "algorithms": 2,
+    "data": 2,
+    "rewards": 2,
+    "resharding": 3,
+    "models": 3,
+    "rollout": 4,
+    "checkpoint": 4,
+    "hybrid_engine": 5,
+    "training": 5,
+    "trainer": 6,
+    "sft_trainer": 6,
+    "launch": 7,
+    "tools": 7,
+}
+# types.py is the vocabulary of all rooms, of its own layer too.
+SHARED_WITHIN_LAYER = {"types"}
+
+# The rooms that may import megatron.core; vllm may be imported in one file of the package.
+MEGATRON_CORE_ROOMS = {"parallel", "models", "training", "checkpoint"}
+# Rooms whose job includes talking to the terminal.
+PRINTING_ROOMS = {"observability", "launch", "tools"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as an absolute dotted name."""
+
+    line: int
+    module: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of the house."""
+
+    path: Path  # relative to the repository
+    text: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """Sub-package or root module of the package; ``launch`` or ``tools`` for entry points."""
+        parts = self.path.with_suffix("").parts
+        return parts[0] if parts[0] != PACKAGE else parts[1]
+
+    @property
+    def is_package_root(self) -> bool:
+        return self.path == Path(PACKAGE, "__init__.py")
+
+    def imports(self) -> Iterator[Import]:
+        """Yield every import, also those inside functions and TYPE_CHECKING blocks, once per imported name."""
+        package = self.path.parent.parts
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(node.lineno, alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else ()
+                module = ".".join((*base, *([node.module] if node.module else [])))
+                # "from megatron import core" imports megatron.core: the names count as well.
+                for alias in node.names:
+                    yield Import(node.lineno, f"{module}.{alias.name}")
+
+
+def parse(path: Path) -> Source:
+    """Parse one file of the repository."""
+    text = path.read_text(encoding="utf-8")
+    return Source(path.relative_to(ROOT), text, ast.parse(text, filename=str(path)))
+
+
+@cache
+def read_house() -> tuple[Source, ...]:
+    """All Python files of the package, the tools and the launchers."""
+    paths = [*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROOT / "launch").glob("*.py")]
+    return tuple(parse(path) for path in sorted(paths))
+
+
+def is_within(module: str, package: str) -> bool:
+    """Whether a dotted name is the package or lies in it."""
+    return module == package or module.startswith(package + ".")
+
+
+def find_room(module: str) -> str | None:
+    """The room that an absolute dotted name belongs to; None outside the house."""
+    parts = module.split(".")
+    if parts[0] in ("launch", "tools"):
+        return parts[0]
+    return parts[1] if parts[0] == PACKAGE and len(parts) > 1 and parts[1] in LAYERS else None
+
+
+def find_upward_imports(source: Source) -> Iterator[str]:
+    """Yield one line per import that does not point to a lower layer."""
+    for item in source.imports():
+        room = find_room(item.module)
+        if room is None or room == source.room:
+            continue
+        here, there = LAYERS[source.room], LAYERS[room]
+        if there > here or (there == here and room not in SHARED_WITHIN_LAYER):
+            yield f"{source.path}:{item.line}: {source.room} (L{here}) imports {item.module} (L{there})"
+
+
+def find_wall_breaches(source: Source) -> Iterator[str]:
+    """Yield one line per import of megatron from a room that must not know it."""
+    for item in source.imports():
+        where = f"{source.path}:{item.line}: imports {item.module}"
+        if is_within(item.module, "megatron.training"):
+            yield f"{where}; megatron.training keeps its state in globals and is never used"
+        elif is_within(item.module, "megatron") and source.room not in MEGATRON_CORE_ROOMS:
+            yield f"{where}; only {', '.join(sorted(MEGATRON_CORE_ROOMS))} may"
+
+
+def find_size_problems(source: Source) -> Iterator[str]:
+    """Yield one line per file or function that is too long."""
+    num_lines = len(source.text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield f"{source.path}: {num_lines} lines; at most {MAX_FILE_LINES}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = node.end_lineno - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{source.path}:{node.lineno}: {node.name} has {num_lines} lines; at most {MAX_FUNCTION_LINES}"
+
+
+def find_header_problems(source: Source) -> Iterator[str]:
+    """Yield what the head of a file lacks; an __init__.py without code needs no docstring."""
+    if not source.text.startswith("# SPDX-License-Identifier: Apache-2.0\n"):
+        yield f"{source.path}: the first line is not the SPDX line"
+    if not source.text.isascii():
+        yield f"{source.path}: not ASCII"
+    if source.tree.body and ast.get_docstring(source.tree) is None:
+        yield f"{source.path}: no module docstring"
+
+
+def find_undocumented(source: Source) -> Iterator[str]:
+    """Yield the public functions, classes and methods without a docstring (overloads and properties included)."""
+    yield from _find_undocumented_in(source, source.tree.body, prefix="")
+
+
+def _find_undocumented_in(source: Source, body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if ast.get_docstring(node) is None:
+            yield f"{source.path}:{node.lineno}: {prefix}{node.name} has no docstring"
+        if isinstance(node, ast.ClassDef):
+            yield from _find_undocumented_in(source, node.body, prefix=f"{node.name}.")
+
+
+def find_forbidden_calls(source: Source) -> Iterator[str]:
+    """Yield calls of print in quiet rooms and of Megatron's global getter anywhere."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name == "print" and isinstance(node.func, ast.Name) and source.room not in PRINTING_ROOMS:
+            yield f"{source.path}:{node.lineno}: print; log, or return what is to be shown"
+        # typing.get_args reads a type; Megatron's get_args() reads a global.
+        if name == "get_args" and not node.args:
+            yield f"{source.path}:{node.lineno}: get_args(); pass the configuration"
+
+
+RULES = {
+    "imports point down": find_upward_imports,
+    "megatron stays behind its wall": find_wall_breaches,
+    "files and functions are short": find_size_problems,
+    "files have a head": find_header_problems,
+    "public names are documented": find_undocumented,
+    "no print and no global arguments": find_forbidden_calls,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_house_keeps(rule: str) -> None:
+    problems = [problem for source in read_house() for problem in RULES[rule](source)]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {source.room for source in read_house() if not source.is_package_root}
+    assert rooms - LAYERS.keys() == set(), "give the new room a layer in LAYERS"
+
+
+def test_vllm_is_imported_in_at_most_one_file() -> None:
+    importers = {
+        str(source.path)
+        for source in read_house()
+        if source.path.parts[0] == PACKAGE and any(is_within(item.module, "vllm") for item in source.imports())
+    }
+    assert len(importers) <= 1, sorted(importers)
+
+
+def _source(path: str, text: str) -> Source:
+    return Source(Path(path), text, ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text", "num_problems"),
+    [
+        (find_upward_imports, "megatron_rl/data/a.py", "from megatron_rl.trainer import Trainer", 1),
+        (find_upward_imports, "megatron_rl/data/a.py", "from megatron_rl import rollout, types", 1),
+        (find_upward_imports, "megatron_rl/data/a.py", "from ..rewards import rules", 1),
+        (find_upward_imports, "megatron_rl/data/a.py", "from . import packing\nfrom .packing import pack", 0),
+        (find_upward_imports, "megatron_rl/data/a.py", "import megatron_rl.config.schema", 0),
+        (find_upward_imports, "megatron_rl/config/a.py", "from megatron_rl.types import UserError", 0),
+        (find_upward_imports, "megatron_rl/trainer.py", "def f():\n    import tools.plan", 1),
+        (find_upward_imports, "tools/plan.py", "from megatron_rl.trainer import Trainer", 0),
+        (find_wall_breaches, "megatron_rl/data/a.py", "from megatron import core", 1),
+        (find_wall_breaches, "megatron_rl/models/a.py", "from megatron.core import tensor_parallel", 0),
+        (find_wall_breaches, "megatron_rl/models/a.py", "from megatron import training", 1),
+        (find_wall_breaches, "megatron_rl/data/a.py", "import megatron_rl.types", 0),
+        (find_size_problems, "tools/a.py", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, 1),
+        (find_size_problems, "tools/a.py", "x = 1\n" * (MAX_FILE_LINES + 1), 1),
+        (find_header_problems, "tools/a.py", "x = 1", 2),
+        (find_undocumented, "tools/a.py", "class A:\n    def f(self): ...\n    def _g(self): ...", 2),
+        (find_forbidden_calls, "megatron_rl/data/a.py", "print(1); get_args(); get_args(int)", 2),
+        (find_forbidden_calls, "tools/a.py", "print(1)", 0),
+    ],
+)
+def test_rules_find_what_they_should(rule, path: str, text: str, num_problems: int) -> None:
+    """The rules themselves, on one-line houses: a rule that finds nothing looks like a tidy house."""
+    assert len(list(rule(_source(path, text)))) == num_problems

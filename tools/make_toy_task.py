@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make an arithmetic task that a small model learns on a laptop: tokenizer, prompts, model; no network.
+
+The idea: a prompt is "37+45=", its answer "82", one token per character, so that exact reward, a
+random initial policy and a few million parameters are enough to watch GRPO work.
+
+Invariants: the same arguments give byte-identical files; training and validation share no pair of
+operands (in either order, under any operation); no prompt occurs twice; results are not negative;
+`task.json` (the arguments) is written last, so a directory that has it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+import sentencepiece
+
+from megatron_rl.types import UserError
+
+ARGUMENTS_FILE = "task.json"
+FILES = ("tokenizer.model", "train.jsonl", "validation.jsonl", "model/config.json", "model/model.safetensors",
+         "model/tokenizer.model", ARGUMENTS_FILE)
+DATA_SOURCE = "toy_arithmetic"
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+HEAD_DIMS = (32, 64)  # what the rollout engine's CPU attention supports for small heads
+MAX_POSITIONS = 256
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
+    parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
+    parser.add_argument("--train", type=int, default=4000, help="training prompts", metavar="N")
+    parser.add_argument("--validation", type=int, default=256, help="validation prompts", metavar="N")
+    parser.add_argument("--max-operand", type=int, default=99, help="largest operand; the smallest is 0", metavar="N")
+    parser.add_argument("--operations", default="+-", help="any of + and -; use --operations=- for - alone")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the prompts and of the weights")
+    parser.add_argument("--hidden-size", type=int, default=128, help="width of the model", metavar="H")
+    parser.add_argument("--intermediate-size", type=int, default=argparse.SUPPRESS, metavar="F",
+                        help="width of the MLP (default: 5 x hidden size)")
+    parser.add_argument("--layers", type=int, default=4, help="transformer layers")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads; hidden size / heads must be 32 or 64")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
+    return parser
+
+
+def check_arguments(task: dict[str, Any]) -> None:
+    """Refuse arguments that no task can be made from.
+
+    Raises:
+        UserError: names the argument and what is accepted.
+    """
+    def refuse(flag: str, found: Any, expected: str) -> None:
+        raise UserError(f"--{flag} {found}", source="command line", expected=expected, hint=f"change --{flag}")
+
+    for name in ("train", "validation", "max_operand", "intermediate_size", "layers"):
+        if task[name] < 1:
+            refuse(name.replace("_", "-"), task[name], "a number greater than 0")
+    if not 0 <= task["seed"] < 2**63:
+        refuse("seed", task["seed"], "0 <= seed < 2^63")
+    if not task["operations"] or set(task["operations"]) - set("+-") or len(set(task["operations"])) < len(
+            task["operations"]):
+        refuse("operations", repr(task["operations"]), "+, - or +-")
+    hidden, heads, kv_heads = task["hidden_size"], task["heads"], task["kv_heads"]
+    if heads < 1 or heads % 4:
+        refuse("heads", heads, "a multiple of 4, so that 4 ranks can share them")
+    if kv_heads < 1 or heads % kv_heads:
+        refuse("kv-heads", kv_heads, f"a divisor of --heads = {heads}")
+    if hidden % heads or hidden // heads not in HEAD_DIMS:
+        refuse("hidden-size", hidden, f"{' or '.join(str(heads * d) for d in HEAD_DIMS)} with {heads} heads")
+
+
+def make_prompts(task: dict[str, Any]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Training and validation rows; pairs of operands are dealt to one of the two before prompts are made.
+
+    Raises:
+        UserError: there are not enough pairs for so many prompts.
+    """
+    generator = random.Random(task["seed"])
+    pairs = [(a, b) for a in range(task["max_operand"] + 1) for b in range(a + 1)]
+    generator.shuffle(pairs)
+    validation: list[tuple[str, int]] = []
+    while pairs and len(validation) < task["validation"]:
+        validation += _expressions(*pairs.pop(), task["operations"])
+    train = [expression for pair in pairs for expression in _expressions(*pair, task["operations"])]
+    if len(validation) < task["validation"] or len(train) < task["train"]:
+        raise UserError(
+            f"{task['train']} training and {task['validation']} validation prompts asked for; with these operands "
+            f"there are {len(train)} and {len(validation)}", source="--train, --validation",
+            expected="at most as many prompts as there are", hint="raise --max-operand, or ask for fewer prompts")
+    return tuple(
+        [{"prompt": prompt, "answer": str(answer), "data_source": DATA_SOURCE}
+         for prompt, answer in generator.sample(expressions, size)]
+        for expressions, size in ((train, task["train"]), (validation, task["validation"])))
+
+
+def _expressions(larger: int, smaller: int, operations: str) -> list[tuple[str, int]]:
+    found = {}
+    if "+" in operations:
+        found |= {f"{larger}+{smaller}=": larger + smaller, f"{smaller}+{larger}=": larger + smaller}
+    if "-" in operations:
+        found[f"{larger}-{smaller}="] = larger - smaller
+    return list(found.items())
+
+
+def train_tokenizer(operations: str) -> bytes:
+    """A sentencepiece model with one piece per character and no normalisation; round trips exactly."""
+    alphabet = "0123456789=" + "".join(sorted(operations))
+    model = io.BytesIO()  # no file names inside the model: its bytes depend on the alphabet only
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([alphabet]), model_writer=model, model_type="char", vocab_size=len(alphabet) + 4,
+        character_coverage=1.0, split_digits=True, normalization_rule_name="identity", add_dummy_prefix=False,
+        remove_extra_whitespaces=False, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID,
+        num_threads=1, minloglevel=2)
+    return model.getvalue()
+
+
+def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
+    """A randomly initialised Qwen2ForCausalLM in HF format, float32.
+
+    Returns:
+        Number of parameters (tied embeddings counted once).
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=task["hidden_size"], intermediate_size=task["intermediate_size"],
+        num_hidden_layers=task["layers"], num_attention_heads=task["heads"], num_key_value_heads=task["kv_heads"],
+        max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(task["seed"])
+        model = Qwen2ForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.bias"):  # zero by default, which would hide a bias lost in conversion
+                torch.nn.init.normal_(parameter, std=config.initializer_range)
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_task(out: Path, task: dict[str, Any]) -> int:
+    """Write every file of the task, `task.json` last; returns the number of parameters."""
+    train, validation = make_prompts(task)
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    (out / ARGUMENTS_FILE).unlink(missing_ok=True)
+    proto = train_tokenizer(task["operations"])
+    for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
+        file.write_bytes(proto)
+    for name, rows in (("train", train), ("validation", validation)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    vocab_size = sentencepiece.SentencePieceProcessor(model_proto=proto).vocab_size()
+    parameters = write_model(out / "model", task, vocab_size)
+    (out / ARGUMENTS_FILE).write_text(json.dumps(task, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return parameters
+
+
+def already_made(out: Path, task: dict[str, Any]) -> bool:
+    """Whether `out` holds the task with these arguments.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file", source="--out", expected="a directory", hint="choose another --out")
+    if not out.exists() or not any(out.iterdir()):
+        return False
+    hint = "choose another --out, or pass --force to overwrite"
+    try:
+        made = json.loads((out / ARGUMENTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        made = None
+    missing = [name for name in FILES if not (out / name).is_file()]
+    if not isinstance(made, dict) or missing:
+        raise UserError(f"{out} is not empty and holds no complete task (missing: {', '.join(missing) or 'arguments'})",
+                        source="--out", expected="a new or empty directory", hint=hint)
+    if made != task:
+        keys = [key for key in sorted(made.keys() | task) if made.get(key) != task.get(key)]
+        changes = ", ".join(f"{key} {made.get(key)} (now {task.get(key)})" for key in keys)
+        raise UserError(f"{out} holds a task made with other arguments: {changes}", source="--out",
+                        expected="the same arguments", hint=hint)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = vars(build_parser().parse_args(arguments))
+    out, force = options.pop("out"), options.pop("force")
+    options.setdefault("intermediate_size", 5 * options["hidden_size"])
+    try:
+        check_arguments(options)
+        if not force and already_made(out, options):
+            print(f"{out} already holds this task (same arguments); nothing to do")
+            return 0
+        parameters = write_task(out, options)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for file in sorted(file for file in out.rglob("*") if file.is_file()):
+        print(f"{file.stat().st_size:>10,} bytes  {file}")
+    print(f"model: {parameters:,} parameters; {options['train']} training, {options['validation']} validation prompts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
