@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds per phase of a step.
 
-Phases accumulate until `pop`, so a phase that is entered several times in a step is reported once.
-A phase that raises is still counted. Nested phases are counted on their own: the outer one includes
-the inner one.
+Phases accumulate until `pop`, so a phase that is entered several times in a step is reported once. A
+phase that raises is still counted. Nested phases are counted on their own (the outer one includes the
+inner one), unless the outer one swallows them: validation generates and scores too, and that is not
+the step's own rollout or reward time.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class PhaseTimers:
@@ -23,18 +26,51 @@ class PhaseTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._swallowing = 0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds spent in the block under `name`."""
-        start = self._clock()
+    def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
+        """Count the seconds spent in the block under `name`.
+
+        Args:
+            name: of the phase.
+            swallow: phases inside the block are not counted on their own.
+        """
+        start, is_counted = self._clock(), not self._swallowing
+        self._swallowing += swallow
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._swallowing -= swallow
+            if is_counted:
+                self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def watch(self, role: Any, **phases: str) -> Any:
+        """A stand-in for `role` whose methods are counted: `watch(actor, update="update")`.
+
+        Every other attribute is the role's own.
+        """
+        return _Watched(role, self, phases)
 
     def pop(self) -> dict[str, float]:
         """Seconds by `time/<name>` since the last call; starts again at zero."""
         seconds = {f"time/{name}": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return seconds
+
+
+class _Watched:
+    def __init__(self, role: Any, timers: PhaseTimers, phases: dict[str, str]) -> None:
+        self._role, self._timers, self._phases = role, timers, phases
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._role, name)
+        if name not in self._phases:
+            return value
+
+        @functools.wraps(value)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._timers.phase(self._phases[name]):
+                return value(*args, **kwargs)
+
+        return counted

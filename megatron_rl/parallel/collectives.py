@@ -37,13 +37,17 @@ def init_distributed(timeout_minutes: float) -> Process:
     Args:
         timeout_minutes: a collective that waits longer raises.
     """
+    is_launched = "RANK" in os.environ
+    if not is_launched:  # describe the job of one as torchrun would: in-process libraries read it
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+                          MASTER_ADDR="localhost", MASTER_PORT="0")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        single = {} if is_launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
@@ -79,7 +83,7 @@ def gather_arrays(arrays: list[np.ndarray], dtype: type, group: dist.ProcessGrou
     """
     lengths = [len(a) for a in arrays]
     counts = gather_rows(torch.tensor([[len(arrays), sum(lengths)]], dtype=torch.int64), group)
-    max_arrays, max_elements = (int(x) for x in counts.max(0).values)
+    max_arrays, max_elements = (max(1, int(x)) for x in counts.max(0).values)
     flat_lengths = torch.zeros(1, max_arrays, dtype=torch.int64)
     flat_lengths[0, : len(arrays)] = torch.tensor(lengths, dtype=torch.int64)
     payload = torch.zeros(1, max_elements, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)

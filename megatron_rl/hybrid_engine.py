@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One set of weights, two modes: the actor's Megatron shards and the engine's rollout shards.
+
+    with hybrid.rollout_mode():            # weights: Megatron TP/PP/DP -> engine TP, shard to shard
+        groups = hybrid.generate(prompts, ...)
+
+The plan is made once from the two placement tables; entering the mode executes it and drops what the
+engine computed with older weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, gather_arrays
+from megatron_rl.resharding.executor import Resharder, ReshardStats
+from megatron_rl.resharding.planner import plan_reshard
+from megatron_rl.rollout.engine import Generation, RolloutEngine
+from megatron_rl.rollout.sampling import SamplingConfig, derive_seed
+from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.weights.placement import Placement
+
+_FINISH_REASONS = ("stop", "length")
+
+
+class WeightSource(Protocol):
+    """What the engine needs of an actor."""
+
+    params: Mapping[str, torch.Tensor]
+    policy_version: int
+
+    def placements(self, rank: int) -> list[Placement]:
+        """Placement table of any rank of the job."""
+
+
+class HybridEngine:
+    """The actor's weights in an in-process rollout engine.
+
+    Args:
+        actor: whose weights are used.
+        engine: this rank's share of the engine.
+        engine_tp_size: ranks per engine.
+        process: this rank.
+        group: all ranks of the job.
+        bucket_bytes: bound on the staging memory of one reshard.
+        run_seed: seed of the run, see `derive_seed`.
+        timers: count the phases "reshard" and "rollout".
+    """
+
+    def __init__(
+        self, actor: WeightSource, engine: RolloutEngine, *, engine_tp_size: int, process: Process,
+        group: dist.ProcessGroup, bucket_bytes: int, run_seed: int, timers: PhaseTimers,
+    ) -> None:
+        self._actor, self._engine, self._group, self._run_seed = actor, engine, group, run_seed
+        self._timers = timers
+        self._num_engines = process.world_size // engine_tp_size
+        self._engine_index, self._engine_rank = divmod(process.rank, engine_tp_size)
+        self._engine_tp_size = engine_tp_size
+        ranks = range(process.world_size)
+        plan = plan_reshard(
+            [actor.placements(rank) for rank in ranks], [engine.placements(rank) for rank in ranks],
+            ranks_per_node=process.ranks_per_node)
+        self._resharder = Resharder(plan, actor.params, engine.params, group, bucket_bytes)
+        self._policy_version = -1
+
+    @property
+    def reshard_stats(self) -> ReshardStats:
+        """Bytes of one reshard, all ranks together."""
+        return self._resharder.stats
+
+    def reshard(self) -> None:
+        """Write the actor's current weights into the engine; collective."""
+        with self._timers.phase("reshard"):
+            self._engine.begin_weight_update()
+            self._resharder.run()
+            self._engine.end_weight_update()
+        self._policy_version = self._actor.policy_version
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[HybridEngine]:
+        """Reshard, lend the engine, and put it to sleep afterwards; collective."""
+        self.reshard()
+        try:
+            yield self
+        finally:
+            self._engine.sleep()
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int
+    ) -> list[RolloutGroup]:
+        """Generate `group_size` responses per prompt; collective.
+
+        Whole groups go to one engine, so that its prefix cache serves the shared prompt.
+
+        Args:
+            prompts: the same on every rank.
+            group_size: responses per prompt.
+            sampling: how to draw them.
+            step: part of every response's seed.
+
+        Returns:
+            One group per prompt, in order, the same on every rank; responses are not scored yet.
+        """
+        mine = prompts[self._engine_index :: self._num_engines]
+        # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
+        # at an epoch boundary, and must not get the same responses twice.
+        occurrence = _count_occurrences(prompts)[self._engine_index :: self._num_engines]
+        requests = [(prompt, seen * group_size + sample)
+                    for prompt, seen in zip(mine, occurrence, strict=True) for sample in range(group_size)]
+        with self._timers.phase("rollout"):
+            generations = self._engine.generate(
+                [prompt.tokens for prompt, _ in requests],
+                [derive_seed(self._run_seed, step, prompt.prompt_id, sample) for prompt, sample in requests],
+                sampling)
+            return self._assemble(prompts, self._share(generations), group_size)
+
+    def _share(self, generations: list[Generation]) -> list[list[Generation]]:
+        """Give every rank the responses of every engine: [engine][request]."""
+        mine = generations if self._engine_rank == 0 else []
+        tokens = gather_arrays([g.tokens for g in mine], np.int32, self._group)
+        logprobs = gather_arrays([g.logprobs for g in mine], np.float32, self._group)
+        reasons = gather_arrays(
+            [np.array([_FINISH_REASONS.index(g.finish_reason) for g in mine], np.int32)], np.int32, self._group)
+        leaders = range(0, len(tokens), self._engine_tp_size)
+        return [
+            [Generation(t, lp, _FINISH_REASONS[reason])
+             for t, lp, reason in zip(tokens[rank], logprobs[rank], reasons[rank][0], strict=True)]
+            for rank in leaders
+        ]
+
+    def _assemble(
+        self, prompts: Sequence[Prompt], by_engine: list[list[Generation]], group_size: int
+    ) -> list[RolloutGroup]:
+        groups = []
+        for index, prompt in enumerate(prompts):
+            engine, position = index % self._num_engines, index // self._num_engines
+            first = position * group_size
+            rollouts = [
+                Rollout(prompt, sample, g.tokens, g.logprobs, g.finish_reason, self._policy_version)
+                for sample, g in enumerate(by_engine[engine][first : first + group_size])
+            ]
+            groups.append(RolloutGroup(prompt, rollouts))
+        return groups
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._engine.close()
+
+
+def _count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
+    """How often each prompt came before in this batch (0 unless an epoch boundary repeats it)."""
+    seen: dict[int, int] = {}
+    counts = []
+    for prompt in prompts:
+        counts.append(seen.get(prompt.prompt_id, 0))
+        seen[prompt.prompt_id] = counts[-1] + 1
+    return counts

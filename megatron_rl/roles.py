@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to the roles of a run, in two halves.
+
+`read_inputs` reads and checks everything that a user can get wrong, on every rank alike and before any
+process group exists. `build_*` make the groups, the models and the engine from it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
+from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.hybrid_engine import HybridEngine
+from megatron_rl.observability.run import Run
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, raise_together, share_object
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rewards.scoring import RewardFunction, build_reward_function
+from megatron_rl.rollout.engine import EngineSpec, build_engine
+from megatron_rl.training.actor import Actor
+from megatron_rl.training.policy import Policy
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape, load_model_shape
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The model on disk and the layout it is to have."""
+
+    shape: ModelShape
+    tokenizer: Tokenizer
+    layout: ParallelLayout
+
+
+@dataclass(frozen=True)
+class GrpoInputs:
+    """Everything a GRPO run reads before it starts."""
+
+    model: ModelInputs
+    train: PromptSet
+    validation: dict[str, PromptSet]
+    reward_function: RewardFunction
+
+
+def launched_world_size() -> int:
+    """Number of ranks that torchrun started (1 without it)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
+    """Read and check the model directory, the tokenizer and the layout.
+
+    Raises:
+        UserError: missing or mismatching files, a layout that the model does not fit.
+    """
+    shape = load_model_shape(config.model.path)
+    actor = config.actor
+    layout = ParallelLayout(
+        world_size, tp_size=actor.tensor_model_parallel_size, pp_size=actor.pipeline_model_parallel_size,
+        vpp_size=actor.virtual_pipeline_model_parallel_size or 1, cp_size=actor.context_parallel_size,
+        ep_size=actor.expert_model_parallel_size)
+    shape.check_training_layout(layout.tp_size, layout.pp_size, layout.vpp_size)
+    check_checkpoint(config.model.path, shape)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {longest} tokens", source="data.max_*_length",
+            expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
+            hint="shorten one of them or use a model with longer positions")
+    tokenizer = load_tokenizer(Path(config.model.tokenizer or config.model.path))
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}",
+            source="model.tokenizer and model.path", expected="a tokenizer that fits the model",
+            hint="the two belong to different models")
+    return ModelInputs(shape, tokenizer, layout)
+
+
+def read_grpo_inputs(config: RunConfig, world_size: int) -> GrpoInputs:
+    """Read and check model, prompts and reward function.
+
+    Raises:
+        UserError: anything in them that is wrong.
+    """
+    model = read_model_inputs(config, world_size)
+    model.shape.check_rollout_layout(config.rollout.tensor_model_parallel_size)
+    if config.algorithm.kl_coef > 0 and config.reference.path:
+        reference = load_model_shape(config.reference.path)
+        if reference != model.shape:
+            raise UserError("the reference has another architecture than the policy", source="reference.path",
+                            expected=str(model.shape), hint="use a checkpoint of the same model")
+        check_checkpoint(config.reference.path, reference)
+    validation = {
+        Path(file).stem: load_prompts([file], model.tokenizer, config.data, limit=config.data.validation_limit)
+        for file in config.data.validation_files
+    }
+    return GrpoInputs(
+        model=model, train=load_prompts(config.data.train_files, model.tokenizer, config.data),
+        validation=validation, reward_function=build_reward_function(config.reward))
+
+
+def build_actor(
+    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, total_optimizer_steps: int
+) -> Actor:
+    """The policy in training, its weights read from `model.path`; collective."""
+    return Actor(
+        config.model, config.actor, inputs.shape, groups, path=config.model.path,
+        temperature=config.rollout.temperature, seed=config.trainer.seed,
+        total_optimizer_steps=total_optimizer_steps)
+
+
+def build_reference(config: RunConfig, inputs: ModelInputs, groups: ParallelGroups) -> Policy | None:
+    """The frozen model of the KL term in the actor's layout, or None when no term needs it."""
+    if config.algorithm.kl_coef == 0:
+        return None
+    reference = Policy(
+        config.model, config.actor, inputs.shape, groups, path=config.reference.path or config.model.path,
+        temperature=config.rollout.temperature, seed=config.trainer.seed)
+    reference.stages.requires_grad_(False)
+    return reference
+
+
+def build_hybrid_engine(
+    config: RunConfig, inputs: ModelInputs, actor: Actor, process: Process, timers: PhaseTimers
+) -> HybridEngine:
+    """The rollout engine with the plan that brings the actor's weights into it; collective."""
+    engine = build_engine(EngineSpec(
+        model_path=config.model.path, shape=inputs.shape, dtype=config.model.dtype,
+        max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
+        config=config.rollout, process=process, seed=config.trainer.seed))
+    return HybridEngine(
+        actor, engine, engine_tp_size=config.rollout.tensor_model_parallel_size, process=process,
+        group=dist.group.WORLD, bucket_bytes=int(config.rollout.reshard_bucket_mib * (1 << 20)),
+        run_seed=config.trainer.seed, timers=timers)
+
+
+def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Run:
+    """Open the run directory: `trainer.run_dir`, or a new name that rank 0 chooses; collective.
+
+    Raises:
+        UserError: the directory holds another run, or cannot be written; raised on every rank.
+    """
+    group, run, error = dist.group.WORLD, None, None
+    name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
+    try:
+        run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
+    except UserError as caught:
+        error = caught
+    except OSError as caught:
+        error = UserError(f"cannot write the run directory: {caught}", source="trainer.run_dir",
+                          expected="a directory on a disk that can be written", hint="choose another place")
+    raise_together(error, group)
+    return run
+
+
+def save_actor(directory: Path, config: RunConfig, actor: Actor) -> None:
+    """Write the actor in HF format, with the tokenizer and config of `model.path`; collective."""
+    save_huggingface(
+        directory, actor.shape, [actor.placements(rank) for rank in range(actor.groups.layout.world_size)],
+        actor.params, side_files_from=config.model.path, group=actor.groups.world,
+        bucket_bytes=int(config.rollout.reshard_bucket_mib * (1 << 20)))

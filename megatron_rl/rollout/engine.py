@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout engine is, and the registry in which `rollout.engine` is looked up.
+
+An engine lives in the training processes: `tensor_model_parallel_size` consecutive ranks form one
+engine, and all engines together span the job. It exposes its parameters and their placement table, so
+that the hybrid engine can write weights into it shard to shard.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.rollout.sampling import SamplingConfig
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement import Placement
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        tokens: [s] int32 sampled tokens, the stop token included.
+        logprobs: [s] float32 of the distribution that was sampled from (temperature applied).
+        finish_reason: "stop" or "length".
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine needs to be built.
+
+    Attributes:
+        model_path: HF directory; only its config.json is read.
+        shape: the same architecture, parsed.
+        dtype: "float32" or "bfloat16".
+        max_prompt_length, max_response_length: tokens.
+        config: the rollout section.
+        process: this rank.
+        seed: of the engine's own random numbers (responses have seeds of their own).
+    """
+
+    model_path: str
+    shape: ModelShape
+    dtype: str
+    max_prompt_length: int
+    max_response_length: int
+    config: RolloutConfig
+    process: Process
+    seed: int
+
+
+class RolloutEngine(Protocol):
+    """One rank's share of one engine."""
+
+    params: Mapping[str, torch.Tensor]
+
+    def placements(self, rank: int) -> list[Placement]:
+        """Placement table of any rank of the job."""
+
+    def begin_weight_update(self) -> None:
+        """Make the parameters writable (they may have been given back while training)."""
+
+    def end_weight_update(self) -> None:
+        """The parameters hold new weights: drop everything computed with the old ones."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> list[Generation]:
+        """Generate one response per prompt, in order; the same on every rank of the engine."""
+
+    def sleep(self) -> None:
+        """Give back memory until the next weight update."""
+
+    def close(self) -> None:
+        """Release the engine; process groups of the job stay alive."""
+
+
+# Name -> module and class, imported when it is chosen: each engine's library is an import wall.
+ENGINES: dict[str, tuple[str, str]] = {
+    "vllm": ("megatron_rl.rollout.vllm_engine", "VllmEngine"),
+    "hf": ("megatron_rl.rollout.hf_engine", "HuggingFaceEngine"),
+}
+
+
+def build_engine(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine named by `rollout.engine`; collective over the job.
+
+    Raises:
+        UserError: unknown name, or a layout that the model does not fit.
+    """
+    name = spec.config.engine
+    if name not in ENGINES:
+        raise UserError(f"unknown rollout engine {name!r}", source="rollout.engine",
+                        expected=f"one of {sorted(ENGINES)}", hint="vllm is the one for training")
+    spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
+    module, cls = ENGINES[name]
+    return getattr(importlib.import_module(module), cls)(spec)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sampling contract for the engine and for the trainer's scoring, and seeds that depend on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are drawn.
+
+    Attributes:
+        temperature: divides the logits, in the engine and in training; 0 is greedy (validation only).
+        max_tokens: longest response.
+        stop_token_ids: sampling one of these ends the response; it is part of the response.
+
+    There is no top-p or top-k: training scores the full softmax, and a truncated sampler would disagree.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int) -> int:
+    """Seed of one response, 63 bits.
+
+    It depends on these four numbers only, so that neither the DP size nor the order of scheduling
+    changes what is sampled.
+    """
+    text = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM inside the training processes (`external_launcher`), on GPU and on CPU. The only file that imports vllm.
+
+Five things that in-process vLLM needs (each guarded by a test):
+
+* torch.distributed is initialised before, else world > tp breaks;
+* its shutdown must not destroy the job's process groups;
+* on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
+* it must not reseed or advance the trainer's random numbers;
+* the prefix cache is dropped after every weight update.
+
+`PATCHED_NAMES` lists the private names that this file relies on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_rl.rollout.engine import EngineSpec, Generation
+from megatron_rl.rollout.sampling import SamplingConfig
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.placement import Placement, check_placements
+from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
+
+PATCHED_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory",),
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+}
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_CPU_BLOCK_SIZE = 32
+_MAX_CPU_CACHE_BYTES = 1 << 30
+# Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class VllmEngine:
+    """One rank of one vLLM engine; engine number = rank // tp.
+
+    Attributes:
+        params: vLLM's own parameters by name, written in place by the hybrid engine.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
+        self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
+        _check_device_limits(spec)
+        vllm = prepare_vllm(spec.process.device)
+        _register_model(vllm, spec)
+        launcher_world, rng = os.environ.get("LOCAL_WORLD_SIZE"), torch.get_rng_state()
+        self._llm = vllm.LLM(**_engine_arguments(spec))
+        self._sampling_params = vllm.SamplingParams
+        if launcher_world is not None:  # the CPU platform overwrites it with tp
+            os.environ["LOCAL_WORLD_SIZE"] = launcher_world
+        torch.set_rng_state(rng)
+        self._can_sleep = spec.process.device.type == "cuda"
+        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        self.params: dict[str, torch.Tensor] = {name: p.data for name, p in worker.get_model().named_parameters()}
+        check_placements(
+            self.placements(spec.process.rank), {name: tuple(p.shape) for name, p in self.params.items()},
+            where=f"vLLM on rank {spec.process.rank}", padded=VLLM_PADDED_PARAMETERS)
+        for tensor in self.params.values():  # vocabulary padding is written by nobody: zero it once
+            tensor.zero_()
+
+    def placements(self, rank: int) -> list[Placement]:
+        """Placement table of any rank of the job."""
+        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=rank % self._tp_size)
+
+    def begin_weight_update(self) -> None:
+        """Bring the parameters' memory back (same addresses) after a sleep."""
+        if self._can_sleep and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
+
+    def end_weight_update(self) -> None:
+        """Forget keys and values computed with the old weights; bring the cache back."""
+        if self._can_sleep and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> list[Generation]:
+        """Generate one response per prompt, in order; the same on every rank of the engine."""
+        if not len(prompts):
+            return []
+        params = [
+            self._sampling_params(
+                temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed, logprobs=0,
+                stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, detokenize=False)
+            for seed in seeds
+        ]
+        requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        rng = torch.get_rng_state()  # sampling advances the trainer's stream otherwise
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        torch.set_rng_state(rng)
+        return [_to_generation(output.outputs[0]) for output in outputs]
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the trainer (CUDA; a no-op on CPU)."""
+        if self._can_sleep:
+            self._llm.sleep(level=2)
+
+    def close(self) -> None:
+        """Shut the engine down; the process groups of the job stay alive (see `prepare_vllm`)."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def prepare_vllm(device: torch.device) -> ModuleType:
+    """Import vllm, made fit for life inside a training process; safe to call twice."""
+    os.environ.update(_ENVIRONMENT)
+    if device.type == "cpu":
+        # Two sampler helpers use torch.compile even in eager mode: seconds per start, and a compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        torch._dynamo.config.disable = True
+    import vllm
+    from vllm.v1.engine import core
+
+    def keep_process_groups(*args: Any, **kwargs: Any) -> None:
+        """Stand in for a clean-up that destroys the job's process groups."""
+
+    core.cleanup_dist_env_and_memory = keep_process_groups
+    if device.type == "cpu":
+        from vllm.model_executor.layers import utils
+
+        def use_plain_linear(layer: torch.nn.Module, remove_weight: bool = False) -> None:
+            layer.cpu_linear = F.linear
+
+        utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+    return vllm
+
+
+def _check_device_limits(spec: EngineSpec) -> None:
+    if spec.process.device.type == "cpu" and spec.shape.head_dim not in CPU_HEAD_DIMS:
+        raise UserError(
+            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}", source="model.path config.json",
+            expected=f"a head_dim of {CPU_HEAD_DIMS}", hint="use rollout.engine=hf for this model on CPU")
+
+
+def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
+    """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds."""
+    from importlib import import_module
+
+    architecture = FAMILIES[spec.shape.family].architecture
+    module = import_module(f"vllm.model_executor.models.{spec.shape.family}")
+    vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
+def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    config, rank = spec.config, spec.process.rank
+    arguments: dict[str, Any] = dict(
+        model=spec.model_path, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
+        dtype=spec.dtype, max_model_len=spec.max_prompt_length + spec.max_response_length,
+        max_num_seqs=config.max_num_seqs, tensor_parallel_size=config.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher", enforce_eager=config.enforce_eager,
+        seed=spec.seed + rank // config.tensor_model_parallel_size,
+        # Log-probs of the distribution that was sampled from: after the temperature.
+        logprobs_mode="processed_logprobs", disable_log_stats=True,
+    )
+    if spec.process.device.type == "cuda":
+        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
+        if config.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    else:
+        arguments |= dict(block_size=_CPU_BLOCK_SIZE, kv_cache_memory_bytes=_cpu_cache_bytes(spec))
+    return arguments
+
+
+def _cpu_cache_bytes(spec: EngineSpec) -> int:
+    """The configured size, else room for `max_num_seqs` full sequences, at most 1 GiB."""
+    if spec.config.kv_cache_gib is not None:
+        return int(spec.config.kv_cache_gib * (1 << 30))
+    shape: ModelShape = spec.shape
+    itemsize = 4 if spec.dtype == "float32" else 2
+    kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
+    per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    length = spec.max_prompt_length + spec.max_response_length
+    blocks = -(-length // _CPU_BLOCK_SIZE) * _CPU_BLOCK_SIZE
+    wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
+    return min(max(wanted, 4 << 20), max(_MAX_CPU_CACHE_BYTES, 2 * per_token * blocks))
+
+
+def _to_generation(output: Any) -> Generation:
+    tokens = np.asarray(output.token_ids, np.int32)
+    logprobs = np.asarray(
+        [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
+    return Generation(tokens, logprobs, "stop" if output.finish_reason == "stop" else "length")

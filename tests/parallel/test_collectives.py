@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared collectives, on three gloo ranks (one is enough for what a group of one must do)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+from megatron_rl.parallel import collectives
+from megatron_rl.types import UserError
+
+RAGGED = [[[1, 2, 3], [], [4]], [], [[5], [6, 7]]]
+ALL_EMPTY = [[[], []], [], [[]]]
+NOTHING = [[], [], []]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32])
+@pytest.mark.parametrize("content", [RAGGED, ALL_EMPTY, NOTHING], ids=["ragged", "all_empty", "nothing"])
+def test_gather_arrays_keeps_every_array(content: list[list[list[int]]], dtype: type) -> None:
+    """Ranks without arrays, arrays without elements, and both at once."""
+
+    def gather(rank: int, world_size: int) -> list[list[tuple[str, list[float]]]]:
+        arrays = [np.asarray(a, dtype=np.float64 if dtype is np.float32 else np.int64) for a in content[rank]]
+        gathered = collectives.gather_arrays(arrays, dtype, dist.group.WORLD)
+        return [[(str(a.dtype), a.tolist()) for a in peer] for peer in gathered]
+
+    expected = [[(np.dtype(dtype).name, list(a)) for a in peer] for peer in content]
+    assert run_ranks(gather, 3, timeout=60) == [expected] * 3
+
+
+def test_gathered_arrays_own_their_memory() -> None:
+    def gather(rank: int, world_size: int) -> list[list[int]]:
+        gathered = collectives.gather_arrays([np.arange(2), np.arange(3)], np.int64, dist.group.WORLD)
+        gathered[0][0][:] = 9
+        return [a.tolist() for peer in gathered for a in peer]
+
+    assert run_ranks(gather, 2, timeout=60) == [[[9, 9], [0, 1, 2], [0, 1], [0, 1, 2]]] * 2
+
+
+def test_raise_together_raises_the_lowest_failing_ranks_error_everywhere() -> None:
+    def fail(rank: int, world_size: int) -> tuple[str, str, str, str]:
+        error = None
+        if rank > 0:
+            error = UserError(f"rank {rank} found no file", source="data.files", expected="a file", hint="write one")
+        try:
+            collectives.raise_together(error, dist.group.WORLD)
+        except UserError as caught:
+            return caught.found, caught.source, caught.expected, caught.hint
+        raise AssertionError("nothing was raised")
+
+    parts = ("rank 1 found no file", "data.files", "a file", "write one")
+    assert run_ranks(fail, 3, timeout=60) == [parts] * 3
+
+
+def test_raise_together_is_silent_when_all_is_well() -> None:
+    assert run_ranks(lambda rank, size: collectives.raise_together(None, dist.group.WORLD), 2, timeout=60) == [None] * 2
+
+
+def test_reduce_scalars_keeps_float64_and_names() -> None:
+    def reduce(rank: int, world_size: int) -> tuple[dict[str, float], ...]:
+        group, cpu = dist.group.WORLD, torch.device("cpu")
+        values = {"loss": 0.1 * (rank + 1), "tokens": 2.0**40 + rank}
+        ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+        reduced = tuple(collectives.reduce_scalars(values, op, group, cpu) for op in ops)
+        return *reduced, collectives.reduce_scalars({}, dist.ReduceOp.SUM, group, cpu)
+
+    for total, high, low, nothing in run_ranks(reduce, 3, timeout=60):
+        assert total == pytest.approx({"loss": 0.6, "tokens": 3 * 2.0**40 + 3}, rel=1e-15)
+        assert high == pytest.approx({"loss": 0.3, "tokens": 2.0**40 + 2}, rel=1e-15)
+        assert low == pytest.approx({"loss": 0.1, "tokens": 2.0**40}, rel=1e-15)
+        assert list(total) == ["loss", "tokens"] and nothing == {}
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_share_object_and_broadcast_tensors_come_from_the_source(source: int) -> None:
+    def share(rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
+        tensors = [torch.full((2,), float(rank)), torch.full((), rank + 0.5)]
+        collectives.broadcast_tensors(iter(tensors), source, dist.group.WORLD)
+        value = collectives.share_object({"rank": rank}, dist.group.WORLD, source)
+        return value, [*tensors[0].tolist(), tensors[1].item()]
+
+    expected = {"rank": source}, [float(source), float(source), source + 0.5]
+    assert run_ranks(share, 3, timeout=60) == [expected] * 3
+
+
+def test_broadcast_uses_global_ranks_in_a_subgroup() -> None:
+    """The group is ranks 1 and 2: rank 2 is its second member and the source."""
+
+    def broadcast(rank: int, world_size: int) -> float:
+        group = dist.new_group([1, 2])
+        tensor = torch.tensor(float(rank))
+        if rank > 0:
+            collectives.broadcast_tensors([tensor], 2, group)
+        return tensor.item()
+
+    assert run_ranks(broadcast, 3, timeout=60) == [0.0, 2.0, 2.0]
+
+
+def test_init_distributed_describes_the_process() -> None:
+    """Joins the group that exists; starting one from torchrun's environment is not covered."""
+
+    def join(rank: int, world_size: int) -> collectives.Process:
+        return collectives.init_distributed(timeout_minutes=1.0)
+
+    for rank, process in enumerate(run_ranks(join, 2, timeout=60)):
+        assert process == collectives.Process(rank, 2, rank, 2, torch.device("cpu"))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of a role: who is in which, what megatron-core gets, and that they carry messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+
+OURS = ("world", "tp", "pp", "cp", "dp", "tp_pp", "dp_cp")
+MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "tp_dp_cp", "embd", "pos_embd", "ep", "tp_ep_pp",
+             "expt_dp", "intra_dp_cp", "intra_dist_opt")
+
+
+def describe(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """Members of every group of this rank, by name."""
+    groups = build_groups(ParallelLayout(world_size, **sizes))
+
+    def members(group: dist.ProcessGroup | None) -> list[int] | None:
+        return None if group is None else dist.get_process_group_ranks(group)
+
+    found: dict[str, Any] = {name: members(getattr(groups, name)) for name in OURS}
+    found["collection"] = {name: members(getattr(groups.collection, name)) for name in MEGATRONS}
+    found["stage"] = groups.is_first_stage, groups.is_last_stage, groups.last_stage_rank
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=groups.pp)
+    found["sum_over_pp"] = total.item()
+    return found
+
+
+def test_tp2_pp2() -> None:
+    found = run_ranks(describe, 4, dict(tp_size=2, pp_size=2), timeout=60)
+    expected_tp = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    expected_pp = [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for rank, of in enumerate(found):
+        assert of["world"] == of["tp_pp"] == of["collection"]["mp"] == [0, 1, 2, 3]
+        assert of["tp"] == of["collection"]["tp"] == of["collection"]["tp_dp_cp"] == expected_tp[rank]
+        assert of["pp"] == of["collection"]["pp"] == of["collection"]["embd"] == expected_pp[rank]
+        assert of["dp"] == of["cp"] == of["dp_cp"] == of["collection"]["ep"] == [rank]
+        assert of["collection"]["intra_dist_opt"] == [0, 1, 2, 3]
+        assert of["sum_over_pp"] == sum(expected_pp[rank])
+    assert [of["stage"] for of in found] == [
+        (True, False, 2), (True, False, 3), (False, True, 2), (False, True, 3)]
+
+
+def test_middle_stages_are_in_no_embedding_group() -> None:
+    found = run_ranks(describe, 4, dict(pp_size=4), timeout=60)
+    assert [of["collection"]["embd"] for of in found] == [[0, 3], None, None, [0, 3]]
+    assert [of["stage"] for of in found] == [
+        (True, False, 3), (False, False, 3), (False, False, 3), (False, True, 3)]
+    assert {tuple(of["pp"]) for of in found} == {(0, 1, 2, 3)}
+
+
+def test_data_and_context_parallel_ranks_hold_the_same_parameters() -> None:
+    found = run_ranks(describe, 4, dict(cp_size=2), timeout=60)
+    assert [of["cp"] for of in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [of["dp"] for of in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for rank, of in enumerate(found):
+        assert of["dp_cp"] == of["collection"]["dp_cp"] == of["collection"]["intra_dp_cp"] == [0, 1, 2, 3]
+        assert of["tp"] == of["pp"] == of["tp_pp"] == of["collection"]["embd"] == [rank]
+        assert of["stage"] == (True, True, rank)
+
+
+@pytest.mark.parametrize("sizes", [dict(tp_size=2), dict(pp_size=2)])
+def test_two_roles_with_other_layouts_share_a_process(sizes: dict[str, int]) -> None:
+    """The second layout neither replaces nor meets the groups of the first; global state stays unset."""
+
+    def build(rank: int, world_size: int) -> tuple[list[int], list[int], bool]:
+        first = build_groups(ParallelLayout(world_size, **sizes))
+        second = build_groups(ParallelLayout(world_size))
+        from megatron.core import parallel_state
+
+        axis = "tp" if "tp_size" in sizes else "pp"
+        ranks = dist.get_process_group_ranks(getattr(first, axis))
+        return ranks, dist.get_process_group_ranks(second.dp), parallel_state.model_parallel_is_initialized()
+
+    assert run_ranks(build, 2, timeout=60) == [([0, 1], [0, 1], False)] * 2

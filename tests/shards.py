@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models as full logical tensors, and the shards that a list of placements cuts out of them.
+
+Written without the planner, the executor and the loader, so that it can be the reference for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.placement import Box, Placement, box_slices
+
+UNTOUCHED = -7.0  # what a parameter holds where nothing is placed; no full tensor contains it
+
+
+def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
+    """A model of a few thousand parameters whose sizes all differ, so that mixed-up axes show."""
+    sizes: dict[str, Any] = dict(
+        num_layers=4, hidden_size=24, ffn_hidden_size=40, num_heads=8, num_kv_heads=4, head_dim=2, vocab_size=70,
+        tied_embeddings=False, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=64,
+        qkv_bias=FAMILIES[family].qkv_bias, qk_norm=FAMILIES[family].qk_norm,
+    )
+    return ModelShape(family=family, **(sizes | changes))
+
+
+def make_full_tensors(shape: ModelShape, dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, torch.Tensor]:
+    """All logical tensors with random content in [0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(size, generator=generator, dtype=torch.float32).to(dtype)
+        for name, size in shape.logical_tensors().items()
+    }
+
+
+def find_sizes(placements: Iterable[Placement], padding_rows: int = 0) -> dict[str, tuple[int, ...]]:
+    """Parameter sizes that hold all local boxes; vocabulary parameters get `padding_rows` more."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for p in placements:
+        stops = tuple(stop for _, stop in p.local_box)
+        sizes[p.param] = tuple(map(max, sizes.get(p.param, stops), stops))
+    return {
+        name: (size[0] + padding_rows * ("embed" in name or "output_layer" in name or "lm_head" in name), *size[1:])
+        for name, size in sizes.items()
+    }
+
+
+def make_empty_shards(
+    placements: Sequence[Placement], dtype: torch.dtype = torch.float32, padding_rows: int = 0
+) -> dict[str, torch.Tensor]:
+    """Parameters of one rank, filled with UNTOUCHED."""
+    sizes = find_sizes(placements, padding_rows)
+    return {name: torch.full(size, UNTOUCHED, dtype=dtype) for name, size in sizes.items()}
+
+
+def cut_shards(
+    placements: Sequence[Placement], full: dict[str, torch.Tensor], padding_rows: int = 0
+) -> dict[str, torch.Tensor]:
+    """Parameters of one rank as the placements say; UNTOUCHED elsewhere."""
+    shards = make_empty_shards(placements, next(iter(full.values())).dtype, padding_rows)
+    for p in placements:
+        shards[p.param][box_slices(p.local_box)] = full[p.hf_name][box_slices(p.hf_box)]
+    return shards
+
+
+def count_writes(size: tuple[int, ...], boxes: Iterable[Box]) -> torch.Tensor:
+    """How often each element of a tensor lies in one of the boxes."""
+    counts = torch.zeros(size, dtype=torch.int32)
+    for box in boxes:
+        counts[box_slices(box)] += 1
+    return counts
+
+
+def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not bitwise equal (or exist on one side only)."""
+    names = actual.keys() | expected.keys()
+    return sorted(
+        name for name in names
+        if name not in actual or name not in expected or not torch.equal(actual[name], expected[name])
+    )
+
+
+def count_elements(sizes: Iterable[tuple[int, ...]]) -> int:
+    """Number of elements of several tensors."""
+    return sum(math.prod(size) for size in sizes)
