@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.batch_plan import BatchPlan  # noqa: E402
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 
@@ -18,4 +19,6 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], name="pretrain_grpo", description=__doc__.split(":")[0] + ".", run=train))
+    sys.exit(run_command(
+        sys.argv[1:], name="pretrain_grpo", description="Train a policy with GRPO.",
+        build_plan=BatchPlan.build, run=train))

@@ -6,14 +6,16 @@ Written without the planner, the executor and the loader, so that it can be the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.placement import Box, Placement, box_slices
+from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 
 UNTOUCHED = -7.0  # what a parameter holds where nothing is placed; no full tensor contains it
 
@@ -50,18 +52,19 @@ def find_sizes(placements: Iterable[Placement], padding_rows: int = 0) -> dict[s
 
 
 def make_empty_shards(
-    placements: Sequence[Placement], dtype: torch.dtype = torch.float32, padding_rows: int = 0
+    placements: Sequence[Placement], dtype: torch.dtype = torch.float32, padding_rows: int = 0,
+    fill: float = UNTOUCHED,
 ) -> dict[str, torch.Tensor]:
-    """Parameters of one rank, filled with UNTOUCHED."""
+    """Parameters of one rank, filled with one number."""
     sizes = find_sizes(placements, padding_rows)
-    return {name: torch.full(size, UNTOUCHED, dtype=dtype) for name, size in sizes.items()}
+    return {name: torch.full(size, fill, dtype=dtype) for name, size in sizes.items()}
 
 
 def cut_shards(
-    placements: Sequence[Placement], full: dict[str, torch.Tensor], padding_rows: int = 0
+    placements: Sequence[Placement], full: dict[str, torch.Tensor], padding_rows: int = 0, fill: float = UNTOUCHED
 ) -> dict[str, torch.Tensor]:
-    """Parameters of one rank as the placements say; UNTOUCHED elsewhere."""
-    shards = make_empty_shards(placements, next(iter(full.values())).dtype, padding_rows)
+    """Parameters of one rank as the placements say; `fill` elsewhere."""
+    shards = make_empty_shards(placements, next(iter(full.values())).dtype, padding_rows, fill)
     for p in placements:
         shards[p.param][box_slices(p.local_box)] = full[p.hf_name][box_slices(p.hf_box)]
     return shards
@@ -84,6 +87,22 @@ def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     )
 
 
-def count_elements(sizes: Iterable[tuple[int, ...]]) -> int:
-    """Number of elements of several tensors."""
-    return sum(math.prod(size) for size in sizes)
+def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[Placement]]:
+    """Tables of all ranks that train with this layout."""
+    ranks = map(layout.coordinates, range(layout.world_size))
+    return [
+        megatron_placements(
+            shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp,
+            vpp_size=layout.vpp_size)
+        for at in ranks
+    ]
+
+
+def place_vllm(shape: ModelShape, world_size: int, tp_size: int) -> list[list[Placement]]:
+    """Tables of all ranks that run world_size / tp_size engines on neighbouring ranks."""
+    return [vllm_placements(shape, tp_size=tp_size, tp_rank=rank % tp_size) for rank in range(world_size)]
+
+
+def place_on_rank_0(shape: ModelShape, world_size: int) -> list[list[Placement]]:
+    """The HF tensors on rank 0, nothing elsewhere."""
+    return [huggingface_placements(shape), *([] for _ in range(world_size - 1))]

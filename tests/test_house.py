@@ -35,10 +35,12 @@ LAYERS: dict[str, int] = {
     "checkpoint": 4,
     "hybrid_engine": 5,
     "training": 5,
-    "trainer": 6,
-    "sft_trainer": 6,
-    "launch": 7,
-    "tools": 7,
+    "roles": 6,
+    "experience": 6,
+    "trainer": 7,
+    "sft_trainer": 7,
+    "launch": 8,
+    "tools": 8,
 }
 # types.py is the vocabulary of all rooms, of its own layer too.
 SHARED_WITHIN_LAYER = {"types"}

@@ -83,7 +83,9 @@ class BatchPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        _check_ranks(cfg, world_size)
+        check_actor_ranks(cfg, world_size)
+        _check_engine_ranks(cfg, world_size)
+        check_longest_sequence(cfg)
         _check_batches(cfg, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
@@ -179,10 +181,11 @@ def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def _check_ranks(cfg: RunConfig, world_size: int) -> None:
+def check_actor_ranks(cfg: RunConfig, world_size: int) -> None:
+    """Refuse a world size that the actor's layout does not divide (UserError)."""
     actor = cfg.actor
     sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.context_parallel_size)
-    model_size, rollout_tp_size = math.prod(sizes), cfg.rollout.tensor_model_parallel_size
+    model_size = math.prod(sizes)
     if world_size % model_size:
         tp_size, pp_size, cp_size = sizes
         raise UserError(
@@ -192,6 +195,10 @@ def _check_ranks(cfg: RunConfig, world_size: int) -> None:
             expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
             hint="change --nproc-per-node, or actor.tensor_model_parallel_size and its neighbours",
         )
+
+
+def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:
+    rollout_tp_size = cfg.rollout.tensor_model_parallel_size
     if world_size % rollout_tp_size:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
@@ -219,6 +226,18 @@ def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
             source="rollout.n", expected="2 responses per prompt or more",
             hint="set rollout.n=8; the other responses of the group are the baseline",
         )
+    if num_train_prompts is not None and num_train_prompts < batch:
+        raise UserError(
+            f"data.train_batch_size {batch} is more than the {num_train_prompts} training prompts",
+            source="data.train_batch_size and data.train_files",
+            expected=f"data.train_batch_size of {num_train_prompts} or less",
+            hint="a batch would hold a prompt twice; lower the batch size or add data",
+        )
+
+
+def check_longest_sequence(cfg: RunConfig) -> None:
+    """Refuse a token budget that the longest sequence does not fit into (UserError)."""
+    data, actor = cfg.data, cfg.actor
     longest = data.max_prompt_length + data.max_response_length
     if longest > actor.max_tokens_per_microbatch:
         raise UserError(
@@ -227,13 +246,6 @@ def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
             f"{actor.max_tokens_per_microbatch}",
             source="actor.max_tokens_per_microbatch", expected=f"{longest} tokens or more",
             hint=f"set actor.max_tokens_per_microbatch={longest}, or shorten prompts or responses",
-        )
-    if num_train_prompts is not None and num_train_prompts < batch:
-        raise UserError(
-            f"data.train_batch_size {batch} is more than the {num_train_prompts} training prompts",
-            source="data.train_batch_size and data.train_files",
-            expected=f"data.train_batch_size of {num_train_prompts} or less",
-            hint="a batch would hold a prompt twice; lower the batch size or add data",
         )
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.loading import LoadedConfig, config_to_dict, dump_yaml, format_help, load_config
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
 _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [section.key=value ...]
@@ -33,8 +35,19 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
 """
 
 
+class Plan(Protocol):
+    """Batch arithmetic of an entry point."""
+
+    def formulas(self) -> list[str]:
+        """The derived numbers, one line each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+
+
 def run_command(
-    argv: Sequence[str], *, name: str, description: str, run: Callable[[LoadedConfig, Path | None], None]
+    argv: Sequence[str], *, name: str, description: str, build_plan: Callable[[RunConfig, int], Plan],
+    run: Callable[[LoadedConfig, Path | None], None],
 ) -> int:
     """Parse, then plan or run.
 
@@ -42,6 +55,7 @@ def run_command(
         argv: arguments without the program's name.
         name: of the entry point, for the usage text.
         description: one sentence on what it does.
+        build_plan: batch arithmetic from config and world size, for the dry run.
         run: trains; called with the loaded config and the recipe's path.
 
     Returns:
@@ -58,8 +72,10 @@ def run_command(
         for note in loaded.notes:
             _say(f"note: {note}", is_first, stream=sys.stderr)
         if "--dry-run" in flags:
-            _say(_render_plan(loaded, flags), is_first)
+            plan = build_plan(loaded.config, _world_size(flags))
+            _say(_render_plan(loaded, plan, "--json" in flags), is_first)
             return 0
+        _silence_libraries()
         run(loaded, recipe)
     except UserError as error:
         _say(f"error: {error}", is_first, stream=sys.stderr)
@@ -97,12 +113,17 @@ def _world_size(flags: dict[str, str]) -> int:
     return int(text)
 
 
-def _render_plan(loaded: LoadedConfig, flags: dict[str, str]) -> str:
-    plan = BatchPlan.build(loaded.config, _world_size(flags))
-    if "--json" in flags:
+def _render_plan(loaded: LoadedConfig, plan: Plan, as_json: bool) -> str:
+    if as_json:
         return json.dumps({"config": config_to_dict(loaded.config), "batch_plan": plan.to_dict(),
                            "notes": loaded.notes}, indent=2)
     return "\n".join([dump_yaml(loaded.config), "batch plan:", *(f"  {line}" for line in plan.formulas())])
+
+
+def _silence_libraries() -> None:
+    """Their warnings at import and in the first step concern their developers; ours are logged."""
+    for module in ("megatron", "torch", "transformers", "vllm", "apex"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def _say(text: str, is_first: bool, stream: object = None) -> None:

@@ -50,7 +50,8 @@ class DataConfig:
     train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
     validation_files: list[str] = option([], "JSONL or parquet files with validation prompts.")
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
-    validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
+    validation_batch_size: int | None = option(
+        None, "Validation prompts generated at once; default: all.", "prompts")
     validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
     max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
     max_response_length: int = option(1024, "Longest response.", "tokens")
@@ -104,7 +105,8 @@ class RolloutConfig:
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
-        None, "KV cache of one engine rank; default: 0.0625 on CPU, gpu_memory_utilization decides on GPU.", "GiB")
+        None, "KV cache of one engine rank; default: enough for max_num_seqs on CPU (at most 1), "
+        "gpu_memory_utilization decides on GPU.", "GiB")
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs.")
     reshard_bucket_mib: float = option(
@@ -125,7 +127,7 @@ class RewardConfig:
     rule: Literal["exact", "math"] = option(
         "math", "Rule used when no function is given: exact match, or math equivalence (math-verify).")
     function: str | None = option(
-        None, "User's reward as path.py:name with verl's signature (data_source, solution_str, ground_truth, extra_info).")
+        None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,8 @@ class TrainerConfig:
     save_final: bool = option(True, "Write the model in HF format after the last step.")
     seed: int = option(1, "Seed of data order, sampling and initialisation.")
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
-    log_rollouts: int = option(4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts")
+    log_rollouts: int = option(
+        4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts")
     timeout_minutes: float = option(30.0, "A collective that waits longer than this ends the run.", "minutes")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt, UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) ->
                         source=", ".join(files), expected="at least one prompt", hint="raise data.max_prompt_length")
 
 
-class PromptBatches:
+class PromptBatches(Generic[T]):
     """Endless batches of prompts, epoch after epoch.
 
     A batch may run across the end of an epoch, so no prompt is dropped or repeated inside an epoch; such
@@ -195,7 +197,7 @@ class PromptBatches:
         UserError: there are fewer prompts than one batch takes.
     """
 
-    def __init__(self, prompts: list[Prompt], batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, prompts: list[T], batch_size: int, shuffle: bool, seed: int) -> None:
         if not 1 <= batch_size <= len(prompts):
             raise UserError(f"{len(prompts)} prompts cannot fill a batch of {batch_size}",
                             source="data.train_batch_size", expected=f"a batch of 1 to {len(prompts)} prompts",
@@ -204,11 +206,11 @@ class PromptBatches:
         self._epoch = self._offset = 0
         self._order = self._order_of(0)
 
-    def __iter__(self) -> Iterator[list[Prompt]]:
+    def __iter__(self) -> Iterator[list[T]]:
         return self
 
-    def __next__(self) -> list[Prompt]:
-        batch: list[Prompt] = []
+    def __next__(self) -> list[T]:
+        batch: list[T] = []
         while len(batch) < self._batch_size:
             if self._offset == len(self._prompts):
                 self._epoch, self._offset = self._epoch + 1, 0

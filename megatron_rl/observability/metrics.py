@@ -26,6 +26,7 @@ METRICS_FILE = "metrics.jsonl"
 # (metric, label, format) in the order of the console line
 _CONSOLE = (
     ("reward/mean", "reward", "{:.4f}"),
+    ("sft/loss", "loss", "{:.4f}"),
     ("kl/mean", "kl", "{:.2e}"),
     ("policy/clip_fraction", "clip", "{:.4f}"),
     ("policy/grad_norm", "grad", "{:.3g}"),

@@ -42,7 +42,8 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         model = self.tp_size * self.pp_size * self.cp_size
-        if min(self.world_size, model, self.vpp_size, self.ep_size) < 1 or self.world_size % model:
+        sizes = (self.world_size, self.tp_size, self.pp_size, self.cp_size, self.vpp_size, self.ep_size)
+        if min(sizes) < 1 or self.world_size % model:
             raise UserError(
                 f"world_size {self.world_size} is not a multiple of tp * pp * cp = "
                 f"{self.tp_size} * {self.pp_size} * {self.cp_size} = {model}",

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.weights.placement import Box, Placement, box_volume, intersect, localize
+from megatron_rl.weights.placement import Box, Placement, box_volume, find_overlap, intersect, localize
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def plan_reshard(
         for target in placements:
             if not box_volume(target.hf_box):
                 continue
-            covered = 0
+            parts: list[Box] = []
             for piece in pieces.get(target.hf_name, ()):
                 part = intersect(piece.hf_box, target.hf_box)
                 if part is None:
@@ -133,14 +133,21 @@ def plan_reshard(
                 ops.append(TransferOp(
                     target.hf_name, src_rank, origin.param, localize(part, origin),
                     dst_rank, target.param, localize(part, target)))
-                covered += box_volume(part)
+                parts.append(part)
                 if src_rank != dst_rank:
                     sent[src_rank] += box_volume(part)
-            if covered != box_volume(target.hf_box):
-                raise ValueError(
-                    f"{target.hf_name}{list(target.hf_box)} for rank {dst_rank} parameter {target.param}: "
-                    f"the source places {covered} of its {box_volume(target.hf_box)} elements")
+            _check_cover(parts, target, dst_rank)
     return ReshardPlan(tuple(ops), len(source))
+
+
+def _check_cover(parts: list[Box], target: Placement, dst_rank: int) -> None:
+    """Raise unless the parts fill the target, each element once."""
+    where = f"{target.hf_name}{list(target.hf_box)} for rank {dst_rank} parameter {target.param}"
+    overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
+    if overlap is not None:
+        raise ValueError(f"{where}: two different source boxes place its {list(overlap)}")
+    if covered != box_volume(target.hf_box):
+        raise ValueError(f"{where}: the source places {covered} of its {box_volume(target.hf_box)} elements")
 
 
 def _index(source: Sequence[Sequence[Placement]]) -> dict[str, list[_Piece]]:

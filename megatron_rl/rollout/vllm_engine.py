@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM inside the training processes (`external_launcher`), on GPU and on CPU. The only file that imports vllm.
 
-Five things that in-process vLLM needs (each guarded by a test):
+Six things that in-process vLLM needs (each guarded by a test):
 
 * torch.distributed is initialised before, else world > tp breaks;
 * its shutdown must not destroy the job's process groups;
 * on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
+* on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a
+  killed run, or a second one on the host, makes the next engine fail; torch.distributed serves;
 * it must not reseed or advance the trainer's random numbers;
 * the prefix cache is dropped after every weight update.
 
@@ -34,6 +36,7 @@ from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_plac
 PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core": ("cleanup_dist_env_and_memory",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
 }
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _CPU_BLOCK_SIZE = 32
@@ -137,12 +140,14 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
     core.cleanup_dist_env_and_memory = keep_process_groups
     if device.type == "cpu":
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         from vllm.model_executor.layers import utils
 
         def use_plain_linear(layer: torch.nn.Module, remove_weight: bool = False) -> None:
             layer.cpu_linear = F.linear
 
         utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     return vllm
 
 

@@ -116,16 +116,20 @@ class ModelShape:
         Raises:
             UserError: naming the sizes and the values that work.
         """
-        kv = self.num_kv_heads
-        fits = self.num_heads % tp_size == 0 and self.ffn_hidden_size % tp_size == 0
-        if not fits or (kv % tp_size and tp_size % kv):
+        if not self._fits_engine(tp_size):
+            valid = [n for n in range(1, self.num_heads + 1) if self._fits_engine(n)]
             raise UserError(
                 f"rollout.tensor_model_parallel_size {tp_size} does not fit {self.num_heads} attention heads, "
-                f"{kv} KV heads and {self.ffn_hidden_size} feed-forward columns",
+                f"{self.num_kv_heads} KV heads and {self.ffn_hidden_size} feed-forward columns",
                 source="rollout.tensor_model_parallel_size and the model's config.json",
-                expected="a divisor of the heads and columns that divides, or is a multiple of, the KV heads",
+                expected=f"one of {valid} (divides, or is a multiple of, the KV heads; divides the rest)",
                 hint="start with rollout.tensor_model_parallel_size=1",
             )
+
+    def _fits_engine(self, tp_size: int) -> bool:
+        kv = self.num_kv_heads
+        divides = self.num_heads % tp_size == 0 and self.ffn_hidden_size % tp_size == 0
+        return divides and (kv % tp_size == 0 or tp_size % kv == 0)
 
     def _tp_sizes(self) -> list[int]:
         sizes = (self.num_heads, self.num_kv_heads, self.ffn_hidden_size)

@@ -51,6 +51,19 @@ def intersect(a: Box, b: Box) -> Box | None:
     return box if all(start < stop for start, stop in box) else None
 
 
+def find_overlap(boxes: Iterable[Box]) -> Box | None:
+    """Common part of two of these boxes of one tensor (of at least one dimension), or None if all are disjoint."""
+    ordered = sorted(box for box in boxes if box_volume(box))
+    for i, box in enumerate(ordered):
+        for j in range(i + 1, len(ordered)):
+            if ordered[j][0][0] >= box[0][1]:  # begins after this one ends, and so do all that follow
+                break
+            common = intersect(box, ordered[j])
+            if common is not None:
+                return common
+    return None
+
+
 def localize(part: Box, placement: Placement) -> Box:
     """Where `part` (in HF coordinates, inside `placement.hf_box`) lies in the local parameter."""
     return tuple(
@@ -84,9 +97,9 @@ def check_placements(
 
     Raises:
         ValueError: a parameter that the table does not know, one that does not exist, a box outside of
-            its parameter, or elements that nothing fills; the message names the parameter.
+            its parameter, or elements that nothing or two placements fill; the message names the parameter.
     """
-    filled: dict[str, int] = {}
+    filled: dict[str, list[Box]] = {}
     for p in placements:
         shape = params.get(p.param)
         if shape is None:
@@ -96,10 +109,14 @@ def check_placements(
         )
         if not inside or box_shape(p.local_box) != box_shape(p.hf_box):
             raise ValueError(f"{where}: {p} does not fit parameter {p.param} of shape {tuple(shape)}")
-        filled[p.param] = filled.get(p.param, 0) + box_volume(p.local_box)
+        filled.setdefault(p.param, []).append(p.local_box)
     padded = set(padded)
     for name, shape in params.items():
         if name not in filled:
             raise ValueError(f"{where}: parameter {name} of shape {tuple(shape)} is not in the placement table")
-        if filled[name] != math.prod(shape) and name not in padded:
-            raise ValueError(f"{where}: {filled[name]} of {math.prod(shape)} elements of {name} are placed")
+        overlap = find_overlap(filled[name])
+        if overlap is not None:
+            raise ValueError(f"{where}: {list(overlap)} of {name} is placed twice")
+        num_placed = sum(map(box_volume, filled[name]))
+        if num_placed != math.prod(shape) and name not in padded:
+            raise ValueError(f"{where}: {num_placed} of {math.prod(shape)} elements of {name} are placed")

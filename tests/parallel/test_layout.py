@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.parallel  # noqa: F401  (before megatron.core)
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
 from megatron_rl.types import UserError
 

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a policy on responses: `torchrun --nproc-per-node N launch/pretrain_sft.py RECIPE.yaml [section.key=value ...]`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.config.command_line import run_command  # noqa: E402
+from megatron_rl.config.loading import LoadedConfig  # noqa: E402
+from megatron_rl.config.sft_plan import SftPlan  # noqa: E402
+
+
+def train(loaded: LoadedConfig, recipe: Path | None) -> None:
+    """Train; the heavy imports happen here, after the config has been checked."""
+    from megatron_rl.sft_trainer import train_sft
+
+    train_sft(loaded, recipe)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(
+        sys.argv[1:], name="pretrain_sft", description="Fine-tune a policy on responses (next-token loss).",
+        build_plan=SftPlan.build, run=train))

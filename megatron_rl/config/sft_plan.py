@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch arithmetic of supervised fine-tuning: one optimizer step per batch of examples."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.batch_plan import check_actor_ranks, check_longest_sequence
+from megatron_rl.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class SftPlan:
+    """What follows from the config and the world size; `total_steps` is None while the data decides."""
+
+    world_size: int
+    dp_size: int
+    train_batch_size: int
+    max_tokens_per_microbatch: int
+    num_examples: int | None
+    total_steps: int | None
+
+    @classmethod
+    def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
+        """Derive the plan.
+
+        Raises:
+            UserError: sizes that do not divide or do not fit, with the nearest values that do.
+        """
+        check_actor_ranks(cfg, world_size)
+        check_longest_sequence(cfg)
+        actor, steps = cfg.actor, cfg.trainer.total_steps
+        if steps is None and num_examples is not None:
+            steps = -(-cfg.trainer.total_epochs * num_examples // cfg.data.train_batch_size)
+        model_size = (actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
+                      * actor.context_parallel_size)
+        return cls(
+            world_size=world_size, dp_size=world_size // model_size, train_batch_size=cfg.data.train_batch_size,
+            max_tokens_per_microbatch=actor.max_tokens_per_microbatch, num_examples=num_examples, total_steps=steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers by name, for JSON."""
+        return dataclasses.asdict(self)
+
+    def formulas(self) -> list[str]:
+        """Each derived number with its formula."""
+        batch = self.train_batch_size
+        lines = [
+            f"dp_size = world_size / (tp * pp * cp) = {self.dp_size}",
+            f"examples per optimizer step = train_batch_size = {batch}, in microbatches of at most "
+            f"{self.max_tokens_per_microbatch} tokens per DP rank",
+        ]
+        if self.num_examples is not None:
+            lines.append(f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
+                         f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}")
+        return lines

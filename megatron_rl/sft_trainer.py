@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the actor of RL, with next-token loss on the responses.
+
+Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that RL starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.config.loading import LoadedConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sft_plan import SftPlan
+from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.data.packing import packing_metrics, plan_microbatches
+from megatron_rl.data.prompts import PromptBatches, SftExample, SftSet, load_sft_examples
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.roles import (
+    ModelInputs,
+    build_actor,
+    launched_world_size,
+    open_run,
+    read_model_inputs,
+    save_actor,
+)
+
+
+class SftTrainer:
+    """Actor, data and sinks of one SFT run; building it is collective."""
+
+    def __init__(
+        self, config: RunConfig, inputs: ModelInputs, data: SftSet, plan: SftPlan, recipe: Path | None = None
+    ) -> None:
+        self.config, self.plan = config, plan
+        self.process = init_distributed(config.trainer.timeout_minutes)
+        self.run = open_run(config, recipe, plan.total_steps)
+        actor = build_actor(config, inputs, build_groups(inputs.layout), plan.total_steps)
+        self.actor = self.run.timers.watch(actor, update_sft="update")
+        self.examples = PromptBatches(
+            data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+
+    def train(self) -> None:
+        """One optimizer step per batch; the model is written in HF format at the end."""
+        for step in range(1, self.plan.total_steps + 1):
+            with self.run.timers.phase("step"):
+                batch = self.pack(next(self.examples))
+                self.run.count(self.actor.update_sft(batch))
+                frequency, is_last = self.config.trainer.save_freq, step == self.plan.total_steps
+                if (frequency and step % frequency == 0) or (is_last and self.config.trainer.save_final):
+                    self.save(step)
+            self.run.record(step)
+        self.run.finish()
+
+    def pack(self, examples: Sequence[SftExample]) -> TrainBatch:
+        """This rank's packed batch: one minibatch."""
+        sequences = [
+            PackedSequence(np.concatenate([e.prompt_tokens, e.response_tokens]), len(e.prompt_tokens),
+                           np.zeros(len(e.response_tokens), np.float32))
+            for e in examples
+        ]
+        lengths, budget = [len(s.tokens) for s in sequences], self.plan.max_tokens_per_microbatch
+        layout = plan_microbatches(
+            lengths, dp_size=self.plan.dp_size, max_tokens=budget, count_multiple=self.actor.microbatch_count_multiple)
+        self.run.count(packing_metrics(layout, lengths, budget))
+        self.run.count({
+            "tokens/prompt": sum(len(e.prompt_tokens) for e in examples),
+            "tokens/response": sum(len(e.response_tokens) for e in examples),
+        })
+        weights = compute_sequence_weights(
+            self.config.algorithm.loss_agg_mode, [len(e.response_tokens) for e in examples],
+            self.config.data.max_response_length)
+        return build_train_batch(
+            sequences, weights, [(range(len(sequences)), layout)], dp_rank=self.actor.groups.at.dp,
+            pad_multiple=self.actor.pad_multiple, device=self.process.device)
+
+    def save(self, step: int) -> None:
+        """Write the policy in HF format; collective."""
+        with self.run.timers.phase("save"):
+            save_actor(self.run.checkpoint_dir(step) / "huggingface", self.config, self.actor)
+            self.run.point_latest_at(step)
+
+
+def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
+    """Run SFT from a loaded config: check every input, build the actor, train.
+
+    Raises:
+        UserError: bad input, before any process group exists.
+    """
+    config, world_size = loaded.config, launched_world_size()
+    inputs = read_model_inputs(config, world_size)
+    data = load_sft_examples(config.data.train_files, inputs.tokenizer, config.data)
+    plan = SftPlan.build(config, world_size, len(data.examples))
+    trainer = SftTrainer(config, inputs, data, plan, recipe)
+    say = trainer.run.log.info
+    try:
+        say("run directory: %s", trainer.run.dir)
+        say("actor: %s, %s, %s layers on %s", inputs.layout.describe(), config.model.dtype,
+            trainer.actor.transformer_impl, trainer.process.device)
+        say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated,
+            data.num_dropped)
+        for line in plan.formulas():
+            say("  %s", line)
+        trainer.train()
+    finally:
+        trainer.run.close()

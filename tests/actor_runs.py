@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fixed batch of eight rollouts, an Actor that trains on it on any layout, and the same in plain transformers.
+
+What `train` measures is put together from all ranks in `merge`, which also checks what must be equal among ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import VOCAB_SIZE, draw_tokens
+
+from distributed import run_ranks
+from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
+from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import Coordinates, ParallelLayout
+from megatron_rl.training.actor import Actor
+from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.placement import box_slices
+
+LENGTHS = [10, 7, 23, 5, 16, 9, 12, 30]
+NUM_PROMPT_TOKENS = 3
+RESPONSE_LENGTHS = [n - NUM_PROMPT_TOKENS for n in LENGTHS]
+ADVANTAGES = [1.5, -1.0, 0.5, -0.25, 0.0, 2.0, -2.0, -0.75]
+WEIGHTS = compute_sequence_weights("seq-mean-token-mean", RESPONSE_LENGTHS, max(LENGTHS))
+ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
+ACTOR: dict[str, Any] = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5)
+CPU = torch.device("cpu")
+Piece = tuple[str, tuple[slice, ...], torch.Tensor]  # name of an HF tensor, where, values
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and what differs from the usual run."""
+
+    world_size: int = 1
+    sizes: dict[str, int] = field(default_factory=dict)
+    actor: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int = 40
+    minibatches: tuple[tuple[int, ...], ...] = (tuple(range(len(LENGTHS))),)
+    temperature: float = 1.0
+    dtype: str = "float32"
+
+
+@dataclass
+class Measured:
+    """One run: two updates, on one minibatch twice or on two of them.
+
+    Attributes:
+        before, after: [s - 1] logprobs of each rollout, all positions but the first, before and after.
+        metrics: of each update.
+        weights: HF tensors after the first update.
+        num_microbatches: on each DP rank.
+    """
+
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    num_microbatches: int
+
+
+def draw_ref_logprobs() -> list[torch.Tensor]:
+    """[s] per rollout: a reference policy near the uniform one."""
+    rng = np.random.default_rng(7)
+    return [torch.from_numpy(0.3 * rng.normal(size=n) - np.log(VOCAB_SIZE)).float() for n in LENGTHS]
+
+
+def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10) -> Actor:
+    """The actor of this rank; collective."""
+    groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
+    return Actor(
+        ModelConfig(path=str(path), dtype=case.dtype), ActorConfig(**(ACTOR | case.actor)), load_model_shape(path),
+        groups, path=path, temperature=case.temperature, seed=1, total_optimizer_steps=total_optimizer_steps)
+
+
+def build_batch(actor: Actor, case: Case, advantages: list[float] | None = None) -> TrainBatch:
+    """The batch of this rank, complete but for the old logprobs."""
+    sequences = [
+        PackedSequence(tokens, NUM_PROMPT_TOKENS, np.zeros(len(tokens) - NUM_PROMPT_TOKENS, np.float32))
+        for tokens in draw_tokens(LENGTHS)
+    ]
+    groups = actor.groups
+    plans = [
+        (rollouts, plan_microbatches(
+            [LENGTHS[i] for i in rollouts], dp_size=groups.layout.dp_size, max_tokens=case.max_tokens,
+            count_multiple=actor.microbatch_count_multiple))
+        for rollouts in case.minibatches
+    ]
+    batch = build_train_batch(
+        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, pad_multiple=actor.pad_multiple, device=CPU)
+    batch.advantages = expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch)
+    reference = torch.nn.utils.rnn.pad_sequence([*draw_ref_logprobs(), torch.zeros(1)], batch_first=True)
+    batch.ref_logprobs = reference[batch.sequence_ids, batch.position_ids]
+    return batch
+
+
+def split_by_rollout(values: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
+    """[t] -> rollout -> [s - 1]: without padding and without each sequence's first position."""
+    ids = sorted(set(batch.sequence_ids.tolist()) - {-1})
+    return {i: values[batch.sequence_ids == i][1:].clone() for i in ids}
+
+
+def list_pieces(actor: Actor) -> list[Piece]:
+    """This rank's weights in HF coordinates."""
+    at = actor.groups.at
+    rank = actor.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+    return [
+        (p.hf_name, box_slices(p.hf_box), actor.params[p.param][box_slices(p.local_box)].clone())
+        for p in actor.placements(rank)
+    ]
+
+
+def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:
+    actor = build_actor(case, path)
+    batch = build_batch(actor, case)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    before = split_by_rollout(batch.old_logprobs, batch)
+    minibatches = list(batch.minibatches())
+    metrics = [actor.update(minibatches[0], ALGORITHM)]
+    pieces = list_pieces(actor)
+    metrics.append(actor.update(minibatches[-1], ALGORITHM))
+    after = split_by_rollout(actor.compute_logprobs(batch), batch)
+    return dict(at=actor.groups.at, before=before, after=after, metrics=metrics, pieces=pieces,
+                num_microbatches=len(batch.slices), version=actor.policy_version)
+
+
+def train(case: Case, path: Path) -> Measured:
+    """Two updates on a layout, measured on all of its ranks."""
+    return merge(run_ranks(_train_on_rank, case.world_size, case, path, timeout=100), path)
+
+
+def merge(ranks: list[dict[str, Any]], path: Path) -> Measured:
+    """Put the ranks' parts together; what several ranks have must be bitwise equal."""
+    first = ranks[0]
+    for found in ranks:
+        assert found["metrics"] == first["metrics"] and found["version"] == 2
+        assert found["num_microbatches"] == first["num_microbatches"]
+    return Measured(
+        before=_merge_rollouts([(r["at"], r["before"]) for r in ranks]),
+        after=_merge_rollouts([(r["at"], r["after"]) for r in ranks]),
+        metrics=first["metrics"], weights=merge_weights([r["pieces"] for r in ranks], path),
+        num_microbatches=first["num_microbatches"])
+
+
+def _merge_rollouts(parts: list[tuple[Coordinates, dict[int, torch.Tensor]]]) -> list[torch.Tensor]:
+    by_replica: dict[int, dict[int, torch.Tensor]] = {}
+    for at, values in parts:
+        known = by_replica.setdefault(at.dp, values)
+        assert known.keys() == values.keys()
+        assert all(torch.equal(known[i], values[i]) for i in known), "ranks of one replica disagree"
+    merged = {i: x for values in by_replica.values() for i, x in values.items()}
+    assert sorted(merged) == list(range(len(LENGTHS)))
+    return [merged[i] for i in range(len(LENGTHS))]
+
+
+def merge_weights(ranks: list[list[Piece]], path: Path) -> dict[str, torch.Tensor]:
+    """Full HF tensors; every element is written, and by all of its owners with the same bits."""
+    shapes = load_model_shape(path).logical_tensors()
+    full = {name: torch.full(size, float("nan")) for name, size in shapes.items()}
+    for pieces in ranks:
+        for name, index, values in pieces:
+            known = full[name][index]
+            is_new = known.isnan()
+            assert is_new.all() or torch.equal(known, values.float()), f"replicas of {name} have drifted apart"
+            full[name][index] = values.float()
+    assert not any(x.isnan().any() for x in full.values())
+    return full
+
+
+def score_with_transformers(
+    model: torch.nn.Module, temperature: float = 1.0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logprobs and entropies [s - 1] of each rollout's positions 1, 2, ..."""
+    for tokens in draw_tokens(LENGTHS):
+        ids = torch.from_numpy(tokens)
+        logp = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        yield logp.gather(1, ids[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def train_with_transformers(model: torch.nn.Module) -> Measured:
+    """The same two updates by transformers, autograd and torch.optim, one sequence at a time."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": ACTOR["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95), eps=1e-8)
+    with torch.no_grad():
+        before = [logprobs for logprobs, _ in score_with_transformers(model)]
+    metrics, weights = [], {}
+    for step in (1, 2):
+        for group in optimizer.param_groups:
+            group["lr"] = ACTOR["lr"] * step / ACTOR["lr_warmup_steps"]
+        metrics.append(_step_with_transformers(model, optimizer, before))
+        if step == 1:
+            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        after = [logprobs for logprobs, _ in score_with_transformers(model)]
+    return Measured(before, after, metrics, weights, num_microbatches=len(LENGTHS))
+
+
+def _step_with_transformers(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, old: list[torch.Tensor]
+) -> dict[str, float]:
+    low, high = 1 - ALGORITHM.clip_eps_low, 1 + ALGORITHM.clip_eps_high
+    sums = dict(loss=0.0, entropy=0.0, clipped=0.0, kl=0.0, deviation=0.0)
+    optimizer.zero_grad()
+    reference, skip = draw_ref_logprobs(), NUM_PROMPT_TOKENS - 1
+    for i, (logprobs, entropy) in enumerate(score_with_transformers(model)):
+        logprobs, entropy, old_logprobs, ref = logprobs[skip:], entropy[skip:], old[i][skip:], reference[i][skip + 1 :]
+        ratio = (logprobs - old_logprobs).exp()
+        pushed, bounded = ratio * ADVANTAGES[i], ratio.clamp(low, high) * ADVANTAGES[i]
+        kl = (ref - logprobs).exp() - 1 - (ref - logprobs)
+        token_loss = -torch.minimum(pushed, bounded) + ALGORITHM.kl_coef * kl - ALGORITHM.entropy_coef * entropy
+        loss = token_loss.mean() / len(LENGTHS)
+        loss.backward()
+        sums["loss"] += loss.item()
+        sums["entropy"] += entropy.sum().item()
+        sums["clipped"] += (bounded < pushed).sum().item()
+        sums["kl"] += kl.sum().item()
+        sums["deviation"] = max(sums["deviation"], (logprobs - old_logprobs).abs().max().item())
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["clip_grad"]).item()
+    optimizer.step()
+    tokens = sum(RESPONSE_LENGTHS)
+    return {
+        "policy/loss": sums["loss"], "policy/grad_norm": grad_norm, "policy/lr": optimizer.param_groups[0]["lr"],
+        "policy/entropy": sums["entropy"] / tokens, "policy/clip_fraction": sums["clipped"] / tokens,
+        "policy/ratio_max_deviation": sums["deviation"], "kl/mean": sums["kl"] / tokens,
+    }

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our Megatron models compute what transformers computes: logits at every position, on every layout.
+
+Ragged sequences are packed into several microbatches; the logits of the last stage are gathered over TP and compared
+with transformers run on one sequence after the other. Not covered: data parallelism (it does not touch a forward;
+tests/training/test_actor.py) and Transformer Engine (GPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
+
+from distributed import run_ranks
+from megatron_rl.config.schema import ActorConfig, ModelConfig
+from megatron_rl.data.batching import PackedSequence, build_train_batch
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
+from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.training.policy import Policy
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import load_model_shape
+
+LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(family="llama"),
+    "llama-tied-eps": dict(family="llama", tie_word_embeddings=True, rms_norm_eps=1e-2),
+    "qwen2": dict(family="qwen2"),
+    "qwen2-rope": dict(family="qwen2", rope_theta=1e6, tie_word_embeddings=False),
+    "qwen3": dict(family="qwen3"),
+    "qwen3-mha": dict(family="qwen3", num_key_value_heads=8, rope_theta=1e6),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout with its options."""
+
+    sizes: dict[str, int]
+    sequence_parallel: bool = False
+    dtype: str = "float32"
+
+    @property
+    def world_size(self) -> int:
+        return self.sizes.get("tp_size", 1) * self.sizes.get("pp_size", 1)
+
+
+CASES = {
+    "single": Case({}),
+    "tp2": Case(dict(tp_size=2)),
+    "tp2-sp": Case(dict(tp_size=2), sequence_parallel=True),
+    "pp2": Case(dict(pp_size=2)),
+    "pp2-vpp2": Case(dict(pp_size=2, vpp_size=2)),
+    "pp4": Case(dict(pp_size=4)),
+    "tp4-sp": Case(dict(tp_size=4), sequence_parallel=True),
+    "tp2-pp2": Case(dict(tp_size=2, pp_size=2)),
+    "tp2-pp2-vpp2-sp": Case(dict(tp_size=2, pp_size=2, vpp_size=2), sequence_parallel=True),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A saved model and the logits of its sequences: float32, and the error of transformers' own bfloat16."""
+
+    path: Path
+    logits: list[torch.Tensor]
+    bfloat16_error: float
+
+
+@torch.no_grad()
+def run_transformers(model: torch.nn.Module, sequences: list[np.ndarray]) -> list[torch.Tensor]:
+    return [model(torch.from_numpy(tokens)[None]).logits[0].float() for tokens in sequences]
+
+
+def max_gap(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Largest absolute difference over all sequences; shapes must agree."""
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    sequences, result = draw_tokens(LENGTHS), {}
+    for name, settings in MODELS.items():
+        path = tmp_path_factory.mktemp(name)
+        model = save_tiny_model(path, **settings)
+        logits = run_transformers(model, sequences)
+        error = max_gap(run_transformers(model.to(torch.bfloat16), sequences), logits)
+        result[name] = Reference(path, logits, error)
+    return result
+
+
+def collect_logits(
+    rank: int, world_size: int, case: Case, paths: dict[str, Path], changes: dict[str, Any]
+) -> dict[str, list[torch.Tensor]]:
+    """Every model's logits [s, v] by sequence, from the last stage (empty elsewhere)."""
+    groups = build_groups(ParallelLayout(world_size, **case.sizes))
+    result = {}
+    for name, path in paths.items():
+        policy = Policy(
+            ModelConfig(path=str(path), dtype=case.dtype), ActorConfig(sequence_parallel=case.sequence_parallel),
+            replace(load_model_shape(path), **changes), groups, path=path, temperature=1.0, seed=1)
+        if (logits := _run_policy(policy)) is not None:
+            result[name] = logits
+    return result
+
+
+def _run_policy(policy: Policy) -> list[torch.Tensor] | None:
+    """Run the pipeline; what the last stage returns is caught on its way to the scoring."""
+    sequences = [PackedSequence(tokens, 1, np.zeros(len(tokens) - 1, np.float32)) for tokens in draw_tokens(LENGTHS)]
+    plan = plan_microbatches(LENGTHS, dp_size=1, max_tokens=32, count_multiple=policy.microbatch_count_multiple)
+    batch = build_train_batch(
+        sequences, np.ones(len(LENGTHS)), [(range(len(LENGTHS)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,
+        device=torch.device("cpu"))
+    assert len(batch.slices) >= 3
+    caught: list[torch.Tensor] = []
+    policy.stages[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
+    policy.compute_logprobs(batch)
+    if not policy.groups.is_last_stage:
+        return None
+    local = torch.cat([logits[0] for logits in caught]).float()  # [t, v/tp]
+    parts = [torch.empty_like(local) for _ in range(policy.groups.tp.size())]
+    dist.all_gather(parts, local, group=policy.groups.tp)
+    full = torch.cat(parts, -1)[:, :VOCAB_SIZE]
+    return [full[batch.sequence_ids == i] for i in range(len(LENGTHS))]
+
+
+def run_case(
+    case: Case, references: dict[str, Reference], names: list[str], **changes: Any
+) -> dict[str, list[torch.Tensor]]:
+    """Logits by model from the last rank, which is on the last stage."""
+    paths = {name: references[name].path for name in names}
+    return run_ranks(collect_logits, case.world_size, case, paths, changes, timeout=100)[-1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, references: dict[str, Reference]) -> None:
+    """All models on one layout. float32 rounding leaves 1e-6 to 2e-6 on logits of up to 2.5."""
+    found = run_case(CASES[name], references, list(MODELS))
+    gaps = {model: max_gap(found[model], references[model].logits) for model in MODELS}
+    assert max(gaps.values()) <= 2e-5, gaps
+
+
+def test_logits_are_large_enough_for_the_comparison(references: dict[str, Reference]) -> None:
+    """Logits near 0 would agree with anything."""
+    assert all(torch.cat(r.logits).std() > 0.3 for r in references.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [("qwen2-rope", dict(rope_theta=1e4)), ("llama-tied-eps", dict(rms_norm_eps=1e-6))],
+)
+def test_comparison_sees_a_wrong_setting(
+    model: str, changes: dict[str, float], references: dict[str, Reference]
+) -> None:
+    """The same weights with another rotary base or epsilon are a hundred times outside of the tolerance."""
+    found = run_case(CASES["single"], references, [model], **changes)
+    assert max_gap(found[model], references[model].logits) > 2e-3
+
+
+@pytest.mark.parametrize("name", ["single", "tp2-sp", "tp2-pp2"])
+def test_bfloat16_is_as_good_as_transformers_bfloat16(name: str, references: dict[str, Reference]) -> None:
+    """Sanity only: bfloat16 keeps 8 bits, so order of operations moves logits by percents.
+
+    The yardstick is the error of transformers' own bfloat16 run against float32; within twice of it nothing is
+    systematically wrong (a wrong dtype conversion or a lost piece of the pipeline is far outside).
+    """
+    found = run_case(replace(CASES[name], dtype="bfloat16"), references, list(MODELS))
+    errors = {model: max_gap(found[model], references[model].logits) for model in MODELS}
+    limits = {model: 2 * references[model].bfloat16_error for model in MODELS}
+    assert all(errors[model] <= limits[model] for model in MODELS), (errors, limits)
+
+
+def _describe_parameters(rank: int, world_size: int, path: Path) -> dict[str, tuple[bool, bool]]:
+    groups = build_groups(ParallelLayout(world_size, tp_size=2))
+    shape = load_model_shape(path)
+    config = build_transformer_config(shape, groups.layout, dtype=torch.float32, sequence_parallel=True)
+    stages = build_gpt_stages(shape, config, groups)
+    return {
+        name: (getattr(p, "tensor_model_parallel", False), getattr(p, "sequence_parallel", False))
+        for name, p in stages.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+def test_parameters_tell_megatron_how_they_are_split(model: str, references: dict[str, Reference]) -> None:
+    """Matrices and QKV biases are shards; norms are replicas with partial gradients under sequence parallelism."""
+    for found in run_ranks(_describe_parameters, 2, references[model].path, timeout=60):
+        expected = {name: (False, True) if "norm" in name else (True, False) for name in found}
+        assert found == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what a machine without CUDA does")
+def test_transformer_implementation_without_cuda() -> None:
+    assert choose_transformer_impl("auto") == choose_transformer_impl("local") == "local"
+    with pytest.raises(UserError, match="Transformer Engine is not usable here"):
+        choose_transformer_impl("transformer_engine")

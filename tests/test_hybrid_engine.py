@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from Megatron into the engine: what the engine then says equals transformers on the same weights.
+
+Real megatron-core, real vLLM, real transformers, gloo. Not covered here: bytes and load of the plan
+(tests/resharding), GPU sleep and wake.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from distributed import run_ranks
+from small_models import make_hf_model
+
+import megatron_rl.parallel  # noqa: F401 (before megatron.core)
+from megatron_rl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from megatron_rl.data.batching import PackedSequence, build_train_batch
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.roles import ModelInputs, build_actor, build_hybrid_engine, save_actor
+from megatron_rl.rollout.sampling import SamplingConfig
+from megatron_rl.types import Prompt
+from megatron_rl.weights.families import load_model_shape
+
+GREEDY = SamplingConfig(temperature=0.0, max_tokens=12, stop_token_ids=(2,))
+SAMPLED = SamplingConfig(temperature=1.0, max_tokens=12, stop_token_ids=(2,))
+
+
+def make_prompts() -> list[Prompt]:
+    """Five prompts; two share a prefix longer than a cache block of 32, so that the prefix cache is used."""
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(3, 517, 70)
+    tokens = [rng.integers(3, 517, n) for n in (3, 17, 40)] + [np.append(prefix, 5), np.append(prefix, 9)]
+    return [Prompt(i, t.astype(np.int32), "", "") for i, t in enumerate(tokens)]
+
+
+def make_config(path: Path, layout: dict[str, int], rollout_tp: int, engine: str) -> RunConfig:
+    tp = layout.get("tp_size", 1)
+    return RunConfig(
+        model=ModelConfig(path=str(path), dtype="float32"),
+        data=DataConfig(train_files=[], train_batch_size=5, max_prompt_length=80, max_response_length=12),
+        actor=ActorConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, lr=1e-2,
+                          pipeline_model_parallel_size=layout.get("pp_size", 1)),
+        rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, max_num_seqs=16, n=2),
+        trainer=TrainerConfig(seed=3))
+
+
+def reference_tokens(directory: Path) -> list[list[int]]:
+    """Greedy continuations by transformers, one prompt at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    results = []
+    for prompt in make_prompts():
+        ids = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+                             eos_token_id=2, pad_token_id=0)
+        results.append(out[0, ids.shape[1]:].tolist())
+    return results
+
+
+def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], rollout_tp: int,
+         engine: str) -> dict[str, Any]:
+    """Reshard, generate, take an optimizer step, reshard, generate again."""
+    config = make_config(path, layout_sizes, rollout_tp, engine)
+    process, layout = init_distributed(2), ParallelLayout(world_size, **layout_sizes)
+    groups = build_groups(layout)
+    inputs = ModelInputs(load_model_shape(path), None, layout)
+    actor = build_actor(config, inputs, groups, total_optimizer_steps=4)
+    hybrid = build_hybrid_engine(config, inputs, actor, process, PhaseTimers())
+    prompts, result = make_prompts(), {}
+
+    def generate(sampling: SamplingConfig, group_size: int = 1) -> list[Any]:
+        with hybrid.rollout_mode():
+            return hybrid.generate(prompts, group_size=group_size, sampling=sampling, step=1)
+
+    rng_before = torch.get_rng_state()
+    result["before"] = [g.rollouts[0].response_tokens.tolist() for g in generate(GREEDY)]
+    sampled = [r for g in generate(SAMPLED, group_size=2) for r in g.rollouts]
+    result["rng_untouched"] = torch.equal(rng_before, torch.get_rng_state())
+    result["sampled"] = [r.response_tokens.tolist() for r in sampled]
+
+    sequences = [PackedSequence(np.concatenate([r.prompt.tokens, r.response_tokens]), len(r.prompt.tokens),
+                                r.rollout_logprobs) for r in sampled]
+    plan = plan_microbatches([len(s.tokens) for s in sequences], dp_size=layout.dp_size, max_tokens=200,
+                             count_multiple=actor.microbatch_count_multiple)
+    batch = build_train_batch(sequences, np.full(10, 0.01), [(range(10), plan)], dp_rank=groups.at.dp,
+                              pad_multiple=actor.pad_multiple, device=process.device)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    result["gap"] = float((batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
+    batch.advantages = torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0)
+    result["deviation"] = actor.update(batch, AlgorithmConfig())["policy/ratio_max_deviation"]
+
+    save_actor(path.parent / "updated", config, actor)
+    groups_after = generate(GREEDY)
+    result["after"] = [g.rollouts[0].response_tokens.tolist() for g in groups_after]
+    result["versions"] = {g.rollouts[0].policy_version for g in groups_after}
+    hybrid.close()
+    ones = torch.ones(1)
+    dist.all_reduce(ones)  # the job's process groups outlive the engine
+    result["ranks_alive"] = int(ones)
+    return result
+
+
+CASES = [
+    ("vllm", "qwen2", True, 1, {}, 1),
+    ("vllm", "qwen2", True, 4, {"tp_size": 2, "pp_size": 2}, 1),
+    ("vllm", "qwen3", False, 4, {"tp_size": 2}, 2),
+    ("vllm", "llama", False, 2, {"pp_size": 2}, 2),
+    ("vllm", "qwen2", False, 4, {"pp_size": 2}, 4),  # more engine ranks than KV heads: replicated
+    ("hf", "qwen2", True, 2, {"tp_size": 2}, 1),
+]
+
+
+@pytest.mark.parametrize(("engine", "family", "tied", "world", "layout", "rollout_tp"), CASES)
+def test_engine_speaks_for_the_actor(
+    tmp_path: Path, vllm_imported: None, engine: str, family: str, tied: bool, world: int,
+    layout: dict[str, int], rollout_tp: int,
+) -> None:
+    """Greedy tokens equal transformers' before and after an optimizer step (a stale cache or bucket shows)."""
+    make_hf_model(tmp_path / "model", family, tied=tied)
+    results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, engine, timeout=150)
+    before, after = reference_tokens(tmp_path / "model"), reference_tokens(tmp_path / "updated")
+    assert before != after, "the optimizer step must change what is generated, or this test shows nothing"
+    for result in results:
+        assert result["before"] == before
+        assert result["after"] == after
+        assert result["sampled"] == results[0]["sampled"], "every rank knows the same rollouts"
+        assert result["rng_untouched"], "the trainer's random numbers are its own"
+        assert result["gap"] < 1e-4  # fp32, 4 layers; the acceptance bound of the project is 1e-3
+        assert result["deviation"] == 0.0, "on policy: the first ratio is exactly 1"
+        assert result["versions"] == {1}
+        assert result["ranks_alive"] == world
+    pairs = zip(results[0]["sampled"][::2], results[0]["sampled"][1::2], strict=True)
+    assert any(a != b for a, b in pairs), "two samples of a prompt have different seeds"
+
+
+def test_samples_do_not_depend_on_the_layout(tmp_path: Path, vllm_imported: None) -> None:
+    """Seeds come from (run, step, prompt, sample): 1 engine and 4 engines sample the same tokens.
+
+    Not covered: nearly equal probabilities, where fp32 rounding of another batch composition could tip a sample.
+    """
+    make_hf_model(tmp_path / "model", "qwen2", tied=True)
+    one = run_ranks(work, 1, tmp_path / "model", {}, 1, "vllm", timeout=150)[0]["sampled"]
+    four = run_ranks(work, 4, tmp_path / "model", {"tp_size": 2, "pp_size": 2}, 1, "vllm", timeout=150)[0]["sampled"]
+    assert one == four

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random transformers models on disk: the reference that Megatron's models are compared with.
+
+Weights are larger than transformers draws them, and norms and biases are not 1 and 0, so that logits spread (by 0.5)
+and no parameter can be left out or swapped unseen. The vocabulary is odd: Megatron pads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+VOCAB_SIZE = 517
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "llama": dict(tie_word_embeddings=False),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(tie_word_embeddings=False, head_dim=16),  # not hidden_size / heads
+}
+
+
+def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 10000.0, **changes: Any) -> PreTrainedModel:
+    """Write a random model in HF format and return it, float32 in evaluation mode.
+
+    Args:
+        directory: where to write.
+        family: "llama", "qwen2" (tied embeddings, QKV bias) or "qwen3" (QK norm).
+        rope_theta: base of the rotary positions.
+        **changes: further settings of the HF config.
+    """
+    sizes = dict(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
+    config = _CONFIGS[family](**(sizes | _FAMILY_SIZES[family] | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+            else:
+                parameter *= 3
+    model.save_pretrained(directory)
+    return model
+
+
+def draw_tokens(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    """Random sequences of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, size=n) for n in lengths]

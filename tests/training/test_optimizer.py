@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learning rate of every step, and the gradient norm with and without clipping.
+
+What a step does to the weights is compared with torch's AdamW in test_actor.py.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actor_runs import ALGORITHM, Case, build_actor, build_batch
+from tiny_models import save_tiny_model
+
+from distributed import run_ranks
+
+MAX_LR, MIN_LR, WARMUP, TOTAL = 1e-3, 1e-4, 2, 6
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_tiny_model(directory, "llama", num_hidden_layers=2)
+    return directory
+
+
+def _step_without_gradients(rank: int, world_size: int, path: Path, actor: dict[str, Any], steps: int) -> list[float]:
+    settings = dict(lr=MAX_LR, min_lr=MIN_LR, lr_warmup_steps=WARMUP) | actor
+    trainable = build_actor(Case(actor=settings), path, total_optimizer_steps=TOTAL).trainable
+    found = []
+    for _ in range(steps):
+        trainable.zero_grad()
+        found.append(trainable.step()[1])
+        assert {group["lr"] for group in trainable.optimizer.param_groups} == {found[-1]}
+    return found
+
+
+def learning_rates(path: Path, steps: int = TOTAL + 2, **actor: Any) -> list[float]:
+    return run_ranks(_step_without_gradients, 1, path, actor, steps, timeout=60)[0]
+
+
+def test_constant(path: Path) -> None:
+    """Step k of a warm-up of W uses lr * k / W: the first is not wasted with lr 0."""
+    assert learning_rates(path) == pytest.approx([5e-4] + [1e-3] * 7)
+
+
+def test_linear_decay_reaches_the_minimum_at_the_last_step(path: Path) -> None:
+    expected = [5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4, 1e-4]
+    assert learning_rates(path, lr_decay_style="linear") == pytest.approx(expected)
+
+
+def test_cosine_decay(path: Path) -> None:
+    middle = [MIN_LR + (MAX_LR - MIN_LR) * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
+    assert learning_rates(path, lr_decay_style="cosine") == pytest.approx([5e-4, 1e-3, *middle, 1e-4, 1e-4, 1e-4])
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_warm_up_longer_than_the_run(style: str, path: Path) -> None:
+    found = learning_rates(path, steps=TOTAL, lr_warmup_steps=8, lr_decay_style=style)
+    assert found == pytest.approx([MAX_LR * k / 8 for k in range(1, TOTAL + 1)])
+
+
+def test_no_warm_up(path: Path) -> None:
+    assert learning_rates(path, steps=2, lr_warmup_steps=0) == pytest.approx([1e-3, 1e-3])
+
+
+def _gradient_norm(rank: int, world_size: int, path: Path, case: Case) -> float:
+    actor = build_actor(case, path)
+    batch = build_batch(actor, case)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    return actor.update(batch, ALGORITHM)["policy/grad_norm"]
+
+
+@pytest.mark.parametrize("use_distributed_optimizer", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_norm_is_reported_before_clipping_and_without_it(
+    dtype: str, use_distributed_optimizer: bool, path: Path
+) -> None:
+    found = []
+    for clip_grad in (0.0, 0.1, 1e6):
+        settings = dict(clip_grad=clip_grad, use_distributed_optimizer=use_distributed_optimizer)
+        (norm,) = run_ranks(_gradient_norm, 1, path, Case(actor=settings, dtype=dtype), timeout=60)
+        found.append(norm)
+    assert found[0] > 0.5 and found == pytest.approx([found[0]] * 3, rel=1e-5)

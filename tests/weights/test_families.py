@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes read from config.json against the parameters that transformers makes of the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import FAMILIES, load_model_shape, model_shape_from_config
+from shards import make_shape
+
+CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SIZES: dict[str, Any] = dict(
+    num_hidden_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2,
+    vocab_size=70, max_position_embeddings=48, rms_norm_eps=1e-5,
+)
+
+
+def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
+    """The content of a config.json, as transformers writes it."""
+    return json.loads(CONFIGS[family](**(SIZES | changes)).to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("family", "changes"), [
+    ("llama", {}), ("llama", dict(head_dim=8)), ("llama", dict(num_key_value_heads=6)),
+    ("qwen2", {}), ("qwen3", dict(head_dim=16)), ("qwen3", dict(num_key_value_heads=1, head_dim=4)),
+])
+def test_logical_tensors_are_those_of_transformers(
+    tmp_path: Path, family: str, changes: dict[str, int], tied: bool
+) -> None:
+    """Names and shapes; the numbers that shapes do not show are in the next test."""
+    config = CONFIGS[family](**(SIZES | changes), tie_word_embeddings=tied)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if tied:
+        del expected["lm_head.weight"]  # the embedding under another name; not in checkpoints
+    shape = load_model_shape(tmp_path)
+    assert shape.logical_tensors() == expected
+    assert shape.family == family and shape.tied_embeddings is tied
+    assert (shape.rms_norm_eps, shape.max_position_embeddings, shape.vocab_size) == (1e-5, 48, 70)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_that_are_not_sizes(family: str) -> None:
+    shape = model_shape_from_config(make_config(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "")
+    assert shape.rope_theta == 5e5
+    assert (shape.qkv_bias, shape.qk_norm) == {"llama": (False, False), "qwen2": (True, False),
+                                               "qwen3": (False, True)}[family]
+
+
+@pytest.mark.parametrize(("spelling", "expected"), [
+    ({"rope_theta": 1e6}, 1e6),
+    ({"rope_theta": 1e6, "rope_scaling": None}, 1e6),
+    ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6),
+    ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 2.0}, 1e6),
+    ({"rope_theta": 1e6, "rope_scaling": {"type": "default"}}, 1e6),
+    ({}, 1e4),
+], ids=["transformers 4", "null scaling", "transformers 5", "both", "default scaling", "neither"])
+def test_rope_theta_of_transformers_4_and_5(spelling: dict[str, Any], expected: float) -> None:
+    config = make_config()
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        config.pop(key, None)
+    assert model_shape_from_config(config | spelling, source="here").rope_theta == expected
+
+
+@pytest.mark.parametrize(("family", "change", "named"), [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3"),
+    ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+])
+def test_options_that_are_not_served_are_refused(family: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        model_shape_from_config(make_config(family) | change, source="dir/config.json")
+    assert caught.value.source == "dir/config.json" and "not served" in caught.value.found
+
+
+def test_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"unknown architecture 'gpt2'") as caught:
+        model_shape_from_config({"model_type": "gpt2"}, source="here")
+    assert all(family in caught.value.expected for family in FAMILIES)
+    with pytest.raises(UserError, match="unknown architecture None"):
+        model_shape_from_config({}, source="here")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"])
+def test_a_missing_key_is_named(key: str) -> None:
+    config = make_config()
+    del config[key]
+    with pytest.raises(UserError, match=f"key '{key}' is missing"):
+        model_shape_from_config(config, source="here")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no .*nowhere/config.json"):
+        load_model_shape(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(UserError, match="config.json is not JSON"):
+        load_model_shape(tmp_path)
+
+
+def test_training_layouts_that_hold_the_model() -> None:
+    shape = make_shape()  # 8 heads, 4 KV heads, 40 columns, 4 layers
+    for sizes in ((1, 1, 1), (2, 2, 2), (4, 4, 1), (1, 1, 4)):
+        shape.check_training_layout(*sizes)
+
+
+@pytest.mark.parametrize(("sizes", "found", "expected"), [
+    ((8, 1, 1), "tensor_model_parallel_size 8 does not divide the 4 KV heads", r"one of \[1, 2, 4\]"),
+    ((3, 1, 1), "tensor_model_parallel_size 3 does not divide the 8 attention heads", r"one of \[1, 2, 4\]"),
+    ((1, 3, 1), r"pp \* vpp = 3 \* 1 = 3 does not divide the 4 layers", r"one of \[1, 2, 4\]"),
+    ((1, 2, 4), r"pp \* vpp = 2 \* 4 = 8 does not divide", r"one of \[1, 2, 4\]"),
+])
+def test_training_layouts_that_do_not_fit_name_those_that_do(
+    sizes: tuple[int, int, int], found: str, expected: str
+) -> None:
+    with pytest.raises(UserError, match=f"(?s){found}.*{expected}"):
+        make_shape().check_training_layout(*sizes)
+
+
+def test_feed_forward_columns_limit_the_layout_too() -> None:
+    with pytest.raises(UserError, match=r"(?s)4 does not divide the 42 feed-forward columns.*one of \[1, 2\]"):
+        make_shape(ffn_hidden_size=42).check_training_layout(4, 1, 1)
+
+
+def test_rollout_layouts_may_replicate_kv_heads() -> None:
+    for tp_size in (1, 2, 4, 8):
+        make_shape().check_rollout_layout(tp_size)
+        make_shape(num_kv_heads=1).check_rollout_layout(tp_size)
+
+
+@pytest.mark.parametrize(("changes", "tp_size", "valid"), [
+    ({}, 3, [1, 2, 4, 8]),
+    ({}, 16, [1, 2, 4, 8]),
+    (dict(ffn_hidden_size=42), 4, [1, 2]),
+    (dict(num_heads=12, num_kv_heads=4, ffn_hidden_size=48), 6, [1, 2, 4, 12]),
+])
+def test_rollout_layouts_that_do_not_fit_name_those_that_do(
+    changes: dict[str, int], tp_size: int, valid: list[int]
+) -> None:
+    with pytest.raises(UserError, match=f"rollout.tensor_model_parallel_size {tp_size} does not fit") as caught:
+        make_shape(**changes).check_rollout_layout(tp_size)
+    assert str(valid) in caught.value.expected

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's table: everything is placed once, in Megatron's order, and real GPTModels agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed import run_ranks
+from megatron_rl.models.gpt import build_gpt_stages
+from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import (
+    PADDED_PARAMETERS,
+    megatron_placements,
+    padded_vocab_size,
+    stage_layers,
+)
+from megatron_rl.weights.placement import Placement, box_shape, check_placements
+from shards import count_writes, cut_shards, make_full_tensors, make_shape
+
+FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}), ("qwen2", dict(tied_embeddings=True)), ("qwen3", dict(head_dim=6, tied_embeddings=True)),
+    ("qwen3", dict(num_kv_heads=8)),
+]
+
+
+def place_replica(shape: ModelShape, tp_size: int, pp_size: int, vpp_size: int) -> list[list[Placement]]:
+    """Placements of all ranks of one model replica."""
+    return [
+        megatron_placements(
+            shape, tp_size=tp_size, tp_rank=tp, pp_size=pp_size, pp_rank=pp, vpp_size=vpp_size)
+        for pp in range(pp_size) for tp in range(tp_size)
+    ]
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILY_CHANGES)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_every_element_is_placed_once_per_replica(
+    family: str, changes: dict[str, Any], tp_size: int, pp_size: int, vpp_size: int
+) -> None:
+    """Norms are on all TP ranks; a tied embedding is on the first and the last stage."""
+    shape = make_shape(family, **changes)
+    placed: dict[str, list] = {}
+    for placements in place_replica(shape, tp_size, pp_size, vpp_size):
+        for p in placements:
+            placed.setdefault(p.hf_name, []).append(p.hf_box)
+    assert placed.keys() == shape.logical_tensors().keys()
+    for name, size in shape.logical_tensors().items():
+        expected = tp_size if "norm" in name else 1
+        if name == "model.embed_tokens.weight" and shape.tied_embeddings and pp_size > 1:
+            expected = 2
+        counts = count_writes(size, placed[name])
+        assert counts.min() == counts.max() == expected, name
+
+
+@pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_local_elements_are_placed_once_and_padding_by_nobody(tp_size: int, pp_size: int, vpp_size: int) -> None:
+    """70 tokens are padded to 128: of four TP ranks the last holds padding only."""
+    shape = make_shape("qwen2")
+    padded = padded_vocab_size(shape.vocab_size, tp_size)
+    assert padded == 128
+    for rank, placements in enumerate(place_replica(shape, tp_size, pp_size, vpp_size)):
+        by_param: dict[str, list] = {}
+        for p in placements:
+            assert box_shape(p.local_box) == box_shape(p.hf_box)
+            by_param.setdefault(p.param, []).append(p.local_box)
+        for param, boxes in by_param.items():
+            if param.endswith(PADDED_PARAMETERS):
+                counts = count_writes((padded // tp_size, shape.hidden_size), boxes)
+                first_row = rank % tp_size * padded // tp_size
+                is_token = torch.arange(first_row, first_row + padded // tp_size) < shape.vocab_size
+                assert torch.equal(counts, is_token[:, None].int().expand_as(counts)), param
+            else:
+                size = tuple(max(box[dim][1] for box in boxes) for dim in range(len(boxes[0])))
+                assert torch.equal(count_writes(size, boxes), torch.ones(size, dtype=torch.int32)), param
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_fused_parameters_have_megatrons_order(tp_size: int) -> None:
+    """Against tensors put together by view and chunk instead of boxes."""
+    shape = make_shape("qwen2")
+    full = make_full_tensors(shape)
+    groups, per_group, d, h = 4, 2, shape.head_dim, shape.hidden_size
+    for tp_rank in range(tp_size):
+        shards = cut_shards(megatron_placements(shape, tp_size=tp_size, tp_rank=tp_rank), full)
+        for layer in range(shape.num_layers):
+            hf = {name: full[f"model.layers.{layer}.{name}"] for name in (
+                *(f"self_attn.{x}_proj.{what}" for x in "qkv" for what in ("weight", "bias")),
+                "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")}
+            for what, rest in (("weight", (h,)), ("bias", ())):
+                q, k, v = (hf[f"self_attn.{x}_proj.{what}"] for x in "qkv")
+                interleaved = torch.cat([
+                    q.view(groups, per_group * d, *rest), k.view(groups, d, *rest), v.view(groups, d, *rest)], dim=1)
+                expected = interleaved.flatten(0, 1).chunk(tp_size)[tp_rank]
+                assert torch.equal(shards[f"0.decoder.layers.{layer}.self_attention.linear_qkv.{what}"], expected)
+            gate, up = (hf[f"mlp.{x}_proj.weight"].chunk(tp_size)[tp_rank] for x in ("gate", "up"))
+            mlp = f"0.decoder.layers.{layer}.mlp"
+            assert torch.equal(shards[f"{mlp}.linear_fc1.weight"], torch.cat([gate, up]))
+            down = hf["mlp.down_proj.weight"].chunk(tp_size, dim=1)[tp_rank]
+            assert torch.equal(shards[f"{mlp}.linear_fc2.weight"], down)
+            out = hf["self_attn.o_proj.weight"].chunk(tp_size, dim=1)[tp_rank]
+            assert torch.equal(shards[f"0.decoder.layers.{layer}.self_attention.linear_proj.weight"], out)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_stage_layers_partition_and_interleave(pp_size: int, vpp_size: int, per_chunk: int) -> None:
+    """Walking the chunks as the interleaved schedule does visits the layers in order."""
+    num_layers = pp_size * vpp_size * per_chunk
+    walked = [
+        layer for chunk in range(vpp_size) for stage in range(pp_size)
+        for layer in stage_layers(num_layers, pp_size, vpp_size, stage, chunk)
+    ]
+    assert walked == list(range(num_layers))
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 10_000), st.sampled_from([1, 2, 3, 4, 8, 128]))
+def test_padded_vocabulary_is_the_smallest_that_fits(vocab_size: int, tp_size: int) -> None:
+    padded = padded_vocab_size(vocab_size, tp_size)
+    fitting = (n for n in range(vocab_size, vocab_size + 64 * tp_size + 1) if n % 64 == 0 and n % tp_size == 0)
+    assert padded == next(fitting)
+
+
+def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[str, int]) -> list[str]:
+    """Build this rank's GPTModels and compare; returns the messages of four spoilt tables."""
+    groups = build_groups(ParallelLayout(world_size, **sizes))
+    config = build_transformer_config(shape, groups.layout, dtype=torch.float32)
+    params = {name: tuple(p.shape) for name, p in build_gpt_stages(shape, config, groups).named_parameters()}
+    padded = [name for name in params if name.endswith(PADDED_PARAMETERS)]
+    layout, at = groups.layout, groups.at
+    table = megatron_placements(
+        shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp, vpp_size=layout.vpp_size)
+    check_placements(table, params, where="here", padded=padded)
+    messages = []
+    first = table[-2].param
+    for spoilt in (
+        [p for p in table if p.param != first],
+        [*table, Placement("0.decoder.extra.weight", ((0, 1),), "extra", ((0, 1),))],
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_placements(spoilt, params, where="here", padded=padded)
+        messages.append(str(caught.value).replace(first, "FIRST"))
+    return messages
+
+
+@pytest.mark.parametrize(("family", "changes", "sizes", "world_size"), [
+    ("llama", {}, {}, 1),
+    ("qwen2", dict(tied_embeddings=True), {}, 1),
+    ("qwen2", {}, dict(tp_size=4), 4),
+    ("qwen3", dict(tied_embeddings=True, head_dim=6), dict(tp_size=2, pp_size=2), 4),
+    ("qwen3", {}, dict(pp_size=2, vpp_size=2), 2),
+    ("llama", dict(tied_embeddings=True), dict(pp_size=4), 4),
+])
+def test_real_models_have_exactly_these_parameters(
+    family: str, changes: dict[str, Any], sizes: dict[str, int], world_size: int
+) -> None:
+    """Names and local shapes on every rank; values and the forward pass are tested with models/ and checkpoint/."""
+    for missing, unknown in run_ranks(check_real_model, world_size, make_shape(family, **changes), sizes, timeout=90):
+        assert "parameter FIRST of shape" in missing and "not in the placement table" in missing
+        assert "names 0.decoder.extra.weight, which the model does not have" in unknown

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engines' tables against shards put together as vLLM documents them, without boxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement import box_shape, check_placements
+from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, huggingface_placements, vllm_placements
+from shards import count_writes, cut_shards, find_differences, make_full_tensors, make_shape
+
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", dict(num_kv_heads=8)), ("llama", {}), ("qwen2", dict(num_kv_heads=2)),
+    ("qwen3", dict(num_kv_heads=1, head_dim=6, tied_embeddings=True)),
+]
+
+
+def fuse_qkv(shape: ModelShape, full: dict[str, torch.Tensor], prefix: str, what: str, tp: int, r: int) -> torch.Tensor:
+    """`[Q_r; K_r; V_r]`; with more ranks than KV heads one whole head, number r // (tp / KV heads)."""
+    q, k, v = (full[f"{prefix}self_attn.{name}_proj.{what}"] for name in "qkv")
+    if tp <= shape.num_kv_heads:
+        k_r, v_r = k.chunk(tp)[r], v.chunk(tp)[r]
+    else:
+        head = r // (tp // shape.num_kv_heads)
+        k_r, v_r = (x.view(shape.num_kv_heads, shape.head_dim, *x.shape[1:])[head] for x in (k, v))
+    return torch.cat([q.chunk(tp)[r], k_r, v_r])
+
+
+def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, r: int) -> dict[str, torch.Tensor]:
+    """Parameters of one vLLM rank, the padding rows of the vocabulary as zeros."""
+    shards = {}
+    for name, tensor in full.items():
+        prefix, _, last = name.rpartition("self_attn.")
+        if last.startswith(("k_proj", "v_proj")) or "up_proj" in name:
+            continue
+        if last.startswith("q_proj"):
+            what = name.rpartition(".")[2]
+            shards[f"{prefix}self_attn.qkv_proj.{what}"] = fuse_qkv(shape, full, prefix, what, tp, r)
+        elif "gate_proj" in name:
+            up = full[name.replace("gate", "up")]
+            shards[name.replace("gate", "gate_up")] = torch.cat([tensor.chunk(tp)[r], up.chunk(tp)[r]])
+        elif "o_proj" in name or "down_proj" in name:
+            shards[name] = tensor.chunk(tp, dim=1)[r]
+        elif "embed_tokens" in name or "lm_head" in name:
+            padding = -len(tensor) % 64
+            shards[name] = torch.nn.functional.pad(tensor, (0, 0, 0, padding)).chunk(tp)[r]
+        else:
+            assert "norm" in name
+            shards[name] = tensor
+    return shards
+
+
+@pytest.mark.parametrize(("family", "changes"), SHAPES)
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_vllm_shards_are_as_documented(family: str, changes: dict[str, Any], tp_size: int) -> None:
+    """Not compared with a running vLLM here; MoE, quantised and vision models have no table."""
+    shape = make_shape(family, **changes)
+    full = make_full_tensors(shape)
+    for tp_rank in range(tp_size):
+        expected = make_vllm_shards(shape, full, tp_size, tp_rank)
+        table = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank)
+        check_placements(
+            table, {name: tuple(x.shape) for name, x in expected.items()}, where="vllm", padded=VLLM_PADDED_PARAMETERS)
+        actual = cut_shards(table, full)
+        for name in VLLM_PADDED_PARAMETERS[: 1 if shape.tied_embeddings else 2]:
+            missing = len(expected[name]) - len(actual[name])
+            actual[name] = torch.nn.functional.pad(actual[name], (0, 0, 0, missing))
+        assert find_differences(actual, expected) == []
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_only_norms_and_kv_heads_are_replicated(tp_size: int) -> None:
+    shape = make_shape("qwen2", num_kv_heads=2)
+    placed: dict[str, list] = {}
+    for tp_rank in range(tp_size):
+        for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank):
+            assert box_shape(p.local_box) == box_shape(p.hf_box)
+            placed.setdefault(p.hf_name, []).append(p.hf_box)
+    for name, size in shape.logical_tensors().items():
+        is_kv = "k_proj" in name or "v_proj" in name
+        expected = tp_size if "norm" in name else max(1, tp_size // 2) if is_kv else 1
+        counts = count_writes(size, placed[name])
+        assert counts.min() == counts.max() == expected, name
+
+
+def test_a_tied_head_is_no_parameter_of_its_own() -> None:
+    for tied in (False, True):
+        params = {p.param for p in vllm_placements(make_shape(tied_embeddings=tied), tp_size=2, tp_rank=0)}
+        assert ("lm_head.weight" in params) is not tied
+
+
+def test_a_vocabulary_that_does_not_split_is_refused() -> None:
+    with pytest.raises(UserError, match="128 rows does not split over 3 ranks"):
+        vllm_placements(make_shape(), tp_size=3, tp_rank=0)
+
+
+@pytest.mark.parametrize(("family", "changes"), SHAPES)
+def test_huggingface_placements_are_the_identity(family: str, changes: dict[str, Any]) -> None:
+    shape = make_shape(family, **changes)
+    full = make_full_tensors(shape)
+    table = huggingface_placements(shape)
+    check_placements(table, shape.logical_tensors(), where="hf")
+    assert find_differences(cut_shards(table, full), full) == []
