@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make an arithmetic task that a small model learns on a laptop: tokenizer, prompts, model; no network.
 
-The idea: a prompt is "37+45=", its answer "82", one token per character, so that exact reward, a
-random initial policy and a few million parameters are enough to watch GRPO work.
+The idea: a prompt is "37+45=", its answer "82", one token per character, so that exact reward and a few
+million parameters are enough to watch GRPO work. Training rows also hold a `demonstration` to imitate,
+and most of these forget the carry ("37+45=72"): a model warm-started on them is often wrong, and learns
+from the reward alone what the demonstrations do not show it often enough.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of
 operands (in either order, under any operation); no prompt occurs twice; results are not negative;
@@ -43,7 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--train", type=int, default=4000, help="training prompts", metavar="N")
     parser.add_argument("--validation", type=int, default=256, help="validation prompts", metavar="N")
     parser.add_argument("--max-operand", type=int, default=99, help="largest operand; the smallest is 0", metavar="N")
-    parser.add_argument("--operations", default="+-", help="any of + and -; use --operations=- for - alone")
+    parser.add_argument("--operations", default="+", help="any of + and -; use --operations=- for - alone")
+    parser.add_argument("--slip-rate", type=float, default=0.65, metavar="P",
+                        help="share of demonstrations that forget every carry and borrow")
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts and of the weights")
     parser.add_argument("--hidden-size", type=int, default=128, help="width of the model", metavar="H")
     parser.add_argument("--intermediate-size", type=int, default=argparse.SUPPRESS, metavar="F",
@@ -71,6 +75,8 @@ def check_arguments(task: dict[str, Any]) -> None:
     if not task["operations"] or set(task["operations"]) - set("+-") or len(set(task["operations"])) < len(
             task["operations"]):
         refuse("operations", repr(task["operations"]), "+, - or +-")
+    if not 0.0 <= task["slip_rate"] <= 1.0:
+        refuse("slip-rate", task["slip_rate"], "a share between 0 and 1")
     hidden, heads, kv_heads = task["hidden_size"], task["heads"], task["kv_heads"]
     if heads < 1 or heads % 4:
         refuse("heads", heads, "a multiple of 4, so that 4 ranks can share them")
@@ -98,10 +104,22 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[dict[str, str]], list[dict[
             f"{task['train']} training and {task['validation']} validation prompts asked for; with these operands "
             f"there are {len(train)} and {len(validation)}", source="--train, --validation",
             expected="at most as many prompts as there are", hint="raise --max-operand, or ask for fewer prompts")
-    return tuple(
+    train_rows, validation_rows = (
         [{"prompt": prompt, "answer": str(answer), "data_source": DATA_SOURCE}
          for prompt, answer in generator.sample(expressions, size)]
         for expressions, size in ((train, task["train"]), (validation, task["validation"])))
+    for row in train_rows:
+        slips = generator.random() < task["slip_rate"]
+        row["demonstration"] = forget_carries(row["prompt"]) if slips else row["answer"]
+    return train_rows, validation_rows
+
+
+def forget_carries(prompt: str) -> str:
+    """The answer of somebody who works digit by digit and never carries or borrows: "37+45=" -> "72"."""
+    sign = -1 if "-" in prompt else 1
+    left, right = (int(number) for number in prompt.rstrip("=").replace("-", "+").split("+"))
+    places = range(max(len(str(left)), len(str(right))))
+    return str(sum((left // 10**place + sign * (right // 10**place)) % 10 * 10**place for place in places))
 
 
 def _expressions(larger: int, smaller: int, operations: str) -> list[tuple[str, int]]:

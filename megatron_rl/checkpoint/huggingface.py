@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.parallel.collectives import raise_together
@@ -120,23 +120,30 @@ def save_huggingface(
         group: all ranks of the role.
         bucket_bytes: bound on the staging memory of the transfer.
         max_file_bytes: size at which a new safetensors file begins; rank 0 holds one file's tensors.
+
+    Raises:
+        OSError, SafetensorError: rank 0 could not write; on every rank, and an existing directory stays.
     """
     directory, rank = Path(directory), group.rank()
     partial = directory.with_name(directory.name + ".partial")
     some = next(iter(params.values()))
     batches = _split_by_bytes(shape.logical_tensors(), some.element_size(), max_file_bytes)
     weight_map: dict[str, str] = {}
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
     error: Exception | None = None
+    if rank == 0:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as caught:
+            error = caught
+    raise_together(error, group)
     for number, batch in enumerate(batches, start=1):
         name = f"model-{number:05d}-of-{len(batches):05d}.safetensors" if len(batches) > 1 else "model.safetensors"
         tensors = _collect(batch, source, params, group, bucket_bytes)
         if rank == 0 and error is None:
             try:
                 save_file({k: v.cpu() for k, v in tensors.items()}, partial / name, metadata={"format": "pt"})
-            except (OSError, RuntimeError) as caught:
+            except (OSError, RuntimeError, SafetensorError) as caught:
                 error = caught
         weight_map |= dict.fromkeys(batch, name)
     if rank == 0 and error is None:

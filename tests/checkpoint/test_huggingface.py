@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from distributed import run_ranks
 from megatron_rl.checkpoint import huggingface
 from megatron_rl.checkpoint.huggingface import (
     check_checkpoint,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import subprocess
-import sys
 import symtable
+import sys
 import types
 from pathlib import Path
 

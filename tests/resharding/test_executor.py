@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from shards import (
     cut_shards,
     find_differences,
@@ -20,6 +19,7 @@ from shards import (
     place_vllm,
 )
 
+from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding import executor
 from megatron_rl.resharding.executor import Resharder

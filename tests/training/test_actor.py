@@ -99,12 +99,15 @@ def test_one_rank_equals_transformers_and_adamw(family: str, single: dict[str, M
     assert_same(single[family], expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_change_the_numbers(
     layout: str, family: str, single: dict[str, Measured], paths: dict[str, Path]
 ) -> None:
-    """Also: on policy means ratio 1, exactly; replicas of weights and metrics are bitwise equal (see `merge`)."""
+    """Also: on policy means ratio 1, exactly; replicas of weights and metrics are bitwise equal (see `merge`).
+
+    qwen2 has tied embeddings and QKV biases, qwen3 neither but QK norms; llama has nothing that these two lack.
+    """
     found = train(LAYOUTS[layout], paths[family])
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
     assert found.num_microbatches > 1
@@ -140,16 +143,18 @@ def test_same_layout_gives_the_same_bits(paths: dict[str, Path]) -> None:
 def test_bfloat16_trains_like_float32(layout: str, single: dict[str, Measured], paths: dict[str, Path]) -> None:
     """Sanity: bfloat16 keeps 8 bits, so logprobs of -6 are good to a few hundredths and norms to a few percent.
 
-    On policy the ratio is still exactly 1: the same kernels ran on the same numbers.
+    A weight of 1 is rounded by up to 2^-8, and Adam's step may differ by all of its 5e-4. On policy the ratio is
+    still exactly 1: the same kernels ran on the same numbers. Not compared: the second update, where rounding decides
+    whether a token near the clip boundary has a gradient at all.
     """
     case = LAYOUTS[layout]
     found = train(Case(case.world_size, case.sizes, case.actor, dtype="bfloat16"), paths["qwen3"])
     expected = single["qwen3"]
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
-    assert max((a - b).abs().max() for a, b in zip(found.before, expected.before, strict=True)) < 0.1
-    assert max((a - b).abs().mean() for a, b in zip(found.after, expected.after, strict=True)) < 0.05
+    assert max((a - b).abs().max() for a, b in zip(found.before, expected.before, strict=True)) < 0.05
+    assert max((found.weights[name] - x).abs().max() for name, x in expected.weights.items()) < 0.006
     for key in ("policy/grad_norm", "policy/entropy", "kl/mean"):
-        assert found.metrics[0][key] == pytest.approx(expected.metrics[0][key], rel=0.05)
+        assert found.metrics[0][key] == pytest.approx(expected.metrics[0][key], rel=0.02)
 
 
 def _count_attention_calls(rank: int, world_size: int, case: Case, path: Path) -> tuple[int, int]:

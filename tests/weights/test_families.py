@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from shards import make_shape
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, load_model_shape, model_shape_from_config
-from shards import make_shape
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES: dict[str, Any] = dict(
@@ -51,7 +51,8 @@ def test_logical_tensors_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_that_are_not_sizes(family: str) -> None:
-    shape = model_shape_from_config(make_config(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "")
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {"llama": (False, False), "qwen2": (True, False),
                                                "qwen3": (False, True)}[family]

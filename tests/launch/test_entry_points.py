@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that users type: torchrun, dry run, help, and one clear error for each kind of bad input.
+
+Not covered: several nodes, and what a run computes (tests/test_trainer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.command_line import run_command
+from megatron_rl.trainer import train_grpo
+
+ROOT = Path(__file__).resolve().parents[2]
+GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"
+RECIPE = ROOT / "launch/recipes/toy_arithmetic.yaml"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy task, made by its tool, as small as it goes."""
+    directory = tmp_path_factory.mktemp("toy")
+    command = [sys.executable, str(ROOT / "tools/make_toy_task.py"), "--out", str(directory / "task"), "--train", "64",
+               "--validation", "8", "--layers", "2"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return directory / "task"
+
+
+def task_arguments(toy: Path) -> list[str]:
+    """Overrides that point the toy recipe at the task."""
+    return [f"model.path={toy}/model", f"data.train_files=[{toy}/train.jsonl]",
+            f"data.validation_files=[{toy}/validation.jsonl]"]
+
+
+def torchrun(nproc: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run an entry point under the real torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_sft_then_grpo_under_torchrun(toy: Path, tmp_path: Path) -> None:
+    """The road of the quickstart in small: warm start on 2 ranks, its result trained with GRPO on 2 ranks."""
+    sft = torchrun(2, SFT, "launch/recipes/toy_arithmetic_sft.yaml", f"model.path={toy}/model",
+                   f"data.train_files={toy}/train.jsonl", "data.train_batch_size=16", "trainer.total_steps=3",
+                   "--tensor-model-parallel-size=1", "actor.pipeline_model_parallel_size=2",
+                   f"trainer.run_dir={tmp_path}/sft")
+    assert sft.returncode == 2 and "ambiguous" in sft.stderr.lower(), "a leaf of two sections is refused"
+    sft = torchrun(2, SFT, "launch/recipes/toy_arithmetic_sft.yaml", f"model.path={toy}/model",
+                   f"data.train_files={toy}/train.jsonl", "data.train_batch_size=16", "trainer.total_steps=3",
+                   "--pipeline-model-parallel-size", "2", f"trainer.run_dir={tmp_path}/sft")
+    assert sft.returncode == 0, sft.stderr[-3000:]
+    losses = [json.loads(line)["sft/loss"] for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 3 and losses[2] < losses[0]
+
+    grpo = torchrun(2, GRPO, RECIPE, *task_arguments(toy), f"model.path={tmp_path}/sft/checkpoints/latest/huggingface",
+                    "actor.pipeline_model_parallel_size=1", "trainer.total_steps=1", "data.train_batch_size=16",
+                    f"trainer.run_dir={tmp_path}/grpo")
+    assert grpo.returncode == 0, grpo.stderr[-3000:]
+    assert "step 1/1 | reward" in grpo.stdout and str(tmp_path / "grpo/curves.png") in grpo.stdout
+    assert json.loads((tmp_path / "grpo/summary.json").read_text())["steps"] == 1
+
+
+def test_bad_config_fails_on_every_rank_under_torchrun() -> None:
+    """Exit status is not 0 and the error is printed once, by one rank."""
+    result = torchrun(2, GRPO, RECIPE, "actor.learning_rate=1")
+    assert result.returncode != 0
+    assert result.stderr.count("unknown") == 1 and "Traceback" not in result.stderr.split("error:")[0]
+
+
+def test_dry_run_needs_no_torch() -> None:
+    """Config and batch plan as JSON, with torch made impossible to import."""
+    code = ("import sys, runpy; sys.modules['torch'] = None; "
+            f"sys.argv = ['x', {str(RECIPE)!r}, '--dry-run', '--json', '--world-size', '8']; "
+            f"runpy.run_path({str(GRPO)!r}, run_name='__main__')")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)["batch_plan"]
+    assert plan["dp_size"] == 2 and plan["num_engines"] == 8
+
+
+def test_help_lists_every_setting() -> None:
+    """--help of the real script names each field of each section."""
+    from megatron_rl.config.fields import list_fields
+
+    result = subprocess.run([sys.executable, str(GRPO), "--help"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    for name in list_fields():
+        assert name.split(".")[-1] in result.stdout, name
+
+
+def set_line(path: Path, number: int, text: str) -> str:
+    """Replace a line of a JSONL file by another; returns the new file's path."""
+    lines = path.read_text().splitlines()
+    lines[number - 1] = text
+    changed = path.with_name("changed.jsonl")
+    changed.write_text("\n".join(lines) + "\n")
+    return str(changed)
+
+
+BAD_INPUTS: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
+    "unknown key": (lambda toy: ["actor.ppo_minibatch_size=4"], ["ppo_minibatch_size", "did you mean", "mini_batch"]),
+    "indivisible batch": (lambda toy: ["data.train_batch_size=30"], ["30", "16", "ppo_mini_batch_size"]),
+    "indivisible world": (lambda toy: ["actor.tensor_model_parallel_size=3"], ["3", "world"]),
+    "tp and heads": (
+        lambda toy: ["actor.tensor_model_parallel_size=4", "actor.pipeline_model_parallel_size=1"],
+        ["tensor_model_parallel_size 4", "KV heads", "[1, 2]"]),
+    "pp and layers": (
+        lambda toy: ["actor.tensor_model_parallel_size=1", "actor.sequence_parallel=false",
+                     "actor.pipeline_model_parallel_size=4"], ["layers", "[1, 2]"]),
+    "no model": (lambda toy: ["model.path=/nowhere/model"], ["/nowhere/model", "config.json"]),
+    "malformed line": (
+        lambda toy: [f"data.train_files=[{set_line(toy / 'train.jsonl', 5, '{broken')}]"], ["changed.jsonl:5"]),
+    "missing answer": (
+        lambda toy: [f"data.train_files=[{set_line(toy / 'train.jsonl', 3, json.dumps({'prompt': '1+1='}))}]"],
+        ["changed.jsonl:3", "answer"]),
+    "long prompt": (lambda toy: ["data.max_prompt_length=3"], ["max_prompt_length", "3", "train.jsonl"]),
+    "no reward file": (lambda toy: ["reward.function=/nowhere.py:score"], ["/nowhere.py"]),
+    "top_p": (lambda toy: ["rollout.top_p=0.9"], ["top_p", "0.9"]),
+    "not a number": (lambda toy: ["actor.lr=fast"], ["actor.lr", "fast", "command line"]),
+}
+BAD_INPUTS["long sequence"] = (
+    lambda toy: ["data.max_response_length=900"], ["916", "max_position_embeddings"])
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_is_one_clear_error(
+    case: str, toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Value, source, expectation and hint on one screen, before any process group or model exists."""
+    arguments, expected = BAD_INPUTS[case]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("megatron_rl.trainer.GrpoTrainer", None)  # building anything would fail otherwise
+    status = run_command(
+        [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_grpo", description="",
+        build_plan=BatchPlan.build, run=train_grpo)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert not dist.is_initialized()
+    for part in (*expected, "source:", "expected:", "hint:"):
+        assert part.lower() in error.lower(), error
+    assert len(error.splitlines()) < 25 and "Traceback" not in error
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("truncate", (64, "truncated")), ("drop", (None, "dropped"))])
+def test_long_prompts_are_truncated_or_dropped_and_counted(toy: Path, policy: str, expected: tuple) -> None:
+    """The other two policies keep a count instead of raising."""
+    from megatron_rl.config.loading import load_config
+    from megatron_rl.data.prompts import load_prompts
+    from megatron_rl.data.tokenizer import load_tokenizer
+
+    config = load_config(RECIPE, [*task_arguments(toy), f"data.overlong_prompts={policy}", "data.max_prompt_length=5"])
+    found = load_prompts([f"{toy}/train.jsonl"], load_tokenizer(toy / "model"), config.config.data)
+    count = found.num_truncated + found.num_dropped
+    assert 0 < count < 64 and len(found.prompts) == (64 if policy == "truncate" else 64 - found.num_dropped)
+    assert all(len(prompt.tokens) <= 5 for prompt in found.prompts)

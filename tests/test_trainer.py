@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole GRPO program on small real parts: layouts, repeatability, what lands on disk, failing rewards.
+
+Ranks are forked (tests/launch runs the same program under torchrun). Not covered: learning, which takes
+minutes (launch/quickstart.sh shows it), and GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+import transformers
+from distributed import run_ranks
+from small_models import make_hf_model
+
+import megatron_rl.trainer as trainer_module  # noqa: F401 (heavy imports once, in the parent)
+from megatron_rl.config.loading import load_config
+from megatron_rl.data.prompts import PromptBatches
+from megatron_rl.types import UserError
+
+LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
+    (1, 1, 1, 1, 1),
+    (2, 2, 1, 1, 1),
+    (2, 1, 2, 1, 2),
+    (4, 2, 2, 1, 1),
+    (4, 2, 1, 2, 2),
+    (4, 1, 2, 2, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen sums, a character tokenizer and a random model that fits it."""
+    directory = tmp_path_factory.mktemp("task")
+    rows = [{"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)} for a in range(16)]
+    for name in ("train", "validation"):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = directory / "corpus.txt"
+    corpus.write_text("\n".join(f"{r['prompt']}{r['answer']}" for r in rows))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(directory / "tokenizer"), model_type="char", vocab_size=16,
+        add_dummy_prefix=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, hard_vocab_limit=False)
+    vocab = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).vocab_size()
+    model = make_hf_model(directory / "model", "qwen2", tied=True, vocab_size=vocab, num_hidden_layers=2)
+    del model
+    (directory / "model" / "tokenizer.model").write_bytes((directory / "tokenizer.model").read_bytes())
+    # Any digit is worth something, so that rewards differ inside a group.
+    (directory / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    digits = sum(c.isdigit() for c in solution_str)\n"
+        "    return {'score': digits / 8.0, 'digits': digits}\n"
+        "def broken(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1 / (0 if ground_truth == '17' else 1)\n")
+    return directory
+
+
+def overrides_for(task: Path, run_dir: Path, *extra: str) -> list[str]:
+    """Command line of a run on the task."""
+    return [
+        f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
+        f"data.validation_files=[{task}/validation.jsonl]", "data.train_batch_size=8", "data.max_prompt_length=8",
+        "data.max_response_length=8", "rollout.n=4", "rollout.max_num_seqs=32", "actor.ppo_mini_batch_size=4",
+        "actor.max_tokens_per_microbatch=128", "actor.lr=1e-3", "algorithm.kl_coef=0.01", "trainer.total_steps=2",
+        f"reward.function={task}/reward.py:score", f"trainer.run_dir={run_dir}", *extra,
+    ]
+
+
+def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
+    """Command line of a layout; sequence parallelism wherever there is tensor parallelism."""
+    return [f"actor.tensor_model_parallel_size={tp}", f"actor.pipeline_model_parallel_size={pp}",
+            f"rollout.tensor_model_parallel_size={rollout_tp}", f"actor.sequence_parallel={str(tp > 1).lower()}"]
+
+
+def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
+    """One rank of the program, as the entry point runs it; returns the error's text, if any."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    try:
+        trainer_module.train_grpo(load_config(None, overrides), None)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl without what depends on the clock."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens/per_second"} for r in records]
+
+
+@pytest.fixture(scope="module")
+def one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
+    """The run that all layouts are compared with."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    assert run_ranks(train, 1, overrides_for(task, run_dir), timeout=150) == [None]
+    return run_dir
+
+
+def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
+    """Every file and key that users and tools rely on is there, and the numbers make sense."""
+    records = [json.loads(line) for line in (one_rank / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, 1, 2]
+    assert "validation/validation/accuracy" in records[0] and "validation/validation/accuracy" in records[2]
+    for record in records[1:]:
+        for key in ("reward/mean", "reward/digits", "tokens/prompt", "tokens/response", "tokens/per_second",
+                    "policy/loss", "policy/grad_norm", "policy/entropy", "policy/clip_fraction", "kl/mean", "kl/coef",
+                    "mismatch/max", "mismatch/mean", "mismatch/k3", "mismatch/effective_sample_size",
+                    "packing/efficiency", "packing/imbalance", "reshard/bytes_moved", "reshard/bytes_aliased",
+                    "time/step", "time/reshard", "time/rollout", "time/reward", "time/old_logprobs",
+                    "time/ref_logprobs", "time/update"):
+            assert isinstance(record[key], int | float), key
+        assert record["policy/ratio_max_deviation"] == 0.0
+        assert 0 <= record["mismatch/max"] < 1e-3
+        assert record["mismatch/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
+        assert record["policy/grad_norm"] > 0
+    assert 0 < records[1]["kl/mean"] < records[2]["kl/mean"], "the policy leaves the reference, its initial self"
+    assert records[1]["tokens/prompt"] == 4 * sum(len(f"{a}+{a + 3}=") for a in _first_batch())
+    for name in ("config.yaml", "summary.json", "curves.png", "logs/rank0.log", "rollouts/step_1.jsonl",
+                 "checkpoints/latest/huggingface/model.safetensors"):
+        assert (one_rank / name).is_file(), name
+    assert list((one_rank / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def _first_batch() -> list[int]:
+    """Left operands of the first step's prompts."""
+    return next(PromptBatches(list(range(16)), 8, shuffle=True, seed=1))
+
+
+def test_saved_policy_is_a_transformers_model(one_rank: Path, task: Path) -> None:
+    """The last checkpoint loads in transformers and differs from the initial model."""
+    saved = transformers.AutoModelForCausalLM.from_pretrained(one_rank / "checkpoints/latest/huggingface")
+    initial = transformers.AutoModelForCausalLM.from_pretrained(task / "model")
+    gaps = [float((a - b).abs().max()) for a, b in zip(saved.parameters(), initial.parameters(), strict=True)]
+    assert 1e-4 < max(gaps) < 1e-1
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "dp", "rollout_tp"), LAYOUTS[1:])
+def test_layouts_train_alike(
+    task: Path, one_rank: Path, tmp_path: Path, vllm_imported: None, world: int, tp: int, pp: int, dp: int,
+    rollout_tp: int,
+) -> None:
+    """Two steps in any layout: the same rollouts, hence the same rewards, and the same numbers as one rank.
+
+    The tolerance is fp32 summation order through two Adam steps per step; a wrong denominator, seed or
+    shard is orders of magnitude above it.
+    """
+    run_dir = tmp_path / "run"
+    overrides = overrides_for(task, run_dir, *layout_overrides(tp, pp, rollout_tp))
+    assert run_ranks(train, world, overrides, timeout=150) == [None] * world
+    for mine, reference in zip(read_records(run_dir), read_records(one_rank), strict=True):
+        for key in ("reward/mean", "tokens/response", "validation/validation/accuracy"):
+            assert mine.get(key) == reference.get(key), key
+        for key in ("policy/loss", "policy/grad_norm", "policy/entropy", "kl/mean", "policy/clip_fraction"):
+            if key in reference:
+                assert mine[key] == pytest.approx(reference[key], abs=1e-4, rel=1e-4), key
+        assert mine.get("policy/ratio_max_deviation", 0.0) == 0.0
+    mine, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(d / "checkpoints/latest/huggingface")
+        for d in (run_dir, one_rank))
+    for (name, a), b in zip(mine.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0, msg=name)
+
+
+def test_same_seed_same_layout_is_bitwise_equal(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """Two runs of one recipe write identical records, timings aside."""
+    for name in ("a", "b"):
+        overrides = overrides_for(task, tmp_path / name, *layout_overrides(2, 1, 1))
+        assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    assert read_records(tmp_path / "a") == read_records(tmp_path / "b")
+
+
+def test_failing_reward_function_stops_every_rank(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """The error names prompt and exception on every rank; what was logged before is on disk."""
+    overrides = overrides_for(
+        task, tmp_path / "run", f"reward.function={task}/reward.py:broken", "data.validation_files=[]",
+        "data.shuffle=false", "data.train_batch_size=4", "trainer.total_steps=4")
+    errors = run_ranks(train, 2, overrides, timeout=150)
+    assert errors[0] == errors[1]
+    assert "ZeroDivisionError" in errors[0] and "prompt" in errors[0] and "7" in errors[0]
+    assert [r["step"] for r in read_records(tmp_path / "run")] == [1]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_existing_run_directory_is_refused_on_every_rank(
+    task: Path, one_rank: Path, vllm_imported: None
+) -> None:
+    """A second run in the directory of a first one ends with an error on all ranks, and changes nothing."""
+    before = (one_rank / "metrics.jsonl").read_bytes()
+    errors = run_ranks(train, 2, overrides_for(task, one_rank, *layout_overrides(2, 1, 1)), timeout=150)
+    assert errors[0] == errors[1] and str(one_rank) in errors[0]
+    assert (one_rank / "metrics.jsonl").read_bytes() == before
