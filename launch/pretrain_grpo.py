@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_grpo.py RECIPE.yaml [section.key=value ...]`."""
+"""Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_grpo.py RECIPE.yaml [key=value ...]`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune a policy on responses: `torchrun --nproc-per-node N launch/pretrain_sft.py RECIPE.yaml [section.key=value ...]`."""
+"""Fine-tune a policy on responses: `torchrun --nproc-per-node N launch/pretrain_sft.py RECIPE.yaml [key=value ...]`."""
 
 import sys
 from pathlib import Path

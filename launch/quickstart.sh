@@ -42,10 +42,11 @@ else
     python tools/make_toy_task.py "${TASK_ARGS[@]}"
 fi
 
-if compgen -G "$WARM_START_DIR/*.safetensors" >/dev/null; then
+if [[ -f $WARM_START_DIR/summary.json ]]; then
     echo "quickstart: warm start is in $WARM_START_DIR"
 else
     echo "quickstart: supervised warm start on $SFT_NPROC ranks"
+    rm -rf "$WARM_START_DIR"   # of a run that was cut off
     torchrun --standalone --nproc-per-node "$SFT_NPROC" launch/pretrain_sft.py "${SFT_ARGS[@]}"
 fi
 
@@ -53,7 +54,7 @@ echo "quickstart: GRPO on $NPROC ranks"
 torchrun --standalone --nproc-per-node "$NPROC" launch/pretrain_grpo.py "${GRPO_ARGS[@]}" "$@"
 
 if [[ -f $RUN_DIR/summary.json ]]; then
-    echo "quickstart: done; summary in $RUN_DIR/summary.json"
+    echo "quickstart: done; a look at $RUN_DIR/curves.png shows what was learned"
 else
     echo "quickstart: the run wrote no $RUN_DIR/summary.json (as expected with --help and --dry-run)"
 fi

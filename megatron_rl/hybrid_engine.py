@@ -67,7 +67,8 @@ class HybridEngine:
         plan = plan_reshard(
             [actor.placements(rank) for rank in ranks], [engine.placements(rank) for rank in ranks],
             ranks_per_node=process.ranks_per_node)
-        self._resharder = Resharder(plan, actor.params, engine.params, group, bucket_bytes)
+        dtype = next(iter(engine.params.values())).dtype
+        self._resharder = Resharder(plan, actor.params, engine.params, group, bucket_bytes, dtype)
         self._policy_version = -1
 
     @property

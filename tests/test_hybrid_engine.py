@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from distributed import run_ranks
 from small_models import make_hf_model
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
+from distributed import run_ranks
 from megatron_rl.config.schema import (
     ActorConfig,
     AlgorithmConfig,

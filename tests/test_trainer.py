@@ -17,10 +17,10 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from distributed import run_ranks
 from small_models import make_hf_model
 
 import megatron_rl.trainer as trainer_module  # noqa: F401 (heavy imports once, in the parent)
+from distributed import run_ranks
 from megatron_rl.config.loading import load_config
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.types import UserError

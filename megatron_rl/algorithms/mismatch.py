@@ -20,7 +20,8 @@ def sum_mismatch(
     d = (old_logprobs - rollout_logprobs)[loss_mask].double()
     w = d.exp()
     sums = {"abs": d.abs().sum(), "k3": (torch.expm1(d) - d).sum(), "w": w.sum(), "w2": w.square().sum()}
-    return {**{k: float(v) for k, v in sums.items()}, "tokens": float(d.numel())}, float(d.abs().max()) if len(d) else 0.0
+    maximum = float(d.abs().max()) if len(d) else 0.0
+    return {**{k: float(v) for k, v in sums.items()}, "tokens": float(d.numel())}, maximum
 
 
 def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:

@@ -181,7 +181,7 @@ def _collect(
     if group.rank() == 0:
         tensors = {name: torch.empty(size, dtype=some.dtype, device=some.device) for name, size in batch.items()}
     plan = plan_reshard(wanted, destination, ranks_per_node=len(source))
-    Resharder(plan, params, tensors, group, bucket_bytes).run()
+    Resharder(plan, params, tensors, group, bucket_bytes, some.dtype).run()
     return tensors
 
 

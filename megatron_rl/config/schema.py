@@ -75,7 +75,8 @@ class ActorConfig:
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
     ppo_mini_batch_size: int | None = option(
-        None, "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.", "prompts")
+        None, "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
+        "prompts")
     ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")

@@ -6,7 +6,7 @@ Settings that megatron-core only warns about, or gets wrong, are decided here:
 * interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 gives wrong numbers silently);
 * losses arrive already divided by a global denominator, so gradients are summed over microbatches and
   DP (`calculate_per_token_loss`) and never rescaled;
-* fused kernels that need apex or Transformer Engine are off unless Transformer Engine is used.
+* fused kernels that need apex are off.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RECOMPUTE: dict[str, dict[str, object]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+# Kernels of apex and Transformer Engine's fused ones; megatron-core switches some on by default.
+_UNFUSED = dict.fromkeys(
+    ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm",
+     "gradient_accumulation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"), False)
 
 
 def build_transformer_config(
@@ -42,11 +51,6 @@ def build_transformer_config(
         use_transformer_engine: the layer spec is made of Transformer Engine's modules.
     """
     is_interleaved = layout.vpp_size > 1
-    recompute: dict[str, object] = {}
-    if recompute_granularity == "selective":
-        recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-    elif recompute_granularity == "full":
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -82,12 +86,6 @@ def build_transformer_config(
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        **recompute,
+        **_UNFUSED,
+        **_RECOMPUTE[recompute_granularity],
     )

@@ -42,6 +42,7 @@ class Resharder:
         destination: this rank's destination parameters by name; written in place.
         group: group whose rank numbers the plan uses.
         bucket_bytes: bound on the staging memory of this rank per direction.
+        dtype: of every destination parameter; sources of another type are converted before they travel.
     """
 
     def __init__(
@@ -51,23 +52,24 @@ class Resharder:
         destination: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         bucket_bytes: int,
+        dtype: torch.dtype,
     ) -> None:
         rank = group.rank()
         self._source, self._destination, self._group = source, destination, group
         self._local = plan.local(rank)
-        some = next(iter(destination.values()), None)
-        if some is None:
-            some = next(iter(source.values()))
-        self._dtype, self._device = some.dtype, some.device
+        for name, tensor in destination.items():
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}; all destination parameters travel as {dtype}")
+        self._dtype, self._device = dtype, next(iter(source.values())).device
         # Every pair gets an equal share of the bound, the same on all ranks, so that both ends of a
         # pair cut their stream at the same places.
-        per_pair = max(1, bucket_bytes // some.element_size() // max(1, plan.max_peers()))
+        per_pair = max(1, bucket_bytes // dtype.itemsize // max(1, plan.max_peers()))
         self._sends = {peer: cut_into_buckets(ops, per_pair) for peer, ops in plan.sends(rank).items()}
         self._receives = {peer: cut_into_buckets(ops, per_pair) for peer, ops in plan.receives(rank).items()}
         self._num_rounds = max(map(len, (*self._sends.values(), *self._receives.values())), default=0)
         self.stats = ReshardStats(
-            bytes_moved=plan.moved_elements() * some.element_size(),
-            bytes_copied=plan.kept_elements() * some.element_size(),
+            bytes_moved=plan.moved_elements() * dtype.itemsize,
+            bytes_copied=plan.kept_elements() * dtype.itemsize,
         )
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ def reshard(
         plan = plan_reshard(source, destination, ranks_per_node=world_size)
         held = make_empty_shards(source[rank], dtype, PADDING_ROWS)
         filled = make_empty_shards(destination[rank], dtype, PADDING_ROWS)
-        resharder = Resharder(plan, held, filled, dist.group.WORLD, bucket_bytes)
+        resharder = Resharder(plan, held, filled, dist.group.WORLD, bucket_bytes, dtype)
         for seed in (1, 2):
             full = make_full_tensors(shape, dtype, seed)
             for name, tensor in cut_shards(source[rank], full, PADDING_ROWS).items():
@@ -104,14 +104,14 @@ def test_equal_layouts_copy_inside_the_rank() -> None:
         expected = cut_shards(tables[rank], make_full_tensors(shape))
         filled = make_empty_shards(tables[rank])
         plan = plan_reshard(tables, tables, ranks_per_node=world_size)
-        stats = Resharder(plan, expected, filled, dist.group.WORLD, 1 << 10).run()
+        stats = Resharder(plan, expected, filled, dist.group.WORLD, 1 << 10, torch.float32).run()
         return find_differences(filled, expected), stats.bytes_moved, len(rounds)
 
     assert run_ranks(copy, 2, timeout=60) == [([], 0, 0)] * 2
 
 
 def test_weights_are_converted_to_the_destinations_dtype() -> None:
-    """float32 training weights for a bfloat16 engine; every rank has a destination."""
+    """float32 training weights for a bfloat16 engine, on ranks with and without a destination."""
 
     def convert(rank: int, world_size: int) -> list[str]:
         shape = make_shape()
@@ -120,7 +120,7 @@ def test_weights_are_converted_to_the_destinations_dtype() -> None:
         full = make_full_tensors(shape)
         filled = make_empty_shards(destination[rank], torch.bfloat16)
         plan = plan_reshard(source, destination, ranks_per_node=world_size)
-        Resharder(plan, cut_shards(source[rank], full), filled, dist.group.WORLD, 1 << 10).run()
+        Resharder(plan, cut_shards(source[rank], full), filled, dist.group.WORLD, 1 << 10, torch.bfloat16).run()
         rounded = {name: tensor.bfloat16() for name, tensor in full.items()}
         return find_differences(filled, cut_shards(destination[rank], rounded))
 
@@ -140,7 +140,7 @@ def test_ranks_of_a_plan_are_those_of_its_group() -> None:
         plan = plan_reshard(source, destination, ranks_per_node=2)
         held = torch.nn.Parameter(torch.full((2,), float(rank)))
         filled = torch.nn.Parameter(torch.zeros(4))
-        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, 4).run()
+        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, 4, torch.float32).run()
         return filled.tolist()
 
     assert run_ranks(swap, 3, timeout=60) == [[], [0.0, 2.0, 2.0, 0.0], [0.0, 1.0, 1.0, 0.0]]

@@ -20,7 +20,8 @@ from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_toy_task.py"
-SMALL = ["--train", "60", "--validation", "12", "--max-operand", "9", "--layers", "1"]
+SMALL = ["--train", "60", "--validation", "12", "--max-operand", "9", "--layers", "1",
+         "--operations=+-"]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,22 @@ def test_rows_are_right_and_disjoint(task):
             pairs[-1].add(frozenset((int(left), int(right))))
     assert not pairs[0] & pairs[1]
     assert {row["prompt"][1] for row in train} == {"+", "-"}
+
+
+@pytest.mark.parametrize(("prompt", "slip"), [
+    ("37+45=", "72"), ("82+93=", "75"), ("5+99=", "94"), ("10+20=", "30"), ("42-17=", "35"), ("55-55=", "0")])
+def test_forgotten_carries(tool, prompt, slip):
+    assert tool.forget_carries(prompt) == slip
+
+
+@pytest.mark.parametrize(("rate", "right"), [(0.0, 1.0), (1.0, None)])
+def test_demonstrations_slip_as_often_as_asked(tool, task, rate, right):
+    """At the two ends; validation rows have no demonstration."""
+    arguments = json.loads((task / "task.json").read_text()) | {"slip_rate": rate}
+    train, validation = tool.make_prompts(arguments)
+    for row in train:
+        assert row["demonstration"] == (row["answer"] if right else tool.forget_carries(row["prompt"]))
+    assert all("demonstration" not in row for row in validation)
 
 
 def test_package_reads_the_task(task):
@@ -143,7 +160,8 @@ def test_bad_arguments(tool, tmp_path, capsys, arguments, message):
 
 @pytest.mark.parametrize("operations, prompts", [("+", r"\d\+\d="), ("-", r"\d-\d=")])
 def test_single_operations(tool, operations, prompts):
-    task = {"train": 20, "validation": 5, "seed": 1, "max_operand": 9, "operations": operations}
+    task = {"train": 20, "validation": 5, "seed": 1, "max_operand": 9, "operations": operations,
+            "slip_rate": 0.5}
     for rows in tool.make_prompts(task):
         assert all(re.fullmatch(prompts, row["prompt"]) for row in rows)
     assert len(tool.train_tokenizer(operations)) > 0

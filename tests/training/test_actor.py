@@ -8,6 +8,8 @@ Not covered: CUDA, Transformer Engine, context parallelism.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +67,17 @@ WEIGHT_TOLERANCE = 5e-5
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    result = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, path in result.items():
-        save_tiny_model(path, family)
-    return result
+    return {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(paths: dict[str, Path]) -> dict[str, torch.nn.Module]:
+    """The saved models in transformers; to be copied before they are trained."""
+    return {family: save_tiny_model(path, family) for family, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
-def single(paths: dict[str, Path]) -> dict[str, Measured]:
+def single(paths: dict[str, Path], models: dict[str, torch.nn.Module]) -> dict[str, Measured]:
     """The runs on one rank, with which the others are compared."""
     return {family: train(Case(), path) for family, path in paths.items()}
 
@@ -90,9 +95,11 @@ def assert_same(found: Measured, expected: Measured) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_equals_transformers_and_adamw(family: str, single: dict[str, Measured], tmp_path: Path) -> None:
+def test_one_rank_equals_transformers_and_adamw(
+    family: str, single: dict[str, Measured], models: dict[str, torch.nn.Module]
+) -> None:
     """GRPO with clipping, KL, entropy bonus, gradient clipping, warm-up and weight decay, written out independently."""
-    expected = train_with_transformers(save_tiny_model(tmp_path, family))
+    expected = train_with_transformers(copy.deepcopy(models[family]))
     first, second = single[family].metrics
     assert first["policy/grad_norm"] > 0.5 < second["policy/grad_norm"], "gradient clipping must act"
     assert second["policy/clip_fraction"] > 0.1 and first["kl/mean"] > 0.1, "every term must act"
@@ -127,8 +134,7 @@ def test_minibatch_with_fewer_rollouts_than_ranks(layout: str, paths: dict[str, 
     """Two minibatches, of seven and of one rollout: some ranks get padding only, and take part all the same."""
     minibatches = ((0, 1, 2, 3, 4, 5, 6), (7,))
     expected = train(Case(minibatches=minibatches), paths["qwen2"])
-    case = LAYOUTS[layout]
-    found = train(Case(case.world_size, case.sizes, case.actor, minibatches=minibatches), paths["qwen2"])
+    found = train(replace(LAYOUTS[layout], minibatches=minibatches), paths["qwen2"])
     assert_same(found, expected)
 
 
@@ -147,8 +153,7 @@ def test_bfloat16_trains_like_float32(layout: str, single: dict[str, Measured], 
     still exactly 1: the same kernels ran on the same numbers. Not compared: the second update, where rounding decides
     whether a token near the clip boundary has a gradient at all.
     """
-    case = LAYOUTS[layout]
-    found = train(Case(case.world_size, case.sizes, case.actor, dtype="bfloat16"), paths["qwen3"])
+    found = train(replace(LAYOUTS[layout], dtype="bfloat16"), paths["qwen3"])
     expected = single["qwen3"]
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
     assert max((a - b).abs().max() for a, b in zip(found.before, expected.before, strict=True)) < 0.05
@@ -215,14 +220,14 @@ def _train_on_responses(rank: int, world_size: int, case: Case, path: Path, step
 
 @pytest.mark.parametrize("layout", ["single", "tp2-pp2-sp", "dp2"])
 def test_sft_starts_at_the_likelihood_of_transformers_and_lowers_it(
-    layout: str, paths: dict[str, Path], tmp_path: Path
+    layout: str, paths: dict[str, Path], models: dict[str, torch.nn.Module]
 ) -> None:
-    """Does not cover how far it gets: ten updates with a warm-up of two."""
+    """Does not cover how far it gets: six updates with a warm-up of two."""
     with torch.no_grad():
-        scores = [logprobs for logprobs, _ in score_with_transformers(save_tiny_model(tmp_path, "qwen2"))]
+        scores = [logprobs for logprobs, _ in score_with_transformers(models["qwen2"])]
     expected = -sum(w * x[NUM_PROMPT_TOKENS - 1 :].sum().item() for w, x in zip(WEIGHTS, scores, strict=True))
     case = LAYOUTS.get(layout, Case())
-    ranks = run_ranks(_train_on_responses, case.world_size, case, paths["qwen2"], 10, timeout=60)
+    ranks = run_ranks(_train_on_responses, case.world_size, case, paths["qwen2"], 6, timeout=60)
     assert all(found == ranks[0] for found in ranks)
     losses = [m["sft/loss"] for m in ranks[0]]
     assert losses[0] == pytest.approx(expected, rel=1e-6)
@@ -243,7 +248,7 @@ def _train_on_zero_advantages(rank: int, world_size: int, case: Case, path: Path
 def test_zero_gradient_leaves_weight_decay_of_matrices(layout: str, family: str, paths: dict[str, Path]) -> None:
     """Matrices shrink by 1 - lr * weight_decay with the warmed-up lr of step 1; norms and biases keep their bits."""
     case = LAYOUTS.get(layout, Case())
-    case = Case(case.world_size, case.sizes, case.actor | dict(lr=0.1, weight_decay=0.5))
+    case = replace(case, actor=case.actor | dict(lr=0.1, weight_decay=0.5))
     ranks = run_ranks(_train_on_zero_advantages, case.world_size, case, paths[family], timeout=60)
     before, after = (merge_weights([r[i] for r in ranks], paths[family]) for i in (0, 1))
     assert ranks[0][2]["policy/grad_norm"] == 0.0 and ranks[0][2]["policy/loss"] == 0.0
@@ -261,10 +266,12 @@ def _score_at_temperature(rank: int, world_size: int, case: Case, path: Path) ->
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2"])
-def test_temperature_divides_the_logits(layout: str, paths: dict[str, Path], tmp_path: Path) -> None:
-    case = Case(LAYOUTS.get(layout, Case()).world_size, LAYOUTS.get(layout, Case()).sizes, temperature=0.6)
+def test_temperature_divides_the_logits(
+    layout: str, paths: dict[str, Path], models: dict[str, torch.nn.Module]
+) -> None:
+    case = replace(LAYOUTS.get(layout, Case()), temperature=0.6)
     with torch.no_grad():
-        expected = [logp for logp, _ in score_with_transformers(save_tiny_model(tmp_path, "llama"), temperature=0.6)]
+        expected = [logp for logp, _ in score_with_transformers(models["llama"], temperature=0.6)]
     for found in run_ranks(_score_at_temperature, case.world_size, case, paths["llama"], timeout=60):
         for i, logprobs in found.items():
             torch.testing.assert_close(logprobs, expected[i], rtol=0, atol=LOGPROB_TOLERANCE)
