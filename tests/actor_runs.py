@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_models import VOCAB_SIZE, draw_tokens
 
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
@@ -25,6 +24,7 @@ from megatron_rl.parallel.layout import Coordinates, ParallelLayout
 from megatron_rl.training.actor import Actor
 from megatron_rl.weights.families import load_model_shape
 from megatron_rl.weights.placement import box_slices
+from tiny_models import VOCAB_SIZE, draw_tokens
 
 LENGTHS = [10, 7, 23, 5, 16, 9, 12, 30]
 NUM_PROMPT_TOKENS = 3

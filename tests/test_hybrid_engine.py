@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from small_models import make_hf_model
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -38,6 +37,7 @@ from megatron_rl.roles import ModelInputs, build_actor, build_hybrid_engine, sav
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.types import Prompt
 from megatron_rl.weights.families import load_model_shape
+from tiny_models import ENGINE_SIZES, save_tiny_model
 
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=12, stop_token_ids=(2,))
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=12, stop_token_ids=(2,))
@@ -118,22 +118,22 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
 
 
 CASES = [
-    ("vllm", "qwen2", True, 1, {}, 1),
-    ("vllm", "qwen2", True, 4, {"tp_size": 2, "pp_size": 2}, 1),
-    ("vllm", "qwen3", False, 4, {"tp_size": 2}, 2),
-    ("vllm", "llama", False, 2, {"pp_size": 2}, 2),
-    ("vllm", "qwen2", False, 4, {"pp_size": 2}, 4),  # more engine ranks than KV heads: replicated
-    ("hf", "qwen2", True, 2, {"tp_size": 2}, 1),
+    ("vllm", "qwen2", 1, {}, 1),
+    ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    ("vllm", "qwen3", 4, {"tp_size": 2}, 2),
+    ("vllm", "llama", 2, {"pp_size": 2}, 2),
+    ("vllm", "qwen2", 4, {"pp_size": 2}, 4),  # more engine ranks than KV heads: replicated
+    ("hf", "qwen2", 2, {"tp_size": 2}, 1),
 ]
 
 
-@pytest.mark.parametrize(("engine", "family", "tied", "world", "layout", "rollout_tp"), CASES)
+@pytest.mark.parametrize(("engine", "family", "world", "layout", "rollout_tp"), CASES)
 def test_engine_speaks_for_the_actor(
-    tmp_path: Path, vllm_imported: None, engine: str, family: str, tied: bool, world: int,
-    layout: dict[str, int], rollout_tp: int,
+    tmp_path: Path, vllm_imported: None, engine: str, family: str, world: int, layout: dict[str, int],
+    rollout_tp: int,
 ) -> None:
     """Greedy tokens equal transformers' before and after an optimizer step (a stale cache or bucket shows)."""
-    make_hf_model(tmp_path / "model", family, tied=tied)
+    save_tiny_model(tmp_path / "model", family, **ENGINE_SIZES)
     results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, engine, timeout=150)
     before, after = reference_tokens(tmp_path / "model"), reference_tokens(tmp_path / "updated")
     assert before != after, "the optimizer step must change what is generated, or this test shows nothing"
@@ -155,7 +155,7 @@ def test_samples_do_not_depend_on_the_layout(tmp_path: Path, vllm_imported: None
 
     Not covered: nearly equal probabilities, where fp32 rounding of another batch composition could tip a sample.
     """
-    make_hf_model(tmp_path / "model", "qwen2", tied=True)
+    save_tiny_model(tmp_path / "model", "qwen2", **ENGINE_SIZES)
     one = run_ranks(work, 1, tmp_path / "model", {}, 1, "vllm", timeout=150)[0]["sampled"]
     four = run_ranks(work, 4, tmp_path / "model", {"tp_size": 2, "pp_size": 2}, 1, "vllm", timeout=150)[0]["sampled"]
     assert one == four

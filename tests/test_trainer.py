@@ -17,13 +17,13 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from small_models import make_hf_model
 
 import megatron_rl.trainer as trainer_module  # noqa: F401 (heavy imports once, in the parent)
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.types import UserError
+from tiny_models import ENGINE_SIZES, save_tiny_model
 
 LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
     (1, 1, 1, 1, 1),
@@ -48,8 +48,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         input=str(corpus), model_prefix=str(directory / "tokenizer"), model_type="char", vocab_size=16,
         add_dummy_prefix=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, hard_vocab_limit=False)
     vocab = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).vocab_size()
-    model = make_hf_model(directory / "model", "qwen2", tied=True, vocab_size=vocab, num_hidden_layers=2)
-    del model
+    save_tiny_model(directory / "model", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2)
     (directory / "model" / "tokenizer.model").write_bytes((directory / "tokenizer.model").read_bytes())
     # Any digit is worth something, so that rewards differ inside a group.
     (directory / "reward.py").write_text(

@@ -23,6 +23,12 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+# head_dim 32 is the smallest that vLLM's CPU attention serves.
+ENGINE_SIZES: dict[str, Any] = dict(
+    hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
 def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 10000.0, **changes: Any) -> PreTrainedModel:
     """Write a random model in HF format and return it, float32 in evaluation mode.
 

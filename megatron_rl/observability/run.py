@@ -88,7 +88,11 @@ class Run:
         """Close the sinks; write the summary and the curves and say where they are."""
         self._sink.close()
         if self.is_writer:
-            self.log.info("summary: %s", write_summary(self.dir))
+            summary = write_summary(self.dir)
+            for name, course in json.loads(summary.read_text())["validation"].items():
+                self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, course["first"],
+                              course["first_step"], course["last"], course["last_step"], course["best"])
+            self.log.info("summary: %s", summary)
             self.log.info("curves:  %s", plot_curves(self.dir))
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class TrainableModel:
         Raises:
             FloatingPointError: the gradient norm is not finite (the same on every rank).
         """
-        # Before the update, so that step k of a W-step warm-up uses lr * k / W and none uses lr 0.
+        # Before the update, so that step k of a W-step warm-up uses lr * k / W (the first is not lost on lr 0).
         # The schedule also applies the per-group weight decay multipliers.
         self.scheduler.step(increment=1)
         succeeded, grad_norm, _ = self.optimizer.step()

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from distributed import run_ranks
@@ -28,6 +27,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape, load_model_shape
 from megatron_rl.weights.placement import box_volume
+from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILE = 10_000  # bytes; the models below are 40 to 50 kB

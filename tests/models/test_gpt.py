@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, ModelConfig
@@ -29,6 +28,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.policy import Policy
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import load_model_shape
+from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
 LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]
 MODELS: dict[str, dict[str, Any]] = {

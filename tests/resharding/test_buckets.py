@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shards import count_writes
 
 from megatron_rl.resharding.buckets import bucket_elements, cut_into_buckets, split_op
 from megatron_rl.resharding.planner import TransferOp
 from megatron_rl.weights.placement import box_shape
+from shards import count_writes
 
 
 @st.composite

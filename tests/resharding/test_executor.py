@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from distributed import run_ranks
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding import executor
+from megatron_rl.resharding.executor import Resharder
+from megatron_rl.resharding.planner import plan_reshard
+from megatron_rl.weights.placement import Placement, rows
 from shards import (
     cut_shards,
     find_differences,
@@ -18,13 +25,6 @@ from shards import (
     place_on_rank_0,
     place_vllm,
 )
-
-from distributed import run_ranks
-from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding import executor
-from megatron_rl.resharding.executor import Resharder
-from megatron_rl.resharding.planner import plan_reshard
-from megatron_rl.weights.placement import Placement, rows
 
 PADDING_ROWS = 3
 PAIRS = {

@@ -9,6 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.planner import ReshardPlan, TransferOp, plan_reshard
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, rows
 from shards import (
     count_writes,
     cut_shards,
@@ -21,11 +26,6 @@ from shards import (
     place_on_rank_0,
     place_vllm,
 )
-
-from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import ReshardPlan, TransferOp, plan_reshard
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, rows
 
 Tables = list[list[Placement]]
 WORLD = 8

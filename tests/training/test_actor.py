@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from actor_runs import (
     ALGORITHM,
     LENGTHS,
@@ -31,10 +32,9 @@ from actor_runs import (
     train,
     train_with_transformers,
 )
-from tiny_models import save_tiny_model
-
 from distributed import run_ranks
 from megatron_rl.config.schema import AlgorithmConfig
+from tiny_models import save_tiny_model
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actor_runs import ALGORITHM, Case, build_actor, build_batch
-from tiny_models import save_tiny_model
 
+from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
+from tiny_models import save_tiny_model
 
 MAX_LR, MIN_LR, WARMUP, TOTAL = 1e-3, 1e-4, 2, 6
 

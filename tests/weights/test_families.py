@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from shards import make_shape
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, load_model_shape, model_shape_from_config
+from shards import make_shape
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES: dict[str, Any] = dict(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import count_writes, cut_shards, make_full_tensors, make_shape
 
 from distributed import run_ranks
 from megatron_rl.models.gpt import build_gpt_stages
@@ -24,6 +23,7 @@ from megatron_rl.weights.megatron_layout import (
     stage_layers,
 )
 from megatron_rl.weights.placement import Placement, box_shape, check_placements
+from shards import count_writes, cut_shards, make_full_tensors, make_shape
 
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}), ("qwen2", dict(tied_embeddings=True)), ("qwen3", dict(head_dim=6, tied_embeddings=True)),

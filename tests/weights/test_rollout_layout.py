@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from shards import count_writes, cut_shards, find_differences, make_full_tensors, make_shape
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import box_shape, check_placements
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, huggingface_placements, vllm_placements
+from shards import count_writes, cut_shards, find_differences, make_full_tensors, make_shape
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", dict(num_kv_heads=8)), ("llama", {}), ("qwen2", dict(num_kv_heads=2)),

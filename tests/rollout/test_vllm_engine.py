@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our in-process vLLM relies on. Its outputs are compared in tests/test_hybrid_engine.py."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.rollout.engine import ENGINES, EngineSpec, build_engine
+from megatron_rl.rollout.vllm_engine import (
+    CPU_HEAD_DIMS,
+    PATCHED_NAMES,
+    _check_device_limits,
+    _cpu_cache_bytes,
+    prepare_vllm,
+)
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+SHAPE = ModelShape(
+    family="qwen2", num_layers=4, hidden_size=128, ffn_hidden_size=192, num_heads=4, num_kv_heads=2, head_dim=32,
+    vocab_size=517, tied_embeddings=True, qkv_bias=True, qk_norm=False, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_position_embeddings=256)
+SPEC = EngineSpec(
+    model_path="", shape=SHAPE, dtype="float32", max_prompt_length=40, max_response_length=24,
+    config=RolloutConfig(max_num_seqs=8), process=Process(0, 1, 0, 1, torch.device("cpu")), seed=0)
+
+
+@pytest.mark.parametrize("module", PATCHED_NAMES)
+def test_patched_names_exist(module: str, vllm_imported: None) -> None:
+    """A vLLM upgrade that renames them fails here, by name, and not in a training run."""
+    for name in PATCHED_NAMES[module]:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone"
+
+
+def test_reached_names_exist(vllm_imported: None) -> None:
+    """Names that are reached into without a patch; the chain from LLM to the model runs in test_hybrid_engine."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
+    assert hasattr(WorkerBase, "get_model")
+
+
+def test_prepare_is_idempotent_and_keeps_process_groups(vllm_imported: None) -> None:
+    """After it, vLLM's clean-up is ours, which does nothing, and CPU linears keep their weight."""
+    prepare_vllm(torch.device("cpu"))
+    from vllm.model_executor.layers import utils
+    from vllm.v1.engine import core
+
+    assert core.cleanup_dist_env_and_memory() is None
+    layer = torch.nn.Linear(3, 2)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.weight.numel() == 6 and layer.cpu_linear is torch.nn.functional.linear
+
+
+def test_unsupported_head_dim_is_refused_on_cpu() -> None:
+    """vLLM itself would fail at the first generate."""
+    spec = replace(SPEC, shape=replace(SHAPE, head_dim=16))
+    assert 16 not in CPU_HEAD_DIMS
+    with pytest.raises(UserError, match="head_dim 16"):
+        _check_device_limits(spec)
+
+
+def test_cache_holds_the_configured_number_of_sequences() -> None:
+    """64 tokens in 2 blocks of 32, 9 sequences, 4 layers x (k, v) x 2 heads x 32 x 4 bytes; at least 4 MiB."""
+    assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(max_num_seqs=127))) == 64 * 128 * 4 * 2 * 2 * 32 * 4
+    assert _cpu_cache_bytes(SPEC) == 4 << 20
+    assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"engine": "vlm"}, "unknown rollout engine 'vlm'"),
+    ({"tensor_model_parallel_size": 3}, "rollout.tensor_model_parallel_size 3"),
+])
+def test_engine_that_cannot_be_built(change: dict[str, object], message: str) -> None:
+    """The name and the layout are checked before anything is imported."""
+    with pytest.raises(UserError, match=message):
+        build_engine(replace(SPEC, config=replace(SPEC.config, **change)))
+    assert set(ENGINES) == {"vllm", "hf"}
