@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM inside the training processes (`external_launcher`), on GPU and on CPU. The only file that imports vllm.
 
-Six things that in-process vLLM needs (each guarded by a test):
+What in-process vLLM needs (each guarded by a test):
 
 * torch.distributed is initialised before, else world > tp breaks;
 * its shutdown must not destroy the job's process groups;
 * on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
 * on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a
   killed run, or a second one on the host, makes the next engine fail; torch.distributed serves;
+* on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
 * it must not reseed or advance the trainer's random numbers;
 * the prefix cache is dropped after every weight update.
 
@@ -16,6 +17,7 @@ Six things that in-process vLLM needs (each guarded by a test):
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -132,6 +134,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         # Two sampler helpers use torch.compile even in eager mode: seconds per start, and a compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         torch._dynamo.config.disable = True
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     import vllm
     from vllm.v1.engine import core
 
@@ -148,6 +151,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
         utils.dispatch_cpu_unquantized_gemm = use_plain_linear
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None
     return vllm
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ def test_reached_names_exist(vllm_imported: None) -> None:
 
     assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
     assert hasattr(WorkerBase, "get_model")
+    assert "init_cpu_memory_env" in vars(torch.ops._C), "cpu_worker calls it by this name; ours does nothing"
+    assert "init_cpu_memory_env" in Path(importlib.import_module("vllm.v1.worker.cpu_worker").__file__).read_text()
 
 
 def test_prepare_is_idempotent_and_keeps_process_groups(vllm_imported: None) -> None:
