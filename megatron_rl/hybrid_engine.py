@@ -4,27 +4,32 @@
     with hybrid.rollout_mode():            # weights: Megatron TP/PP/DP -> engine TP, shard to shard
         groups = hybrid.generate(prompts, ...)
 
-The plan is made once from the two placement tables; entering the mode executes it and drops what the
-engine computed with older weights.
+Where the two layouts agree on a parameter, the engine uses the actor's own storage and nothing moves.
+The rest is planned once from the two placement tables; entering the mode executes the plan, certifies
+that both sides hold the same bits, and drops what the engine computed with older weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.schema import HybridConfig
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, gather_arrays
+from megatron_rl.parallel.collectives import Process, gather_arrays, reduce_scalars
+from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.executor import Resharder, ReshardStats
-from megatron_rl.resharding.planner import plan_reshard
+from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.rollout.engine import Generation, RolloutEngine
 from megatron_rl.rollout.sampling import SamplingConfig, derive_seed
 from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement
 
 _FINISH_REASONS = ("stop", "length")
@@ -33,15 +38,23 @@ _FINISH_REASONS = ("stop", "length")
 class WeightSource(Protocol):
     """What the engine needs of an actor."""
 
+    shape: ModelShape
     params: Mapping[str, torch.Tensor]
+    padded_params: tuple[str, ...]
     policy_version: int
+
+    def release_training_memory(self) -> None:
+        """Give back what generation does not need; training takes it back by itself."""
+
+    def shard_key(self, rank: int) -> Hashable:
+        """Ranks with equal keys have equal placement tables."""
 
     def placements(self, rank: int) -> list[Placement]:
         """Placement table of any rank of the job."""
 
 
 class HybridEngine:
-    """The actor's weights in an in-process rollout engine.
+    """The actor's weights in an in-process rollout engine; building it is collective.
 
     Args:
         actor: whose weights are used.
@@ -49,44 +62,91 @@ class HybridEngine:
         engine_tp_size: ranks per engine.
         process: this rank.
         group: all ranks of the job.
-        bucket_bytes: bound on the staging memory of one reshard.
+        config: transport, bucket size, verification.
         run_seed: seed of the run, see `derive_seed`.
-        timers: count the phases "reshard" and "rollout".
+        timers: count the phases "reshard", "verify" and "rollout".
     """
 
     def __init__(
         self, actor: WeightSource, engine: RolloutEngine, *, engine_tp_size: int, process: Process,
-        group: dist.ProcessGroup, bucket_bytes: int, run_seed: int, timers: PhaseTimers,
+        group: dist.ProcessGroup, config: HybridConfig, run_seed: int, timers: PhaseTimers,
     ) -> None:
         self._actor, self._engine, self._group, self._run_seed = actor, engine, group, run_seed
-        self._timers = timers
+        self._timers, self._verify = timers, config.verify
         self._num_engines = process.world_size // engine_tp_size
         self._engine_index, self._engine_rank = divmod(process.rank, engine_tp_size)
         self._engine_tp_size = engine_tp_size
-        ranks = range(process.world_size)
-        plan = plan_reshard(
-            [actor.placements(rank) for rank in ranks], [engine.placements(rank) for rank in ranks],
-            ranks_per_node=process.ranks_per_node)
-        dtype = next(iter(engine.params.values())).dtype
-        self._resharder = Resharder(plan, actor.params, engine.params, group, bucket_bytes, dtype)
+        self._resharder = self._build_resharder(process, config)
+        self._certificate = self._build_certificate(process)
+        self.reshard_stats = self._total_stats()
         self._policy_version = -1
+        self.verified_tensors = 0
+
+    def _build_resharder(self, process: Process, config: HybridConfig) -> Resharder:
+        """Plan what is not borrowed, and make it ready."""
+        actor, engine = self._actor, self._engine
+        borrowed: list[frozenset[str]] = [frozenset()] * process.world_size
+        dist.all_gather_object(borrowed, engine.borrowed, group=self._group)
+        destination = group_shards(
+            lambda rank: [p for p in engine.placements(rank) if p.param not in borrowed[rank]],
+            lambda rank: (engine.shard_key(rank), borrowed[rank]), process.world_size)
+        source = group_shards(actor.placements, actor.shard_key, process.world_size)
+        plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
+        return Resharder(
+            plan, actor.params, engine.params, self._group, dtype=self._dtype, bucket_bytes=config.bucket_bytes,
+            transport=config.transport, ranks_per_node=process.ranks_per_node)
 
     @property
-    def reshard_stats(self) -> ReshardStats:
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._engine.params.values())).dtype
+
+    @property
+    def transport(self) -> str:
+        """How pieces cross between ranks: pull, buckets, or pull+buckets."""
+        return self._resharder.transport
+
+    def _build_certificate(self, process: Process) -> Certificate:
+        actor, engine, rank = self._actor, self._engine, process.rank
+        first = rank - self._engine_rank
+        source = count_once([actor.placements(r) for r in range(process.world_size)], rank)
+        destination = count_once(
+            [engine.placements(r) for r in range(first, first + self._engine_tp_size)], self._engine_rank)
+        padded = [name for name in actor.params if name.endswith(actor.padded_params)]
+        return Certificate(
+            actor.shape.logical_tensors(), Side(actor.params, source, padded),
+            Side(engine.params, destination, [name for name in engine.padded_params if name in engine.params]),
+            dtype=self._dtype, num_engines=self._num_engines, engine=self._engine_index, group=self._group)
+
+    def _total_stats(self) -> ReshardStats:
         """Bytes of one reshard, all ranks together."""
-        return self._resharder.stats
+        mine = asdict(self._resharder.stats)
+        mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.borrowed)
+        total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+        return ReshardStats(**{name: int(value) for name, value in total.items()})
 
     def reshard(self) -> None:
-        """Write the actor's current weights into the engine; collective."""
+        """Write the actor's current weights into the engine and verify them; collective.
+
+        Raises:
+            CertificateError: the engine does not hold the actor's weights; names tensor, rank and box.
+        """
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
             self._resharder.run()
+            if self._verify != "off":
+                with self._timers.phase("verify"):
+                    self.verified_tensors = self._certificate.verify(sample=self._verify == "sample")
             self._engine.end_weight_update()
         self._policy_version = self._actor.policy_version
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:
-        """Reshard, lend the engine, and put it to sleep afterwards; collective."""
+        """Reshard, lend the engine, and put it to sleep afterwards; collective.
+
+        Training memory is given back before the engine takes its own, and the engine sleeps before
+        training takes it back, so that the peak is that of one mode, not of both.
+        """
+        self._actor.release_training_memory()
         self.reshard()
         try:
             yield self

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
@@ -25,12 +26,15 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, raise_together, share_object
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.resharding.planner import group_shards
 from megatron_rl.rewards.scoring import RewardFunction, build_reward_function
 from megatron_rl.rollout.engine import EngineSpec, build_engine
 from megatron_rl.training.actor import Actor
-from megatron_rl.training.policy import Policy
+from megatron_rl.training.reference import Reference
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape, load_model_shape
+from megatron_rl.weights.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
         world_size, tp_size=actor.tensor_model_parallel_size, pp_size=actor.pipeline_model_parallel_size,
         vpp_size=actor.virtual_pipeline_model_parallel_size or 1, cp_size=actor.context_parallel_size,
         ep_size=actor.expert_model_parallel_size)
-    shape.check_training_layout(layout.tp_size, layout.pp_size, layout.vpp_size)
+    shape.check_training_layout(
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=actor.sequence_parallel)
     check_checkpoint(config.model.path, shape)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > shape.max_position_embeddings:
@@ -119,28 +124,33 @@ def build_actor(
         total_optimizer_steps=total_optimizer_steps)
 
 
-def build_reference(config: RunConfig, inputs: ModelInputs, groups: ParallelGroups) -> Policy | None:
+def build_reference(config: RunConfig, inputs: ModelInputs, groups: ParallelGroups) -> Reference | None:
     """The frozen model of the KL term in the actor's layout, or None when no term needs it."""
     if config.algorithm.kl_coef == 0:
         return None
-    reference = Policy(
+    return Reference(
         config.model, config.actor, inputs.shape, groups, path=config.reference.path or config.model.path,
-        temperature=config.rollout.temperature, seed=config.trainer.seed)
-    reference.stages.requires_grad_(False)
-    return reference
+        temperature=config.rollout.temperature, seed=config.trainer.seed, offload=config.reference.offload)
 
 
 def build_hybrid_engine(
     config: RunConfig, inputs: ModelInputs, actor: Actor, process: Process, timers: PhaseTimers
 ) -> HybridEngine:
     """The rollout engine with the plan that brings the actor's weights into it; collective."""
+
+    def lend(wanted: list[Placement]) -> dict[str, torch.Tensor]:
+        if not config.hybrid.alias_weights:
+            return {}
+        pairs = find_aliases(actor.placements(process.rank), wanted)
+        return {name: actor.params[owned] for name, owned in pairs.items()}
+
     engine = build_engine(EngineSpec(
         model_path=config.model.path, shape=inputs.shape, dtype=config.model.dtype,
         max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
-        config=config.rollout, process=process, seed=config.trainer.seed))
+        config=config.rollout, process=process, seed=config.trainer.seed, lend=lend))
     return HybridEngine(
         actor, engine, engine_tp_size=config.rollout.tensor_model_parallel_size, process=process,
-        group=dist.group.WORLD, bucket_bytes=int(config.rollout.reshard_bucket_mib * (1 << 20)),
+        group=dist.group.WORLD, config=config.hybrid,
         run_seed=config.trainer.seed, timers=timers)
 
 
@@ -167,6 +177,6 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Run:
 def save_actor(directory: Path, config: RunConfig, actor: Actor) -> None:
     """Write the actor in HF format, with the tokenizer and config of `model.path`; collective."""
     save_huggingface(
-        directory, actor.shape, [actor.placements(rank) for rank in range(actor.groups.layout.world_size)],
+        directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
         actor.params, side_files_from=config.model.path, group=actor.groups.world,
-        bucket_bytes=int(config.rollout.reshard_bucket_mib * (1 << 20)))
+        bucket_bytes=config.hybrid.bucket_bytes)

@@ -8,6 +8,7 @@ belong to a DP rank, and its TP and PP ranks hold the same ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from megatron_rl.experience import (
     rollouts_of,
     score_groups,
 )
-from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.collectives import init_distributed, memory_in_use
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles import (
     GrpoInputs,
@@ -58,6 +59,7 @@ class GrpoTrainer:
         self.process = init_distributed(config.trainer.timeout_minutes)
         self.run = open_run(config, recipe, plan.total_steps)
         timers = self.run.timers
+        timers.memory_probe = partial(memory_in_use, self.process.device)
         groups = build_groups(inputs.model.layout)
         actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps)
         reference = build_reference(config, inputs.model, groups)
@@ -78,7 +80,7 @@ class GrpoTrainer:
             batch = self.pack(groups)
             batch.old_logprobs = self.actor.compute_logprobs(batch)
             if self.reference:
-                batch.ref_logprobs = self.reference.compute_logprobs(batch)
+                batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
             batch.advantages = compute_advantages(groups, batch, algorithm)
             for _ in range(self.plan.ppo_epochs):
                 for minibatch in batch.minibatches():
@@ -95,6 +97,10 @@ class GrpoTrainer:
             self.actor.transformer_impl, self.process.device)
         say("rollout: %s, %d engine(s) of tp=%d", self.config.rollout.engine, self.plan.num_engines,
             self.plan.rollout_tp_size)
+        stats = self.hybrid.reshard_stats
+        say("weights: transport %s; per switch %s bytes moved, %s copied inside a rank, %s aliased; verify %s",
+            self.hybrid.transport, f"{stats.bytes_moved:,}", f"{stats.bytes_copied:,}", f"{stats.bytes_aliased:,}",
+            self.config.hybrid.verify)
         say("prompts: %d (%d truncated, %d dropped)", len(train.prompts), train.num_truncated, train.num_dropped)
         for line in self.plan.formulas():
             say("  %s", line)
@@ -165,6 +171,7 @@ class GrpoTrainer:
             "reshard/bytes_moved": stats.bytes_moved,
             "reshard/bytes_copied": stats.bytes_copied,
             "reshard/bytes_aliased": stats.bytes_aliased,
+            "reshard/verified_tensors": self.hybrid.verified_tensors,
         })
         rollouts = rollouts_of(groups)
         self.run.write_rollouts(step, [rollout_row(r) for r in (rollouts if limit < 0 else rollouts[:limit])])

@@ -22,7 +22,8 @@ from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
 from megatron_rl.training.actor import Actor
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.experts import split_huggingface_experts
+from megatron_rl.weights.families import load_model_shape, model_shape_from_config
 from megatron_rl.weights.placement import box_slices
 from tiny_models import VOCAB_SIZE, draw_tokens
 
@@ -201,7 +202,9 @@ def train_with_transformers(model: torch.nn.Module) -> Measured:
             group["lr"] = ACTOR["lr"] * step / ACTOR["lr_warmup_steps"]
         metrics.append(_step_with_transformers(model, optimizer, before))
         if step == 1:
-            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+            shape = model_shape_from_config(model.config.to_dict(), source="the model")
+            weights = split_huggingface_experts(
+                shape, {name: p.detach().clone() for name, p in model.named_parameters()})
     with torch.no_grad():
         after = [logprobs for logprobs, _ in score_with_transformers(model)]
     return Measured(before, after, metrics, weights, num_microbatches=len(LENGTHS))

@@ -27,6 +27,8 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         tied_embeddings=False, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=64,
         qkv_bias=FAMILIES[family].qkv_bias, qk_norm=FAMILIES[family].qk_norm,
     )
+    if FAMILIES[family].experts:
+        sizes |= dict(num_experts=4, experts_per_token=2, normalizes_shares=True)
     return ModelShape(family=family, **(sizes | changes))
 
 
@@ -89,11 +91,11 @@ def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.
 
 def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[Placement]]:
     """Tables of all ranks that train with this layout."""
-    ranks = map(layout.coordinates, range(layout.world_size))
+    ranks = map(layout.expert_coordinates, range(layout.world_size))
     return [
         megatron_placements(
             shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp,
-            vpp_size=layout.vpp_size)
+            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at.ep)
         for at in ranks
     ]
 

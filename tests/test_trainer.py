@@ -88,9 +88,10 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl without what depends on the clock."""
+    """Records of metrics.jsonl without what depends on the clock and the allocator."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens/per_second"} for r in records]
+    measured = ("time/", "memory/", "tokens/per_second")
+    return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,7 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
                     "policy/loss", "policy/grad_norm", "policy/entropy", "policy/clip_fraction", "kl/mean", "kl/coef",
                     "mismatch/max", "mismatch/mean", "mismatch/k3", "mismatch/effective_sample_size",
                     "packing/efficiency", "packing/imbalance", "reshard/bytes_moved", "reshard/bytes_aliased",
+                    "reshard/verified_tensors", "memory/rollout", "memory/update",
                     "time/step", "time/reshard", "time/rollout", "time/reward", "time/old_logprobs",
                     "time/ref_logprobs", "time/update"):
             assert isinstance(record[key], int | float), key

@@ -12,14 +12,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 517
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig,
+    "qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig,
+}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(tie_word_embeddings=False, head_dim=16),  # not hidden_size / heads
+    "mistral": dict(tie_word_embeddings=False, sliding_window=None),
+    "qwen3_moe": dict(tie_word_embeddings=False, head_dim=16, num_experts=4, num_experts_per_tok=2,
+                      moe_intermediate_size=64, norm_topk_prob=True),
+    "mixtral": dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -34,7 +51,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
 
     Args:
         directory: where to write.
-        family: "llama", "qwen2" (tied embeddings, QKV bias) or "qwen3" (QK norm).
+        family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "qwen3_moe" (QK norm) or
+            "mixtral"; the last two have four experts, two per token.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config.
     """
@@ -42,7 +60,7 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
-    config = _CONFIGS[family](**(sizes | _FAMILY_SIZES[family] | changes))
+    config = CONFIGS[family](**(sizes | _FAMILY_SIZES[family] | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

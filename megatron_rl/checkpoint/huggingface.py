@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.resharding.planner import plan_reshard
+from megatron_rl.resharding.planner import Shard, plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement, box_slices, full_box
@@ -101,7 +101,7 @@ def load_huggingface(
 def save_huggingface(
     directory: str | Path,
     shape: ModelShape,
-    source: Sequence[Sequence[Placement]],
+    source: Sequence[Shard],
     params: Mapping[str, torch.Tensor],
     *,
     side_files_from: str | Path,
@@ -114,7 +114,7 @@ def save_huggingface(
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
         shape: the architecture.
-        source: placements of every rank.
+        source: placements of all ranks.
         params: this rank's parameters by name.
         side_files_from: model directory whose config and tokenizer files are copied.
         group: all ranks of the role.
@@ -169,19 +169,18 @@ def _split_by_bytes(tensors: dict[str, tuple[int, ...]], itemsize: int, limit: i
 
 
 def _collect(
-    batch: dict[str, tuple[int, ...]], source: Sequence[Sequence[Placement]], params: Mapping[str, torch.Tensor],
+    batch: dict[str, tuple[int, ...]], source: Sequence[Shard], params: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup, bucket_bytes: int,
 ) -> dict[str, torch.Tensor]:
     """Bring whole logical tensors to rank 0 (elsewhere: empty)."""
-    wanted = [[p for p in placements if p.hf_name in batch] for placements in source]
-    destination: list[list[Placement]] = [[] for _ in source]
-    destination[0] = [Placement(name, full_box(size), name, full_box(size)) for name, size in batch.items()]
-    some = next(iter(params.values()))
+    wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in source]
+    whole = tuple(Placement(name, full_box(size), name, full_box(size)) for name, size in batch.items())
+    some, rank = next(iter(params.values())), group.rank()
     tensors: dict[str, torch.Tensor] = {}
-    if group.rank() == 0:
+    if rank == 0:
         tensors = {name: torch.empty(size, dtype=some.dtype, device=some.device) for name, size in batch.items()}
-    plan = plan_reshard(wanted, destination, ranks_per_node=len(source))
-    Resharder(plan, params, tensors, group, bucket_bytes, some.dtype).run()
+    plan = plan_rank(rank, wanted, [Shard((0,), whole)], ranks_per_node=group.size())
+    Resharder(plan, params, tensors, group, dtype=some.dtype, bucket_bytes=bucket_bytes).run()
     return tensors
 
 

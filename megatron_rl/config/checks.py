@@ -29,7 +29,7 @@ _AT_LEAST_ONE = (
 )
 _POSITIVE = (
     "actor.adam_eps", "rollout.temperature", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization",
-    "rollout.reshard_bucket_mib", "algorithm.clip_eps_low", "algorithm.clip_eps_high", "trainer.timeout_minutes",
+    "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high", "trainer.timeout_minutes",
 )
 _NOT_NEGATIVE = (
     "actor.lr", "actor.min_lr", "actor.lr_warmup_steps", "actor.weight_decay", "actor.adam_beta1",
@@ -96,6 +96,10 @@ def _check_bounds(config: _Config) -> None:
         config.require(config.get(name) >= 0, name, "is negative", expected=">= 0", hint=_hint(name, "0"))
     for name in _BELOW_ONE:
         config.require(config.get(name) < 1, name, "is too large", expected="< 1", hint=_hint(name, "< 1"))
+    config.require(
+        not config.get("actor.offload_optimizer") or config.get("model.dtype") == "bfloat16", "actor.offload_optimizer",
+        "needs model.dtype=bfloat16", expected="float32 main weights that are not the model's own",
+        hint="with model.dtype=float32 the optimizer works on the weights that the engine needs")
     name = "rollout.gpu_memory_utilization"
     config.require(config.get(name) <= 1, name, "is more than all of it", expected="0 < share <= 1", hint="use 0.5")
     name = "trainer.log_rollouts"
@@ -138,11 +142,11 @@ def _check_layout(config: _Config) -> None:
     tp_size = config.get("actor.tensor_model_parallel_size")
     pp_size = config.get("actor.pipeline_model_parallel_size")
     vpp_size = config.get("actor.virtual_pipeline_model_parallel_size")
-    for name, what in (("actor.context_parallel_size", "context"), ("actor.expert_model_parallel_size", "expert")):
-        config.require(
-            config.get(name) == 1, name, f"is not supported yet ({what} parallelism)", expected="1",
-            hint=f"set {name}=1 and use tensor, pipeline or data parallelism",
-        )
+    name = "actor.context_parallel_size"
+    config.require(
+        config.get(name) == 1, name, "is not supported yet (context parallelism)", expected="1",
+        hint=f"set {name}=1 and use tensor, pipeline or data parallelism",
+    )
     config.require(
         not config.get("actor.sequence_parallel") or tp_size > 1, "actor.sequence_parallel",
         f"has no effect with actor.tensor_model_parallel_size = {tp_size}", expected="tensor parallelism of 2 or more",

@@ -89,6 +89,9 @@ class ActorConfig:
     adam_beta2: float = option(0.95, "Second moment decay of Adam.")
     adam_eps: float = option(1e-8, "Epsilon of Adam.")
     clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.")
+    offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
+    offload_optimizer: bool = option(
+        False, "Keep optimizer states and float32 weights on the host while the engine generates (bfloat16 only).")
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers.")
 
@@ -110,8 +113,19 @@ class RolloutConfig:
         "gpu_memory_utilization decides on GPU.", "GiB")
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs.")
-    reshard_bucket_mib: float = option(
-        64.0, "Bound on the staging memory of one reshard, per rank and direction.", "MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """The switch between training and rollout: how weights reach the engine, and what is checked."""
+
+    transport: Literal["auto", "pull", "buckets"] = option(
+        "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible.")
+    bucket_bytes: int = option(16 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
+    alias_weights: bool = option(
+        True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy.")
+    verify: Literal["off", "sample", "full"] = option(
+        "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +133,7 @@ class ReferenceConfig:
     """The frozen model of the KL term; built only when algorithm.kl_coef > 0. Layout: the actor's."""
 
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
+    offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +195,7 @@ class RunConfig:
     data: DataConfig
     actor: ActorConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    hybrid: HybridConfig = dataclasses.field(default_factory=HybridConfig)
     reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core attention for megatron-core layer specs without Transformer Engine: packed, causal, GQA.
+"""Self-attention for megatron-core layer specs: fused QKV in rollout order; packed, causal core attention.
 
 megatron-core's local `DotProductAttention` refuses packed sequences. This one takes them
 (`qkv_format="thd"`): one causal `scaled_dot_product_attention` per sequence, which equals a
@@ -17,7 +17,34 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+
+
+class BlockedSelfAttention(SelfAttention):
+    """Self-attention whose fused projection has the rows `[q; k; v]` of its TP rank.
+
+    megatron-core interleaves them per KV group. In this order they are the rollout engine's own, so at
+    equal TP both can share one storage. The mathematics is the same: heads keep their order.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project and split: [t, 1, h] -> query [t, 1, np, d], key and value [t, 1, ng/tp, d]."""
+        assert key_value_states is None and not output_gate and split_qkv, "plain self-attention only"
+        d, np_, ng = (self.hidden_size_per_attention_head, self.num_attention_heads_per_partition,
+                      self.num_query_groups_per_partition)
+        mixed, _ = self.linear_qkv(hidden_states)  # [t, 1, (np + 2 ng/tp) * d]
+        query, key, value = (
+            part.unflatten(-1, (-1, d)) for part in mixed.split((np_ * d, ng * d, ng * d), dim=-1))
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 class PackedAttention(MegatronModule):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build this rank's stages of a megatron-core GPTModel.
 
-The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism) and
-our packed core attention. Where Transformer Engine is used, its modules take the same places under the
-same parameter names (norms are not fused into the linears), so one placement table serves both.
+The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism), our
+order of the fused QKV rows and our packed core attention. Where Transformer Engine is used, its modules
+take the same places under the same parameter names (norms are not fused into the linears), so one
+placement table serves both. A mixture of experts is megatron-core's SequentialMLP.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_rl.models.attention import PackedAttention
+from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -61,9 +62,14 @@ def choose_transformer_impl(requested: str) -> str:
 
 def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm")
     layer, attention, mlp = (
         spec.submodules, spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules)
+    if config.num_moe_experts:
+        mlp = mlp.experts.submodules
+    layer.self_attention.module = BlockedSelfAttention
     norm, attention.core_attention = RMSNorm, PackedAttention
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te  # optional dependency

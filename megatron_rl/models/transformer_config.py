@@ -4,6 +4,8 @@
 Settings that megatron-core only warns about, or gets wrong, are decided here:
 
 * interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 gives wrong numbers silently);
+* experts run one after the other (grouped GEMMs need a CUDA extension), without capacity limits, auxiliary
+  losses or noise: the policy that is trained must be the one that was sampled from;
 * losses arrive already divided by a global denominator, so gradients are summed over microbatches and
   DP (`calculate_per_token_loss`) and never rescaled;
 * fused kernels that need apex are off.
@@ -84,8 +86,27 @@ def build_transformer_config(
         # megatron-core asks for this dispatcher then, for dense models too.
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
+        **_expert_settings(shape, layout),
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
         **_UNFUSED,
         **_RECOMPUTE[recompute_granularity],
+    )
+
+
+def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, object]:
+    if not shape.num_experts:
+        return {}
+    return dict(
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.experts_per_token,
+        moe_ffn_hidden_size=shape.ffn_hidden_size,
+        # Softmax over the selected experts' logits = shares that are normalised after the selection.
+        moe_router_pre_softmax=not shape.normalizes_shares,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=False,
+        expert_model_parallel_size=layout.ep_size,
+        # With less than TP and EP = 1, megatron-core would not sum experts' gradients over the TP replicas.
+        expert_tensor_parallel_size=layout.tp_size,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds per phase of a step.
+"""Seconds, and memory, per phase of a step.
 
 Phases accumulate until `pop`, so a phase that is entered several times in a step is reported once. A
 phase that raises is still counted. Nested phases are counted on their own (the outer one includes the
@@ -21,12 +21,17 @@ class PhaseTimers:
 
     Args:
         clock: monotonic clock in seconds.
+
+    Attributes:
+        memory_probe: bytes in use now; asked at the end of each phase, or None.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}
         self._swallowing = 0
+        self.memory_probe: Callable[[], int] | None = None
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
@@ -44,6 +49,8 @@ class PhaseTimers:
             self._swallowing -= swallow
             if is_counted:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+                if self.memory_probe is not None:
+                    self._bytes[name] = max(self._bytes.get(name, 0), self.memory_probe())
 
     def watch(self, role: Any, **phases: str) -> Any:
         """A stand-in for `role` whose methods are counted: `watch(actor, update="update")`.
@@ -53,10 +60,12 @@ class PhaseTimers:
         return _Watched(role, self, phases)
 
     def pop(self) -> dict[str, float]:
-        """Seconds by `time/<name>` since the last call; starts again at zero."""
-        seconds = {f"time/{name}": value for name, value in self._seconds.items()}
+        """Seconds by `time/<name>` and bytes by `memory/<name>` since the last call; starts again at zero."""
+        record: dict[str, float] = {f"time/{name}": value for name, value in self._seconds.items()}
+        record |= {f"memory/{name}": value for name, value in self._bytes.items()}
         self._seconds.clear()
-        return seconds
+        self._bytes.clear()
+        return record
 
 
 class _Watched:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -57,6 +58,15 @@ def init_distributed(timeout_minutes: float) -> Process:
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: the peak of device memory since the last call on CUDA, the process's resident memory on CPU."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return psutil.Process().memory_info().rss
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:

@@ -29,6 +29,7 @@ _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like"
 
 PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "megatron.core.jit": ("disable_jit_fuser",),
+    "megatron.core.tensor_parallel.mappings": ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"),
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
     "megatron.core.optimizer.optimizer": ("Float16OptimizerWithFloat16Params",),
     "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
@@ -150,6 +151,34 @@ def _fix_random(module: types.ModuleType) -> None:
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
+def _fix_mappings(module: types.ModuleType) -> None:
+    # Experts under TP exchange unequal numbers of tokens: NCCL gathers and scatters them, gloo has only all-to-all.
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_along_first_dim(
+        x: torch.Tensor, group: Any, splits: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if splits is None or len(set(splits)) == 1:
+            return gather(x, group, splits, use_global_buffer)
+        output = x.new_empty(sum(splits), *x.shape[1:])
+        copies = x.repeat(group.size(), *[1] * (x.ndim - 1))  # all-to-all: every peer gets one
+        torch.distributed.all_to_all_single(output, copies, splits, [len(x)] * group.size(), group=group)
+        return output
+
+    def reduce_scatter_along_first_dim(
+        x: torch.Tensor, group: Any, splits: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if splits is None or len(set(splits)) == 1:
+            return reduce_scatter(x, group, splits, use_global_buffer)
+        mine = splits[group.rank()]
+        parts = x.new_empty(mine * group.size(), *x.shape[1:])
+        torch.distributed.all_to_all_single(parts, x.contiguous(), [mine] * group.size(), splits, group=group)
+        return parts.unflatten(0, (group.size(), mine)).sum(0)
+
+    module._gather_along_first_dim = gather_along_first_dim
+    module._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
+
+
 def _fix_optimizer(module: types.ModuleType) -> None:
     cls = module.Float16OptimizerWithFloat16Params
     cls.__init__ = _with_cuda_type_names(cls.__init__)
@@ -178,6 +207,7 @@ def _fix_moe_utils(module: types.ModuleType) -> None:
 
 FIXES: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _fix_jit,
+    "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
     "megatron.core.optimizer.optimizer": _fix_optimizer,
     "megatron.core.optimizer.distrib_optimizer": _fix_distrib_optimizer,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.parallel.layout import Coordinates, ParallelLayout
+from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class ParallelGroups:
     Attributes:
         layout: the sizes.
         at: this rank's coordinates.
+        expert_at: its coordinates in expert layers.
         world: all ranks of the role.
         tp, pp, cp, dp: one axis each.
         tp_pp: one model replica without CP ("mp" in Megatron's words): gradient norms.
@@ -34,6 +35,7 @@ class ParallelGroups:
 
     layout: ParallelLayout
     at: Coordinates
+    expert_at: ExpertCoordinates
     world: dist.ProcessGroup
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
@@ -80,17 +82,17 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     tp, pp, cp, dp = (mine(layout.groups(axis)) for axis in ("tp", "pp", "cp", "dp"))
     tp_pp, dp_cp, tp_cp = (mine(layout.groups(*axes)) for axes in (("tp", "pp"), ("dp", "cp"), ("tp", "cp")))
     tp_dp_cp = mine(layout.groups("tp", "dp", "cp"))
-    single = mine([[r] for r in range(layout.world_size)])
+    ep, expt_tp, expt_dp = (mine(layout.expert_groups(axis)) for axis in ("ep", "tp", "dp"))
+    tp_ep, tp_ep_pp = (mine(layout.expert_groups(*axes)) for axes in (("tp", "ep"), ("tp", "ep", "pp")))
     first_and_last = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in layout.groups("pp")]
     embd = mine(first_and_last)
-    # Dense models: the "expert" groups are the dense ones without expert parallelism. The distributed
-    # optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
+    # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
     collection = ProcessGroupCollection(
         tp=tp, pp=pp, cp=cp, dp=dp, mp=tp_pp, dp_cp=dp_cp, tp_cp=tp_cp, tp_dp_cp=tp_dp_cp,
-        embd=embd, pos_embd=None, ep=single, expt_tp=tp, tp_ep=tp, tp_ep_pp=tp_pp, expt_dp=dp_cp,
-        intra_dp_cp=dp_cp, intra_expt_dp=dp_cp, intra_dist_opt=dist.group.WORLD, inter_dist_opt=None, hcp=None,
+        embd=embd, pos_embd=None, ep=ep, expt_tp=expt_tp, tp_ep=tp_ep, tp_ep_pp=tp_ep_pp, expt_dp=expt_dp,
+        intra_dp_cp=dp_cp, intra_expt_dp=expt_dp, intra_dist_opt=dist.group.WORLD, inter_dist_opt=None, hcp=None,
     )
     return ParallelGroups(
-        layout=layout, at=layout.coordinates(rank), world=dist.group.WORLD, tp=tp, pp=pp, cp=cp, dp=dp,
-        tp_pp=tp_pp, dp_cp=dp_cp, collection=collection,
+        layout=layout, at=layout.coordinates(rank), expert_at=layout.expert_coordinates(rank),
+        world=dist.group.WORLD, tp=tp, pp=pp, cp=cp, dp=dp, tp_pp=tp_pp, dp_cp=dp_cp, collection=collection,
     )

@@ -2,11 +2,13 @@
 """ParallelLayout: rank <-> (pp, dp, cp, tp) coordinates, pure arithmetic.
 
 Ranks are numbered as Megatron numbers them (order "tp-cp-ep-dp-pp"): tp runs fastest, pp slowest.
-Expert parallelism takes its ranks out of cp x dp of a dense layer.
+Expert parallelism takes its ranks out of cp x dp of a dense layer; an expert is split over the same TP
+ranks as a dense layer (expert tensor parallel size = TP).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +21,16 @@ class Coordinates:
 
     tp: int
     cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class ExpertCoordinates:
+    """Where one rank stands in the layout of the expert layers; `dp` counts replicas of an expert."""
+
+    tp: int
+    ep: int
     dp: int
     pp: int
 
@@ -75,16 +87,28 @@ class ParallelLayout:
         """Inverse of `coordinates`."""
         return tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
 
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Coordinates of `rank` in the expert layers."""
+        at = self.coordinates(rank)
+        dp, ep = divmod(at.cp + self.cp_size * at.dp, self.ep_size)
+        return ExpertCoordinates(tp=at.tp, ep=ep, dp=dp, pp=at.pp)
+
     def groups(self, *axes: str) -> list[list[int]]:
         """Rank lists of the groups that span `axes` (of "tp", "cp", "dp", "pp"), in rank order.
 
         Every rank is in exactly one of them. Example: with tp=2, pp=2, dp=1, `groups("pp")` is
         `[[0, 2], [1, 3]]`.
         """
+        return self._group(self.coordinates, [axis for axis in ("tp", "cp", "dp", "pp") if axis not in axes])
+
+    def expert_groups(self, *axes: str) -> list[list[int]]:
+        """The same for the expert layers: `axes` of "tp", "ep", "dp", "pp"."""
+        return self._group(self.expert_coordinates, [axis for axis in ("tp", "ep", "dp", "pp") if axis not in axes])
+
+    def _group(self, coordinates: Callable[[int], object], fixed: list[str]) -> list[list[int]]:
         members: dict[tuple[int, ...], list[int]] = {}
-        fixed = [axis for axis in ("tp", "cp", "dp", "pp") if axis not in axes]
         for rank in range(self.world_size):
-            at = self.coordinates(rank)
+            at = coordinates(rank)
             members.setdefault(tuple(getattr(at, axis) for axis in fixed), []).append(rank)
         return list(members.values())
 

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut the transfers of a plan into buckets of bounded size (pure).
+"""Transfers in buckets of bounded size: how a stream of pieces is cut (pure), and how it is exchanged.
 
-The stream of pieces from one rank to another is cut at the same places by both of them, because both
-see the same operations in the same order. Round k of a reshard exchanges bucket k of every pair.
+The stream from one rank to another is cut at the same places by both of them, because both see the
+same operations in the same order. In turn t a rank sends to the rank t places ahead and receives from
+the one t places behind, bucket by bucket, the next one packed while one travels: two buckets are in
+flight and two in preparation, half the configured size each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+
 from megatron_rl.resharding.planner import TransferOp
-from megatron_rl.weights.placement import Box, box_shape
+from megatron_rl.weights.placement import Box, box_shape, box_slices
 
 Bucket = list[TransferOp]
 
@@ -53,3 +58,112 @@ def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucke
 def bucket_elements(bucket: Sequence[TransferOp]) -> int:
     """Number of elements in a bucket."""
     return sum(op.num_elements for op in bucket)
+
+
+class BucketTransport:
+    """Exchange the remote pieces of one rank's plan point to point.
+
+    Args:
+        sends: destination rank -> pieces.
+        receives: source rank -> pieces.
+        source, destination: this rank's parameters by name.
+        group: group whose rank numbers the plan uses.
+        bucket_bytes: the four staging buffers take at most twice this.
+        dtype: what travels: the type of the destination parameters.
+        device: of the staging buffers.
+    """
+
+    def __init__(
+        self, sends: Mapping[int, Sequence[TransferOp]], receives: Mapping[int, Sequence[TransferOp]],
+        source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], group: dist.ProcessGroup,
+        bucket_bytes: int, dtype: torch.dtype, device: torch.device,
+    ) -> None:
+        self._group, self._dtype, self._device = group, dtype, device
+        limit = max(1, bucket_bytes // 2 // dtype.itemsize)
+        self._sends = {
+            peer: [[source[op.src_param][box_slices(op.src_box)] for op in bucket]
+                   for bucket in cut_into_buckets(ops, limit)]
+            for peer, ops in sends.items()
+        }
+        self._receives = {
+            peer: [[destination[op.dst_param][box_slices(op.dst_box)] for op in bucket]
+                   for bucket in cut_into_buckets(ops, limit)]
+            for peer, ops in receives.items()
+        }
+        sizes = [sum(v.numel() for v in bucket) for side in (self._sends, self._receives)
+                 for buckets in side.values() for bucket in buckets]
+        self._buffer_elements = max(sizes, default=0)
+
+    @property
+    def transient_bytes(self) -> int:
+        """Largest staging memory of one exchange on this rank."""
+        sides = bool(self._sends) + bool(self._receives)
+        return 2 * sides * self._buffer_elements * self._dtype.itemsize
+
+    def run(self) -> None:
+        """Exchange everything; collective over the ranks that have something to exchange.
+
+        Raises:
+            RuntimeError: a peer failed or did not answer in time; says which transfer was waited for.
+        """
+        rank, size = self._group.rank(), self._group.size()
+        out_buffers, in_buffers = self._buffers(bool(self._sends)), self._buffers(bool(self._receives))
+        for turn in range(1, size):
+            to, origin = (rank + turn) % size, (rank - turn) % size
+            outgoing, incoming = self._sends.get(to, []), self._receives.get(origin, [])
+            if outgoing or incoming:
+                self._exchange(to, outgoing, out_buffers, origin, incoming, in_buffers)
+
+    def _buffers(self, is_used: bool) -> list[torch.Tensor]:
+        size = self._buffer_elements if is_used else 0
+        return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
+
+    def _exchange(
+        self, to: int, outgoing: list[list[torch.Tensor]], out_buffers: list[torch.Tensor],
+        origin: int, incoming: list[list[torch.Tensor]], in_buffers: list[torch.Tensor],
+    ) -> None:
+        """Bucket k travels while bucket k + 1 is packed and bucket k - 1 is put into place."""
+        in_flight: list[tuple[int, list[dist.Work], list[torch.Tensor] | None, torch.Tensor]] = []
+        for index in range(max(len(outgoing), len(incoming))):
+            operations, arriving = [], None
+            buffer = in_buffers[index % 2]
+            if index < len(incoming):
+                arriving = incoming[index]
+                operations.append(self._operation(dist.irecv, buffer, arriving, origin))
+            if index < len(outgoing):
+                packed = out_buffers[index % 2]
+                for view, piece in zip(_carve(packed, outgoing[index]), outgoing[index], strict=True):
+                    view.copy_(piece)
+                operations.append(self._operation(dist.isend, packed, outgoing[index], to))
+            in_flight.append((index, dist.batch_isend_irecv(operations), arriving, buffer))
+            if len(in_flight) == 2:
+                self._finish(*in_flight.pop(0), to, origin)
+        for job in in_flight:
+            self._finish(*job, to, origin)
+
+    def _operation(self, kind: object, buffer: torch.Tensor, pieces: list[torch.Tensor], peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, buffer[: sum(p.numel() for p in pieces)], group=self._group, group_peer=peer)
+
+    def _finish(
+        self, index: int, works: list[dist.Work], arriving: list[torch.Tensor] | None, buffer: torch.Tensor,
+        to: int, origin: int,
+    ) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._group.rank()} waited in vain for bucket {index} of a reshard "
+                f"(to rank {to}, from rank {origin}): {error}") from error
+        if arriving is not None:
+            for view, piece in zip(_carve(buffer, arriving), arriving, strict=True):
+                piece.copy_(view)
+
+
+def _carve(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a flat buffer with the shapes of the pieces, one after the other."""
+    views, at = [], 0
+    for piece in pieces:
+        views.append(buffer[at : at + piece.numel()].view(piece.shape))
+        at += piece.numel()
+    return views

@@ -1,114 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute a ReshardPlan: local copies straight into place, the rest in bounded buckets, point to point.
+"""Execute one rank's plan: pieces go straight into the destination parameters.
 
-No rank ever holds a tensor that it does not need; staging memory is bounded by `bucket_bytes` per
-direction, whatever the size of the model.
+Three ways, chosen piece by piece when the plan is made ready: copies inside the rank; copies out of the
+mapped memory of a peer on the same host (pull: no staging, no message); buckets point to point for
+the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.resharding.buckets import Bucket, bucket_elements, cut_into_buckets
-from megatron_rl.resharding.planner import ReshardPlan
-from megatron_rl.weights.placement import box_shape, box_slices
+from megatron_rl.resharding.buckets import BucketTransport
+from megatron_rl.resharding.planner import RankPlan, TransferOp
+from megatron_rl.resharding.pull import Export, export_params, map_params, missing_shared_memory
+from megatron_rl.types import UserError
+from megatron_rl.weights.placement import box_slices
+
+TRANSPORTS = ("auto", "pull", "buckets")
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one reshard did on all ranks together.
+    """What one reshard does on one rank, or (summed) on all of them; bytes.
 
     Attributes:
-        bytes_moved: crossed between ranks.
-        bytes_copied: copied inside a rank.
+        bytes_pulled: copied out of a peer's memory.
+        bytes_received: arrived in buckets.
+        bytes_copied: copied inside the rank.
         bytes_aliased: shared storage, nothing moved.
     """
 
-    bytes_moved: int
-    bytes_copied: int
+    bytes_pulled: int = 0
+    bytes_received: int = 0
+    bytes_copied: int = 0
     bytes_aliased: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that crossed between ranks."""
+        return self.bytes_pulled + self.bytes_received
 
 
 class Resharder:
-    """One side of a plan, made ready once and run after every optimizer step.
+    """One rank's side of a reshard, made ready once and run after every optimizer step.
 
     Args:
-        plan: the same on every rank.
-        source: this rank's source parameters by name.
+        plan: this rank's.
+        source: this rank's source parameters by name; on CPU, pulling moves their storage into shared
+            memory (in place: every view follows).
         destination: this rank's destination parameters by name; written in place.
-        group: group whose rank numbers the plan uses.
-        bucket_bytes: bound on the staging memory of this rank per direction.
-        dtype: of every destination parameter; sources of another type are converted before they travel.
+        group: group whose rank numbers the plan uses; building is collective.
+        dtype: of every destination parameter; sources of another type are converted.
+        bucket_bytes: bound on the staging memory of buckets: twice this.
+        transport: "pull", "buckets", or "auto": pull from peers on the same host, buckets from others.
+        ranks_per_node: of this job, to judge whether shared memory suffices.
+
+    Raises:
+        UserError: pull is asked for and impossible; raised on every rank.
     """
 
     def __init__(
-        self,
-        plan: ReshardPlan,
-        source: Mapping[str, torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup,
-        bucket_bytes: int,
-        dtype: torch.dtype,
+        self, plan: RankPlan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup, *, dtype: torch.dtype, bucket_bytes: int, transport: str = "buckets",
+        ranks_per_node: int = 1,
     ) -> None:
-        rank = group.rank()
-        self._source, self._destination, self._group = source, destination, group
-        self._local = plan.local(rank)
         for name, tensor in destination.items():
             if tensor.dtype != dtype:
-                raise ValueError(f"{name} is {tensor.dtype}; all destination parameters travel as {dtype}")
-        self._dtype, self._device = dtype, next(iter(source.values())).device
-        # Every pair gets an equal share of the bound, the same on all ranks, so that both ends of a
-        # pair cut their stream at the same places.
-        per_pair = max(1, bucket_bytes // dtype.itemsize // max(1, plan.max_peers()))
-        self._sends = {peer: cut_into_buckets(ops, per_pair) for peer, ops in plan.sends(rank).items()}
-        self._receives = {peer: cut_into_buckets(ops, per_pair) for peer, ops in plan.receives(rank).items()}
-        self._num_rounds = max(map(len, (*self._sends.values(), *self._receives.values())), default=0)
+                raise ValueError(f"{name} is {tensor.dtype}; all destination parameters are to be {dtype}")
+        self._group = group
+        self.transport, mapped = _map_peers(plan, source, group, transport, ranks_per_node)
+        copies = [(source, op) for op in plan.local]
+        copies += [(mapped[peer], op) for peer, ops in plan.receives.items() if peer in mapped for op in ops]
+        self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
+        self._origins = [params[op.src_param][box_slices(op.src_box)] for params, op in copies]
+        self._is_pulling = self.transport != "buckets"
+        pulled_by = _pullers(plan.rank, mapped.keys(), group)
+        receives = {peer: ops for peer, ops in plan.receives.items() if peer not in mapped}
+        sends = {peer: ops for peer, ops in plan.sends.items() if peer not in pulled_by}
+        device = next(iter(source.values())).device
+        self._buckets = BucketTransport(sends, receives, source, destination, group, bucket_bytes, dtype, device)
         self.stats = ReshardStats(
-            bytes_moved=plan.moved_elements() * dtype.itemsize,
-            bytes_copied=plan.kept_elements() * dtype.itemsize,
-        )
+            bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in mapped for op in ops], dtype),
+            bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
+            bytes_copied=_num_bytes(plan.local, dtype))
+
+    @property
+    def transient_bytes(self) -> int:
+        """Staging memory of one run on this rank; 0 when everything is pulled."""
+        return self._buckets.transient_bytes
 
     @torch.no_grad()
     def run(self) -> ReshardStats:
-        """Move the weights; collective over the group."""
-        for op in self._local:
-            self._destination[op.dst_param][box_slices(op.dst_box)].copy_(
-                self._source[op.src_param][box_slices(op.src_box)])
-        for index in range(self._num_rounds):
-            self._run_round(index)
+        """Move the weights; collective over the group. Returns this rank's bytes.
+
+        Raises:
+            RuntimeError: a peer failed or did not answer in time; says what was waited for.
+        """
+        if self._is_pulling:
+            self._meet("before")  # nobody reads a source that its owner is still writing
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._origins)
+        self._buckets.run()
+        if self._is_pulling:
+            self._meet("after")  # nobody goes on writing a source that a peer is still reading
         return self.stats
 
-    def _run_round(self, index: int) -> None:
-        works, arrivals = [], []
-        for peer, buckets in self._receives.items():
-            if index < len(buckets):
-                buffer = torch.empty(bucket_elements(buckets[index]), dtype=self._dtype, device=self._device)
-                works.append(dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer))
-                arrivals.append((buffer, buckets[index]))
-        for peer, buckets in self._sends.items():
-            if index < len(buckets):
-                works.append(dist.P2POp(dist.isend, self._pack(buckets[index]), group=self._group, group_peer=peer))
-        for work in dist.batch_isend_irecv(works) if works else ():
-            work.wait()
-        for buffer, bucket in arrivals:
-            self._scatter(buffer, bucket)
+    def _meet(self, when: str) -> None:
+        if self._targets and self._targets[0].is_cuda:
+            torch.cuda.synchronize()
+        try:
+            dist.barrier(group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._group.rank()} waited in vain for the other ranks {when} the pull of a reshard: {error}"
+            ) from error
 
-    def _pack(self, bucket: Bucket) -> torch.Tensor:
-        buffer = torch.empty(bucket_elements(bucket), dtype=self._dtype, device=self._device)
-        at = 0
-        for op in bucket:
-            piece = self._source[op.src_param][box_slices(op.src_box)]
-            buffer[at : at + op.num_elements].view(piece.shape).copy_(piece)
-            at += op.num_elements
-        return buffer
 
-    def _scatter(self, buffer: torch.Tensor, bucket: Bucket) -> None:
-        at = 0
-        for op in bucket:
-            piece = buffer[at : at + op.num_elements].view(box_shape(op.dst_box))
-            self._destination[op.dst_param][box_slices(op.dst_box)].copy_(piece)
-            at += op.num_elements
+def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
+    return sum(op.num_elements for op in ops) * dtype.itemsize
+
+
+def _map_peers(
+    plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: str, ranks_per_node: int
+) -> tuple[str, dict[int, dict[str, torch.Tensor]]]:
+    """The transport that is really used, and the parameters of the peers that this rank pulls from."""
+    if transport == "buckets" or group.size() == 1:
+        return "buckets", {}
+    missing: list[int] = [0] * group.size()
+    dist.all_gather_object(missing, missing_shared_memory(source, ranks_per_node), group=group)
+    if max(missing):
+        if transport == "auto":
+            return "buckets", {}
+        raise UserError(
+            f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
+            source="hybrid.transport=pull", expected="room for the parameters of all ranks of the host",
+            hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets")
+    exports: list[Export] = [None] * group.size()
+    dist.all_gather_object(exports, export_params(source), group=group)
+    here = exports[group.rank()].host
+    mapped = {peer: map_params(exports[peer]) for peer in plan.receives if exports[peer].host == here}
+    is_remote = torch.tensor([len(mapped) < len(plan.receives)], dtype=torch.int64)
+    dist.all_reduce(is_remote, op=dist.ReduceOp.MAX, group=group)
+    if is_remote and transport == "pull":
+        raise UserError("weights must come from another host", source="hybrid.transport=pull",
+                        expected="all ranks on one host",
+                        hint="use hybrid.transport=auto: pull on a host, buckets between hosts")
+    return ("pull+buckets" if is_remote else "pull"), mapped
+
+
+def _pullers(rank: int, pulled_from: Sequence[int], group: dist.ProcessGroup) -> set[int]:
+    """The ranks that pull from `rank`, and so need no bucket from it."""
+    everyone: list[list[int]] = [[]] * group.size()
+    dist.all_gather_object(everyone, list(pulled_from), group=group)
+    return {peer for peer, origins in enumerate(everyone) if rank in origins}

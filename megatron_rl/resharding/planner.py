@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan the move of weights between two layouts: the intersection of two lists of boxes.
 
-Pure and deterministic: every rank computes the same plan from the same placements, and nothing is
-negotiated. Both sides are lists of placements per rank; what Megatron or vLLM are is not known here.
+Pure and deterministic: each rank computes its own part of the plan from the same placements, and nothing
+is negotiated. Both sides are lists of `Shard`s, ranks that hold the same placements; what Megatron or vLLM
+are is not known here. A *piece* is a distinct box of a logical tensor on the source side; all shards that
+hold this box own it.
 
 Invariants (asserted in tests/resharding/test_planner.py): every placed destination element is written
-exactly once; every element is read from a rank that holds it; a rank that holds a piece itself reads
-it from itself; the load of replicas that hold the same piece differs by at most one piece's bytes.
+exactly once; every element is read from a rank that holds it, near before far (`replicas.py`); both ends of
+a pair list the same operations in the same order, that of the destination's placements.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.resharding.replicas import SourceChoice, choose_sources
 from megatron_rl.weights.placement import Box, Placement, box_volume, find_overlap, intersect, localize
+
+_Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,128 +47,311 @@ class TransferOp:
 
 
 @dataclass(frozen=True)
-class ReshardPlan:
-    """All transfers of one reshard, ordered by destination placement.
+class Shard:
+    """Ranks that hold the same placements.
 
     Attributes:
-        ops: the transfers of all ranks.
-        num_ranks: ranks that take part.
+        ranks: ascending.
+        placements: what each of them holds.
     """
 
-    ops: tuple[TransferOp, ...]
-    num_ranks: int
-
-    def local(self, rank: int) -> list[TransferOp]:
-        """Copies inside `rank`."""
-        return [op for op in self.ops if op.is_local and op.dst_rank == rank]
-
-    def sends(self, rank: int) -> dict[int, list[TransferOp]]:
-        """Destination rank -> pieces that `rank` sends there, in plan order."""
-        return self._by_peer([op for op in self.ops if op.src_rank == rank and not op.is_local], "dst_rank")
-
-    def receives(self, rank: int) -> dict[int, list[TransferOp]]:
-        """Source rank -> pieces that `rank` receives from there, in plan order."""
-        return self._by_peer([op for op in self.ops if op.dst_rank == rank and not op.is_local], "src_rank")
-
-    @staticmethod
-    def _by_peer(ops: list[TransferOp], side: str) -> dict[int, list[TransferOp]]:
-        peers: dict[int, list[TransferOp]] = defaultdict(list)
-        for op in ops:
-            peers[getattr(op, side)].append(op)
-        return dict(sorted(peers.items()))
-
-    def max_peers(self) -> int:
-        """Largest number of ranks that any rank sends to or receives from."""
-        out: dict[int, set[int]] = defaultdict(set)
-        into: dict[int, set[int]] = defaultdict(set)
-        for op in self.ops:
-            if not op.is_local:
-                out[op.src_rank].add(op.dst_rank)
-                into[op.dst_rank].add(op.src_rank)
-        return max((len(peers) for peers in (*out.values(), *into.values())), default=0)
-
-    def moved_elements(self) -> int:
-        """Elements that cross between ranks."""
-        return sum(op.num_elements for op in self.ops if not op.is_local)
-
-    def kept_elements(self) -> int:
-        """Elements that are copied inside a rank."""
-        return sum(op.num_elements for op in self.ops if op.is_local)
+    ranks: tuple[int, ...]
+    placements: tuple[Placement, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a plan.
+
+    Attributes:
+        rank: whose part.
+        local: copies inside the rank.
+        receives: source rank -> pieces, in plan order.
+        sends: destination rank -> pieces, in the receiver's order.
+    """
+
+    rank: int
+    local: tuple[TransferOp, ...]
+    receives: dict[int, tuple[TransferOp, ...]]
+    sends: dict[int, tuple[TransferOp, ...]]
+
+
+@dataclass(slots=True, eq=False)
 class _Piece:
-    """A distinct box of a logical tensor on the source side and the ranks that hold it."""
+    """A distinct box of a logical tensor on the source side, and where each source shard keeps it."""
 
-    hf_box: Box
-    owners: dict[int, Placement]
+    box: Box
+    holders: dict[int, Placement]
+    route: _Route | None = None  # None: nobody needs it
 
 
-def plan_reshard(
-    source: Sequence[Sequence[Placement]], destination: Sequence[Sequence[Placement]], *, ranks_per_node: int
-) -> ReshardPlan:
-    """Plan the transfers that fill `destination` from `source`.
+@dataclass(slots=True, eq=False)
+class _Route:
+    """All pieces with the same holders and the same destination shards."""
 
-    A piece that several ranks hold is read from the destination itself if it is one of them, else from
-    a rank of the same node, else from the one that has sent the least so far.
+    holders: tuple[int, ...]
+    destinations: tuple[int, ...]
+    turn: int
+    pieces: list[_Piece]
+    choice: SourceChoice | None = None
+    leftover: dict[_Piece, dict[int, int]] | None = None
+
+
+def group_shards(
+    placements_of: Callable[[int], Sequence[Placement]], key_of: Callable[[int], Hashable], num_ranks: int
+) -> list[Shard]:
+    """Group the ranks of a layout.
 
     Args:
-        source: placements per rank.
-        destination: placements per rank (of the same ranks).
+        placements_of: the table of a rank; called once per shard.
+        key_of: equal for ranks that hold the same placements (the tp and pp coordinates, say).
+        num_ranks: ranks 0 to num_ranks - 1 are grouped.
+
+    Returns:
+        Shards in the order of their first ranks.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for rank in range(num_ranks):
+        members[key_of(rank)].append(rank)
+    return [Shard(tuple(ranks), tuple(placements_of(ranks[0]))) for ranks in members.values()]
+
+
+def plan_rank(
+    rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int
+) -> RankPlan:
+    """Plan what one rank copies, receives and sends.
+
+    Args:
+        rank: whose part.
+        source: shards before the move; ranks in no shard hold nothing.
+        destination: shards after it.
         ranks_per_node: consecutive ranks that share a node.
 
     Raises:
-        ValueError: a destination piece that no source holds, or that two different source boxes hold
-            in part (it would be written twice); the message names the tensor and the box.
+        ValueError: a piece of the rank's destination that no source holds, or that two different source
+            boxes hold in part (it would be written twice); the message names the tensor and the box.
     """
-    pieces = _index(source)
-    sent = [0] * len(source)
-    ops: list[TransferOp] = []
-    for dst_rank, placements in enumerate(destination):
-        for target in placements:
-            if not box_volume(target.hf_box):
-                continue
+    return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
+
+
+def plan_all(
+    source: Sequence[Shard], destination: Sequence[Shard], *, num_ranks: int, ranks_per_node: int
+) -> list[RankPlan]:
+    """Plan every rank, for tests and small jobs; see `plan_rank`."""
+    planner = Planner(source, destination, ranks_per_node=ranks_per_node)
+    return [planner.plan(rank) for rank in range(num_ranks)]
+
+
+class Planner:
+    """The index of one pair of layouts, from which any rank's plan can be read; see `plan_rank`."""
+
+    def __init__(self, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> None:
+        self._source, self._destination = source, destination
+        self._ranks_per_node = ranks_per_node
+        self._source_of, self._destination_of = _shard_of_rank(source), _shard_of_rank(destination)
+        self._parts: dict[tuple[Box, Box], Box | None] = {}  # a model has few distinct pairs of boxes
+        self._covered: set[tuple[Box, tuple[Box, ...]]] = set()
+        self._demanding: dict[tuple[int, ...], list[int]] = {}
+        self._elements: dict[tuple[Box, _Targets], dict[int, int]] = {}
+        self._pieces, self._targets = _index_pieces(source), _index_targets(destination)
+        self._routes = self._index_routes()
+
+    def plan(self, rank: int) -> RankPlan:
+        """One rank's part of the plan; raises as `plan_rank` does."""
+        local: list[TransferOp] = []
+        receives: dict[int, list[TransferOp]] = defaultdict(list)
+        for op in self._incoming(rank):
+            (local if op.is_local else receives[op.src_rank]).append(op)
+        sends: dict[int, list[TransferOp]] = defaultdict(list)
+        for op in self._outgoing(rank):
+            sends[op.dst_rank].append(op)
+        return RankPlan(rank, tuple(local), _freeze(receives), _freeze(sends))
+
+    def flows(self) -> Iterator[tuple[int, int, int]]:
+        """Source rank, destination rank and elements, for all ranks, without making operations.
+
+        A pair may come several times; equal ranks are copies inside the rank. Coverage is not checked.
+        """
+        for route in self._routes:
+            choice, leftover = self._choose(route)
+            total: dict[int, int] = defaultdict(int)
+            for piece in route.pieces:
+                for index, elements in self._demand(piece).items():
+                    total[index] += elements
+                    for rank, source in leftover.get(piece, {}).items():
+                        if self._destination_of[rank] == index:
+                            yield source, rank, elements
+            for rank, source in choice.fixed.items():
+                yield source, rank, total[self._destination_of[rank]]
+
+    def _incoming(self, rank: int) -> Iterator[TransferOp]:
+        """Operations that fill this rank, in plan order."""
+        if rank not in self._destination_of:
+            return
+        for target in self._destination[self._destination_of[rank]].placements:
             parts: list[Box] = []
-            for piece in pieces.get(target.hf_name, ()):
-                part = intersect(piece.hf_box, target.hf_box)
-                if part is None:
+            for piece in self._pieces.get(target.hf_name, ()):
+                part = self._intersect(piece.box, target.hf_box)
+                if part is not None:
+                    parts.append(part)
+                    yield self._make_op(piece, self._find_source(piece, rank), target, part, rank)
+            self._check_cover(tuple(parts), target, rank)
+
+    def _outgoing(self, rank: int) -> Iterator[TransferOp]:
+        """Operations that this rank serves to others, in plan order for each of them."""
+        if rank not in self._source_of:
+            return
+        mine = self._serve(rank)
+        wanted = sorted({index for served in mine.values() for _, ranks in served for index in ranks})
+        for index in wanted:
+            for target in self._destination[index].placements:
+                for piece, ranks in mine.get(target.hf_name, ()):
+                    part = self._intersect(piece.box, target.hf_box) if index in ranks else None
+                    if part is not None:
+                        first = self._make_op(piece, rank, target, part, ranks[index][0])
+                        yield first
+                        for other in ranks[index][1:]:
+                            yield TransferOp(first.hf_name, rank, first.src_param, first.src_box,
+                                             other, first.dst_param, first.dst_box)
+
+    def _serve(self, rank: int) -> dict[str, list[tuple[_Piece, dict[int, list[int]]]]]:
+        """Tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
+        shard = self._source_of[rank]
+        fixed_of: dict[int, dict[int, list[int]]] = {}
+        mine: dict[str, list[tuple[_Piece, dict[int, list[int]]]]] = {}
+        for name in dict.fromkeys(placement.hf_name for placement in self._source[shard].placements):
+            for piece in self._pieces.get(name, ()):
+                route = piece.route
+                if route is None or shard not in piece.holders:
                     continue
-                src_rank = _choose(piece.owners, dst_rank, sent, ranks_per_node)
-                origin = piece.owners[src_rank]
-                ops.append(TransferOp(
-                    target.hf_name, src_rank, origin.param, localize(part, origin),
-                    dst_rank, target.param, localize(part, target)))
-                parts.append(part)
-                if src_rank != dst_rank:
-                    sent[src_rank] += box_volume(part)
-            _check_cover(parts, target, dst_rank)
-    return ReshardPlan(tuple(ops), len(source))
+                choice, leftover = self._choose(route)
+                if route.turn not in fixed_of:
+                    fixed_of[route.turn] = self._by_shard(choice.fixed, rank)
+                ranks = fixed_of[route.turn]
+                if leftover:
+                    ranks = self._by_shard(choice.fixed | leftover[piece], rank)
+                mine.setdefault(name, []).append((piece, ranks))
+        return mine
+
+    def _by_shard(self, sources: dict[int, int], rank: int) -> dict[int, list[int]]:
+        """Destination shard -> other ranks whose source is `rank`."""
+        found: dict[int, list[int]] = {}
+        for other, source in sources.items():
+            if source == rank != other:
+                found.setdefault(self._destination_of[other], []).append(other)
+        return found
+
+    def _make_op(self, piece: _Piece, source: int, target: Placement, part: Box, rank: int) -> TransferOp:
+        origin = piece.holders[self._source_of[source]]
+        return TransferOp(target.hf_name, source, origin.param, localize(part, origin),
+                          rank, target.param, localize(part, target))
+
+    def _find_source(self, piece: _Piece, rank: int) -> int:
+        choice, leftover = self._choose(piece.route)
+        return choice.fixed[rank] if rank in choice.fixed else leftover[piece][rank]
+
+    def _choose(self, route: _Route) -> tuple[SourceChoice, dict[_Piece, dict[int, int]]]:
+        """Sources of a route, made when they are first asked for."""
+        if route.choice is None:
+            if route.destinations not in self._demanding:
+                self._demanding[route.destinations] = _merge_ranks(self._destination, route.destinations)
+            owners = _merge_ranks(self._source, route.holders)
+            route.choice = choose_sources(owners, self._demanding[route.destinations], self._ranks_per_node)
+            volumes = {piece: box_volume(piece.box) for piece in route.pieces}
+            route.leftover = route.choice.spread_leftover(volumes, route.turn) if route.choice.leftover else {}
+        return route.choice, route.leftover
+
+    def _index_routes(self) -> list[_Route]:
+        """Find who needs each piece, and join pieces with the same answer to routes."""
+        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
+        known: dict[tuple[Box, _Targets], tuple[int, ...]] = {}
+        for name, pieces in self._pieces.items():
+            targets = self._targets.get(name, ())
+            for piece in pieces:
+                key = (piece.box, targets)
+                if key not in known:
+                    known[key] = tuple(sorted({
+                        index for box, indices in targets if self._intersect(piece.box, box) for index in indices}))
+                if known[key]:
+                    holders = tuple(piece.holders)
+                    route = routes.setdefault(
+                        (holders, known[key]), _Route(holders, known[key], len(routes), []))
+                    route.pieces.append(piece)
+                    piece.route = route
+        return list(routes.values())
+
+    def _intersect(self, a: Box, b: Box) -> Box | None:
+        if (a, b) not in self._parts:
+            self._parts[a, b] = intersect(a, b)
+        return self._parts[a, b]
+
+    def _demand(self, piece: _Piece) -> dict[int, int]:
+        """Destination shard -> elements of the piece that each of its ranks needs."""
+        name = next(iter(piece.holders.values())).hf_name
+        key = (piece.box, self._targets[name])
+        if key not in self._elements:
+            demand: dict[int, int] = defaultdict(int)
+            for box, indices in self._targets[name]:
+                part = self._intersect(piece.box, box)
+                for index in indices if part else ():
+                    demand[index] += box_volume(part)
+            self._elements[key] = demand
+        return self._elements[key]
+
+    def _check_cover(self, parts: tuple[Box, ...], target: Placement, rank: int) -> None:
+        """Raise unless the parts fill the target, each element once."""
+        if (target.hf_box, parts) in self._covered:
+            return
+        where = f"{target.hf_name}{list(target.hf_box)} for rank {rank} parameter {target.param}"
+        overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
+        if overlap is not None:
+            raise ValueError(f"{where}: two different source boxes place its {list(overlap)}")
+        if covered != box_volume(target.hf_box):
+            raise ValueError(f"{where}: the source places {covered} of its {box_volume(target.hf_box)} elements")
+        self._covered.add((target.hf_box, parts))
 
 
-def _check_cover(parts: list[Box], target: Placement, dst_rank: int) -> None:
-    """Raise unless the parts fill the target, each element once."""
-    where = f"{target.hf_name}{list(target.hf_box)} for rank {dst_rank} parameter {target.param}"
-    overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
-    if overlap is not None:
-        raise ValueError(f"{where}: two different source boxes place its {list(overlap)}")
-    if covered != box_volume(target.hf_box):
-        raise ValueError(f"{where}: the source places {covered} of its {box_volume(target.hf_box)} elements")
+def _shard_of_rank(shards: Sequence[Shard]) -> dict[int, int]:
+    """Rank -> index of its shard."""
+    shard_of: dict[int, int] = {}
+    for index, shard in enumerate(shards):
+        for rank in shard.ranks:
+            if shard_of.setdefault(rank, index) != index:
+                raise ValueError(f"rank {rank} is in two shards, {shard_of[rank]} and {index}")
+    return shard_of
 
 
-def _index(source: Sequence[Sequence[Placement]]) -> dict[str, list[_Piece]]:
-    """Group equal boxes of a tensor: replicas are one piece with several owners."""
-    index: dict[str, dict[Box, _Piece]] = defaultdict(dict)
-    for rank, placements in enumerate(source):
-        for placement in placements:
-            if box_volume(placement.hf_box):
-                piece = index[placement.hf_name].setdefault(placement.hf_box, _Piece(placement.hf_box, {}))
-                piece.owners.setdefault(rank, placement)
-    return {name: list(boxes.values()) for name, boxes in index.items()}
+def _merge_ranks(shards: Sequence[Shard], indices: Sequence[int]) -> list[int]:
+    return sorted(rank for index in indices for rank in shards[index].ranks)
 
 
-def _choose(owners: dict[int, Placement], dst_rank: int, sent: list[int], ranks_per_node: int) -> int:
-    if dst_rank in owners:
-        return dst_rank
-    node = dst_rank // ranks_per_node
-    near = [rank for rank in owners if rank // ranks_per_node == node]
-    return min(near or owners, key=lambda rank: (sent[rank], rank))
+def _index_pieces(source: Sequence[Shard]) -> dict[str, list[_Piece]]:
+    """Group equal boxes of a tensor: replicas are one piece with several holders."""
+    pieces: dict[str, dict[Box, _Piece]] = defaultdict(dict)
+    for index, shard in enumerate(source):
+        for placement in shard.placements:
+            boxes = pieces[placement.hf_name]
+            if placement.hf_box not in boxes:
+                if not box_volume(placement.hf_box):
+                    continue
+                boxes[placement.hf_box] = _Piece(placement.hf_box, {})
+            boxes[placement.hf_box].holders.setdefault(index, placement)
+    return {name: list(boxes.values()) for name, boxes in pieces.items()}
+
+
+def _index_targets(destination: Sequence[Shard]) -> dict[str, _Targets]:
+    """Name -> distinct boxes, each with the shards that place it (twice for one that places it twice)."""
+    found: dict[str, dict[Box, list[int]]] = defaultdict(dict)
+    for index, shard in enumerate(destination):
+        for placement in shard.placements:
+            found[placement.hf_name].setdefault(placement.hf_box, []).append(index)
+    shared: dict[_Targets, _Targets] = {}
+    targets: dict[str, _Targets] = {}
+    for name, boxes in found.items():
+        answer = tuple((box, tuple(indices)) for box, indices in boxes.items())
+        targets[name] = shared.setdefault(answer, answer)
+    return targets
+
+
+def _freeze(ops: dict[int, list[TransferOp]]) -> dict[int, tuple[TransferOp, ...]]:
+    return {peer: tuple(ops[peer]) for peer in sorted(ops)}

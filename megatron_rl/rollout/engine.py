@@ -9,7 +9,7 @@ that the hybrid engine can write weights into it shard to shard.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,8 @@ class EngineSpec:
         config: the rollout section.
         process: this rank.
         seed: of the engine's own random numbers (responses have seeds of their own).
+        lend: given the engine's placement table of this rank, tensors by name that the engine may use as its
+            parameters instead of allocating its own (they hold the same pieces).
     """
 
     model_path: str
@@ -61,12 +63,18 @@ class EngineSpec:
     config: RolloutConfig
     process: Process
     seed: int
+    lend: Callable[[list[Placement]], Mapping[str, torch.Tensor]] = lambda placements: {}
 
 
 class RolloutEngine(Protocol):
     """One rank's share of one engine."""
 
     params: Mapping[str, torch.Tensor]
+    borrowed: frozenset[str]  # parameters whose storage is the actor's
+    padded_params: tuple[str, ...]  # parameters that may hold elements which no logical tensor fills
+
+    def shard_key(self, rank: int) -> int:
+        """Ranks with equal keys have equal placement tables."""
 
     def placements(self, rank: int) -> list[Placement]:
         """Placement table of any rank of the job."""
@@ -94,6 +102,24 @@ ENGINES: dict[str, tuple[str, str]] = {
     "vllm": ("megatron_rl.rollout.vllm_engine", "VllmEngine"),
     "hf": ("megatron_rl.rollout.hf_engine", "HuggingFaceEngine"),
 }
+
+
+def borrow_params(
+    params: Mapping[str, torch.nn.Parameter], lent: Mapping[str, torch.Tensor]
+) -> frozenset[str]:
+    """Rebind parameters to lent storage where shape, dtype and device agree too; returns their names.
+
+    A lent name may also be that of a view of a parameter (an expert's matrix), which cannot be rebound.
+    Must run before anything captures the parameters' addresses.
+    """
+    borrowed = {
+        name for name, tensor in lent.items()
+        if name in params and params[name].shape == tensor.shape and params[name].dtype == tensor.dtype
+        and params[name].device == tensor.device
+    }
+    for name in borrowed:
+        params[name].data = lent[name]
+    return frozenset(borrowed)
 
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:

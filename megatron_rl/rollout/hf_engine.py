@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from megatron_rl.rollout.engine import EngineSpec, Generation
+from megatron_rl.rollout.engine import EngineSpec, Generation, borrow_params
 from megatron_rl.rollout.sampling import SamplingConfig
+from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.placement import Placement, check_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements
 
@@ -48,10 +49,17 @@ class HuggingFaceEngine:
         self._model.to(spec.process.device).requires_grad_(False)
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
-        self.params = {name: p.data for name, p in self._model.named_parameters()}
+        self.borrowed = borrow_params(dict(self._model.named_parameters()), spec.lend(self._placements))
+        self.padded_params: tuple[str, ...] = ()
+        self.params = split_huggingface_experts(
+            spec.shape, {name: p.data for name, p in self._model.named_parameters()})
         check_placements(
             self._placements, {name: tuple(p.shape) for name, p in self.params.items()},
             where=f"transformers on rank {spec.process.rank}")
+
+    def shard_key(self, rank: int) -> int:
+        """All ranks hold the same."""
+        return 0
 
     def placements(self, rank: int) -> list[Placement]:
         """Placement table: whole HF tensors on every rank."""

@@ -9,6 +9,8 @@ What in-process vLLM needs (each guarded by a test):
 * on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a
   killed run, or a second one on the host, makes the next engine fail; torch.distributed serves;
 * on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
+* on CPU, its fused experts compute with weights in a packed order: they are packed in place after every
+  update, so that between updates their parameters do not hold what the placement table says;
 * it must not reseed or advance the trainer's random numbers;
 * the prefix cache is dropped after every weight update.
 
@@ -28,9 +30,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.rollout.engine import EngineSpec, Generation
+from megatron_rl.rollout.engine import EngineSpec, Generation, borrow_params
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.types import UserError
+from megatron_rl.weights.experts import split_experts
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.placement import Placement, check_placements
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
@@ -41,6 +44,8 @@ PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
 }
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
+_LOAD_FORMAT = "megatron_rl"
 _CPU_BLOCK_SIZE = 32
 _MAX_CPU_CACHE_BYTES = 1 << 30
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
@@ -69,6 +74,9 @@ class VllmEngine:
         vllm = prepare_vllm(spec.process.device)
         _register_model(vllm, spec)
         launcher_world, rng = os.environ.get("LOCAL_WORLD_SIZE"), torch.get_rng_state()
+        self.borrowed: frozenset[str] = frozenset()
+        self.padded_params = VLLM_PADDED_PARAMETERS
+        self._register_loader(spec)
         self._llm = vllm.LLM(**_engine_arguments(spec))
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
@@ -76,12 +84,36 @@ class VllmEngine:
         torch.set_rng_state(rng)
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
-        self.params: dict[str, torch.Tensor] = {name: p.data for name, p in worker.get_model().named_parameters()}
+        self.params: dict[str, torch.Tensor] = split_experts(
+            {name: p.data for name, p in worker.get_model().named_parameters()})
+        self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank), {name: tuple(p.shape) for name, p in self.params.items()},
             where=f"vLLM on rank {spec.process.rank}", padded=VLLM_PADDED_PARAMETERS)
-        for tensor in self.params.values():  # vocabulary padding is written by nobody: zero it once
-            tensor.zero_()
+        for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
+            if name not in self.borrowed:
+                tensor.zero_()
+
+    def _register_loader(self, spec: EngineSpec) -> None:
+        """Let vLLM "load" by borrowing the actor's storage, before anything is compiled or captured."""
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+        engine = self
+
+        @register_model_loader(_LOAD_FORMAT)
+        class BorrowingLoader(BaseModelLoader):
+            def download_model(self, model_config: Any) -> None:
+                """Nothing to fetch: the actor has the weights."""
+
+            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+                """Bind what can be shared; the rest is written by the first reshard."""
+                lent = spec.lend(engine.placements(spec.process.rank))
+                engine.borrowed = borrow_params(dict(model.named_parameters()), lent)
+
+    def shard_key(self, rank: int) -> int:
+        """Ranks with equal keys have equal placement tables."""
+        return rank % self._tp_size
 
     def placements(self, rank: int) -> list[Placement]:
         """Placement table of any rank of the job."""
@@ -93,7 +125,9 @@ class VllmEngine:
             self._llm.wake_up(tags=["weights"])
 
     def end_weight_update(self) -> None:
-        """Forget keys and values computed with the old weights; bring the cache back."""
+        """Pack the experts, forget keys and values computed with the old weights; bring the cache back."""
+        for param, instructions in self._packed_experts:
+            _pack_experts(param, instructions)
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["kv_cache"])
         if not self._llm.reset_prefix_cache():
@@ -160,6 +194,33 @@ def _check_device_limits(spec: EngineSpec) -> None:
         raise UserError(
             f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}", source="model.path config.json",
             expected=f"a head_dim of {CPU_HEAD_DIMS}", hint="use rollout.engine=hf for this model on CPU")
+    sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
+    if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
+        raise UserError(
+            f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
+            source="model.path config.json and rollout.tensor_model_parallel_size",
+            expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
+            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf")
+
+
+def _find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
+    """Fused expert weights with the instruction set that vLLM's CPU kernel wants them packed for."""
+    if device.type != "cpu":
+        return []
+    packed = []
+    for module in model.modules():
+        if hasattr(module, "w13_weight"):
+            experts = module.quant_method.moe_kernel.fused_experts
+            if not experts._use_zentorch:  # that kernel takes them as they are
+                packed += [(param.data, experts.isa) for param in (module.w13_weight, module.w2_weight)]
+    return packed
+
+
+def _pack_experts(param: torch.Tensor, instructions: str) -> None:
+    """Reorder a fused parameter [E, rows, columns] in place; once per update, as packing twice is another order."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    param.copy_(cpu_prepack_moe_weight(param, instructions))
 
 
 def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
@@ -174,7 +235,7 @@ def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     config, rank = spec.config, spec.process.rank
     arguments: dict[str, Any] = dict(
-        model=spec.model_path, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
+        model=spec.model_path, load_format=_LOAD_FORMAT, skip_tokenizer_init=True, generation_config="vllm",
         dtype=spec.dtype, max_model_len=spec.max_prompt_length + spec.max_response_length,
         max_num_seqs=config.max_num_seqs, tensor_parallel_size=config.tensor_model_parallel_size,
         distributed_executor_backend="external_launcher", enforce_eager=config.enforce_eager,
@@ -184,6 +245,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     )
     if spec.process.device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
+        if spec.shape.num_experts:
+            arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     else:

@@ -37,6 +37,10 @@ class Actor(Policy):
         self.params = {name: p.data for name, p in self.stages.named_parameters()}
         self.policy_version = 0
 
+    def release_training_memory(self) -> None:
+        """Give back what generation does not need; `update` takes it back."""
+        self.trainable.release()
+
     def update(self, minibatch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
         """One optimizer step of the policy loss; returns metrics, the same on every rank."""
 
@@ -73,6 +77,7 @@ class Actor(Policy):
     def _optimizer_step(
         self, minibatch: TrainBatch, loss_function: LossFunction
     ) -> tuple[dict[str, float], float, float]:
+        self.trainable.restore()
         self.trainable.zero_grad()
         per_microbatch = self.run_schedule(minibatch, loss_function)
         totals = self._reduce(per_microbatch, minibatch.tokens.device)

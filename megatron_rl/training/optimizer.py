@@ -26,6 +26,33 @@ class TrainableModel:
     modules: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    offload_gradients: bool = False
+    offload_optimizer: bool = False
+    is_released: bool = False
+
+    def release(self) -> None:
+        """Give back what generation does not need, as configured; gradients are lost, states go to the host."""
+        if self.offload_gradients:
+            for module in self.modules:
+                for buffer in (*module.buffers, *module.expert_parallel_buffers):
+                    buffer.offload_to_cpu(move_params=False, move_grads=True)
+        if self.offload_optimizer:
+            self.optimizer.offload_to_cpu()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.is_released = True
+
+    def restore(self) -> None:
+        """Take it back before an update; does nothing if nothing was released."""
+        if not self.is_released:
+            return
+        if self.offload_gradients:
+            for module in self.modules:
+                for buffer in (*module.buffers, *module.expert_parallel_buffers):
+                    buffer.reload_from_cpu(move_params=False, move_grads=True)
+        if self.offload_optimizer:
+            self.optimizer.restore_from_cpu()
+        self.is_released = False
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
@@ -81,7 +108,9 @@ def build_trainable(
         lr_warmup_steps=actor.lr_warmup_steps, lr_decay_steps=decay_steps, lr_decay_style=actor.lr_decay_style,
         start_wd=actor.weight_decay, end_wd=actor.weight_decay, wd_incr_steps=decay_steps,
         wd_incr_style="constant")
-    return TrainableModel(modules, optimizer, scheduler)
+    return TrainableModel(
+        modules, optimizer, scheduler, offload_gradients=actor.offload_gradients,
+        offload_optimizer=actor.offload_optimizer)
 
 
 def _finalize_summed_grads(model: list[torch.nn.Module], num_tokens: object = None, **kwargs: object) -> None:

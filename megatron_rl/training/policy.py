@@ -7,7 +7,7 @@ TP group, and only the last pipeline stage ever has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,21 @@ class Policy:
         stages: model chunks (`vpp_size` of them), weights loaded.
         modules: what the schedule runs; the actor puts DDP wrappers here.
         params: this rank's parameters by name.
+        padded_params: ends of the names of parameters with rows that pad the vocabulary.
     """
+
+    padded_params = PADDED_PARAMETERS
 
     def __init__(
         self, model: ModelConfig, layout_config: ActorConfig, shape: ModelShape, groups: ParallelGroups,
         *, path: str | Path, temperature: float, seed: int,
     ) -> None:
         self.shape, self.groups, self.temperature = shape, groups, temperature
+        self._offloaded: dict[str, torch.Tensor] | None = None
         at = groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
-        model_parallel_cuda_manual_seed(seed, tp_rank=at.tp, ep_rank=0, etp_rank=at.tp, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(
+            seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True)
         self.transformer_impl = choose_transformer_impl(model.transformer_impl)
         self.config = build_transformer_config(
             shape, groups.layout, dtype=DTYPES[model.dtype], sequence_parallel=layout_config.sequence_parallel,
@@ -72,7 +77,12 @@ class Policy:
         at = layout.coordinates(rank)
         return megatron_placements(
             self.shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp,
-            vpp_size=layout.vpp_size)
+            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=layout.expert_coordinates(rank).ep)
+
+    def shard_key(self, rank: int) -> Hashable:
+        """Ranks with equal keys have equal placement tables."""
+        at = self.groups.layout.expert_coordinates(rank)
+        return at.tp, at.pp, at.ep
 
     @property
     def pad_multiple(self) -> int:
@@ -83,6 +93,24 @@ class Policy:
     def microbatch_count_multiple(self) -> int:
         """The number of microbatches is a multiple of this (interleaved schedules go by pipeline size)."""
         return self.groups.layout.pp_size if self.groups.layout.vpp_size > 1 else 1
+
+    def offload(self) -> None:
+        """Keep the weights on the host and give their device memory back, until `restore`."""
+        if self._offloaded is None:
+            self._offloaded = {
+                name: p.data.to("cpu", copy=True) for name, p in self.stages.named_parameters()}
+            for p in self.stages.parameters():
+                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+            self.params = {}
+
+    def restore(self) -> None:
+        """Bring offloaded weights back; does nothing if they are here."""
+        if self._offloaded is not None:
+            device = next(self.stages.parameters()).device
+            for name, p in self.stages.named_parameters():
+                p.data = self._offloaded[name].to(device)
+            self.params = {name: p.data for name, p in self.stages.named_parameters()}
+            self._offloaded = None
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:

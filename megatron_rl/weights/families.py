@@ -2,7 +2,8 @@
 """Model families: what an HF config.json says about shapes, and the logical tensors that follow.
 
 A family is one row of `FAMILIES`. Everything else (Megatron's and vLLM's tables, conversion) is made
-from the `ModelShape`, so that a new family with these building blocks is one row.
+from the `ModelShape`, so that a new family with these building blocks is one row. The logical tensors of
+a mixture of experts are those of published checkpoints: one set of matrices per expert.
 """
 
 from __future__ import annotations
@@ -16,6 +17,23 @@ from megatron_rl.types import UserError
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """How a family of mixtures of experts names its tensors and sizes.
+
+    Attributes:
+        block: the MLP of a layer; its router is `<block>.gate`, its experts `<block>.experts.<e>`.
+        gate, up, down: the matrices of an expert.
+        size_key: config.json's name for an expert's columns.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    size_key: str
+
+
+@dataclass(frozen=True)
 class Family:
     """What the architecture fixes and config.json does not say.
 
@@ -24,18 +42,27 @@ class Family:
         qkv_bias: the q, k and v projections have a bias.
         qk_norm: q and k are normalised per head.
         honours_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
+        honours_sliding_window: config.json's `sliding_window` alone limits the attention.
+        experts: names of the mixture of experts; None for dense families.
     """
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
     honours_head_dim: bool = True
+    honours_sliding_window: bool = False
+    experts: ExpertNames | None = None
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honours_head_dim=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "mistral": Family("MistralForCausalLM", honours_sliding_window=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=ExpertNames(
+        "mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size")),
+    "mixtral": Family("MixtralForCausalLM", honours_sliding_window=True, experts=ExpertNames(
+        "block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size")),
 }
 
 
@@ -43,7 +70,9 @@ FAMILIES: dict[str, Family] = {
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-    Sizes are those of the HF config; `vocab_size` is without padding.
+    Sizes are those of the HF config; `vocab_size` is without padding. In a mixture of experts every layer
+    has `num_experts` (0: dense) of `ffn_hidden_size` columns; `experts_per_token` of them serve a token,
+    and their shares add up to 1 with `normalizes_shares`.
     """
 
     family: str
@@ -60,10 +89,13 @@ class ModelShape:
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalizes_shares: bool = False
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every HF tensor, in checkpoint order."""
-        h, d, ffn = self.hidden_size, self.head_dim, self.ffn_hidden_size
+        h, d = self.hidden_size, self.head_dim
         q, kv = self.num_heads * d, self.num_kv_heads * d
         tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, h)}
         for layer in range(self.num_layers):
@@ -77,20 +109,37 @@ class ModelShape:
                 block |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
             block["self_attn.o_proj.weight"] = (h, q)
             block["post_attention_layernorm.weight"] = (h,)
-            block |= {"mlp.gate_proj.weight": (ffn, h), "mlp.up_proj.weight": (ffn, h)}
-            block["mlp.down_proj.weight"] = (h, ffn)
+            block |= self._feed_forward_tensors()
             tensors |= {prefix + name: size for name, size in block.items()}
         tensors["model.norm.weight"] = (h,)
         if not self.tied_embeddings:
             tensors["lm_head.weight"] = (self.vocab_size, h)
         return tensors
 
-    def check_training_layout(self, tp_size: int, pp_size: int, vpp_size: int) -> None:
+    def _feed_forward_tensors(self) -> dict[str, tuple[int, ...]]:
+        into, out = (self.ffn_hidden_size, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)
+        names = FAMILIES[self.family].experts
+        if names is None:
+            return {"mlp.gate_proj.weight": into, "mlp.up_proj.weight": into, "mlp.down_proj.weight": out}
+        tensors: dict[str, tuple[int, ...]] = {f"{names.block}.gate.weight": (self.num_experts, self.hidden_size)}
+        for expert in range(self.num_experts):
+            for name, size in ((names.gate, into), (names.up, into), (names.down, out)):
+                tensors[f"{names.block}.experts.{expert}.{name}.weight"] = size
+        return tensors
+
+    def check_training_layout(
+        self, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1, *, sequence_parallel: bool = True
+    ) -> None:
         """Refuse a Megatron layout that cannot hold this model.
+
+        Args:
+            tp_size: tensor parallel size; likewise pp, vpp, ep.
+            sequence_parallel: megatron-core trains experts under TP only with it.
 
         Raises:
             UserError: naming the sizes and the values that work.
         """
+        self._check_expert_layout(tp_size, ep_size, sequence_parallel)
         for what, size in (("attention heads", self.num_heads), ("KV heads", self.num_kv_heads),
                            ("feed-forward columns", self.ffn_hidden_size)):
             if size % tp_size:
@@ -109,6 +158,21 @@ class ModelShape:
                 expected=f"pp * vpp one of {valid}",
                 hint="every chunk of every stage holds the same number of layers",
             )
+
+    def _check_expert_layout(self, tp_size: int, ep_size: int, sequence_parallel: bool) -> None:
+        experts = self.num_experts
+        if ep_size > 1 and (experts == 0 or experts % ep_size):
+            valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
+            what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
+            raise UserError(
+                f"expert_model_parallel_size {ep_size} {what}",
+                source="actor.expert_model_parallel_size and the model's config.json", expected=f"one of {valid}",
+                hint="set actor.expert_model_parallel_size=1" if not experts else "every rank holds as many experts")
+        if experts and tp_size > 1 and not sequence_parallel:
+            raise UserError(
+                f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
+                source="actor.sequence_parallel", expected="true for a mixture of experts under tensor parallelism",
+                hint="set actor.sequence_parallel=true")
 
     def check_rollout_layout(self, tp_size: int) -> None:
         """Refuse an engine layout that cannot hold this model; KV heads may be replicated.
@@ -170,27 +234,55 @@ def model_shape_from_config(config: dict[str, Any], source: str) -> ModelShape:
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "router_jitter_noise": bool(config.get("router_jitter_noise")),
+        "sliding_window": family.honours_sliding_window and _cuts_attention(config),
         "rope_scaling": (rope.get("rope_type") or rope.get("type") or "default") != "default",
     }
     if any(refused.values()):
         names = [name for name, is_set in refused.items() if is_set]
         raise UserError(
             f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served", source=source,
-            expected="SwiGLU, full attention, no bias beyond the family's, unscaled rotary positions",
+            expected="SwiGLU, full attention, no bias beyond the family's, unscaled rotary positions, experts in every "
+                     "layer of a mixture of experts",
             hint="training would silently compute another model; use a checkpoint without these options",
         )
     try:
         num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
         head_dim = (config.get("head_dim") if family.honours_head_dim else None) or hidden // num_heads
+        experts = _read_experts(config, family, source)
+        size_key = family.experts.size_key if family.experts else "intermediate_size"
         return ModelShape(
             family=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=hidden,
-            ffn_hidden_size=config["intermediate_size"], num_heads=num_heads,
+            ffn_hidden_size=config[size_key], num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads, head_dim=head_dim,
             vocab_size=config["vocab_size"], tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
-            max_position_embeddings=config["max_position_embeddings"],
+            max_position_embeddings=config["max_position_embeddings"], **experts,
         )
     except KeyError as error:
         raise UserError(f"key {error} is missing", source=source, expected="a complete HF config.json",
                         hint="write it with transformers' save_pretrained") from None
+
+
+def _cuts_attention(config: dict[str, Any]) -> bool:
+    window = config.get("sliding_window")
+    return window is not None and window < config.get("max_position_embeddings", 0)
+
+
+def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """The fields of a ModelShape that only a mixture of experts has."""
+    if family.experts is None:
+        return {}
+    # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
+    num_experts = config.get("num_experts") or config["num_local_experts"]
+    per_token = config["num_experts_per_tok"]
+    # Mixtral has no such option: its shares always add up to 1.
+    normalizes_shares = bool(config.get("norm_topk_prob")) if config["model_type"] != "mixtral" else True
+    if per_token == 1 and normalizes_shares:
+        raise UserError(
+            "num_experts_per_tok = 1 with normalised shares", source=source, expected="2 experts per token or more",
+            hint="the share of a single expert is always 1, so its router would never learn")
+    return dict(num_experts=num_experts, experts_per_token=per_token, normalizes_shares=normalizes_shares)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron keeps every logical tensor, for any TP, PP and VPP.
+"""Where Megatron keeps every logical tensor, for any TP, PP, VPP and EP.
 
 Parameter names are those of `nn.ModuleList(model_chunks).named_parameters()`: the chunk's number,
 then the name inside the GPTModel. Fused parameters:
 
-* `linear_qkv`: rows interleaved per KV group, `[q .. q, k, v]` for group 0, then group 1, ...; a TP
-  rank holds whole groups;
-* `linear_fc1`: `[gate; up]` of this rank's columns;
+* `linear_qkv`: `[q; k; v]` of this rank's heads (megatron-core's own order interleaves them per KV group;
+  ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
+* `linear_fc1`: `[gate; up]` of this rank's columns (experts: see `experts.py`);
 * embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
 * tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_rl.weights.experts import megatron_expert_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement, columns, full_box, rows
 
@@ -36,7 +37,8 @@ def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chu
 
 
 def megatron_placements(
-    shape: ModelShape, *, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, vpp_size: int = 1
+    shape: ModelShape, *, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, vpp_size: int = 1,
+    ep_size: int = 1, ep_rank: int = 0,
 ) -> list[Placement]:
     """Placements of all parameters of one rank's model chunks."""
     placements: list[Placement] = []
@@ -47,7 +49,13 @@ def megatron_placements(
             placements.append(_vocab_rows(
                 shape, f"{chunk}.embedding.word_embeddings.weight", "model.embed_tokens.weight", tp_size, tp_rank))
         for local, layer in enumerate(stage_layers(shape.num_layers, pp_size, vpp_size, pp_rank, chunk)):
-            placements += _layer(shape, f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}.", tp_size, tp_rank)
+            param, hf = f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}."
+            placements += _attention(shape, param, hf, tp_size, tp_rank)
+            if shape.num_experts:
+                placements += megatron_expert_placements(
+                    shape, param, hf, tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+            else:
+                placements += _feed_forward(shape, param, hf, tp_size, tp_rank)
         if is_last:
             norm = full_box((shape.hidden_size,))
             placements.append(Placement(f"{chunk}.decoder.final_layernorm.weight", norm, "model.norm.weight", norm))
@@ -65,7 +73,8 @@ def _vocab_rows(shape: ModelShape, param: str, hf_name: str, tp_size: int, tp_ra
     return Placement(param, rows(0, stop - start, size), hf_name, rows(start, stop, size))
 
 
-def _layer(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[Placement]:
+def _attention(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[Placement]:
+    """Self-attention and both norms of a layer."""
     h, d = shape.hidden_size, shape.head_dim
 
     def whole(name: str, hf_name: str, size: int) -> Placement:
@@ -85,35 +94,36 @@ def _layer(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -
     if shape.qkv_bias:
         placements += _qkv(shape, param, hf, "bias", (), tp_size, tp_rank)
 
-    q_cols = shape.num_heads * d // tp_size
-    ffn = shape.ffn_hidden_size // tp_size
-    o_size, down_size = (h, shape.num_heads * d), (h, shape.ffn_hidden_size)
-    placements += [
-        Placement(param + "self_attention.linear_proj.weight", columns(0, q_cols, o_size),
-                  hf + "self_attn.o_proj.weight", columns(tp_rank * q_cols, (tp_rank + 1) * q_cols, o_size)),
-        Placement(param + "mlp.linear_fc2.weight", columns(0, ffn, down_size),
-                  hf + "mlp.down_proj.weight", columns(tp_rank * ffn, (tp_rank + 1) * ffn, down_size)),
-    ]
+    q_cols, o_size = shape.num_heads * d // tp_size, (h, shape.num_heads * d)
+    placements.append(Placement(
+        param + "self_attention.linear_proj.weight", columns(0, q_cols, o_size),
+        hf + "self_attn.o_proj.weight", columns(tp_rank * q_cols, (tp_rank + 1) * q_cols, o_size)))
+    return placements
+
+
+def _feed_forward(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[Placement]:
+    """The dense MLP of a layer."""
+    ffn, size = shape.ffn_hidden_size // tp_size, (shape.ffn_hidden_size, shape.hidden_size)
+    start, stop = tp_rank * ffn, (tp_rank + 1) * ffn
+    placements = [Placement(
+        param + "mlp.linear_fc2.weight", columns(0, ffn, size[::-1]),
+        hf + "mlp.down_proj.weight", columns(start, stop, size[::-1]))]
     for half, name in enumerate(("gate", "up")):
-        size = (shape.ffn_hidden_size, h)
         placements.append(Placement(
             param + "mlp.linear_fc1.weight", rows(half * ffn, (half + 1) * ffn, size),
-            hf + f"mlp.{name}_proj.weight", rows(tp_rank * ffn, (tp_rank + 1) * ffn, size)))
+            hf + f"mlp.{name}_proj.weight", rows(start, stop, size)))
     return placements
 
 
 def _qkv(
     shape: ModelShape, param: str, hf: str, what: str, rest: tuple[int, ...], tp_size: int, tp_rank: int
 ) -> list[Placement]:
-    """Per KV group `[q .. q, k, v]`; `rest` are the dimensions after the first (none for a bias)."""
-    d = shape.head_dim
-    q_rows = shape.num_heads // shape.num_kv_heads * d
-    groups = shape.num_kv_heads // tp_size
-    placements = []
-    for local in range(groups):
-        group, base = tp_rank * groups + local, local * (q_rows + 2 * d)
-        for name, offset, size in (("q", 0, q_rows), ("k", q_rows, d), ("v", q_rows + d, d)):
-            placements.append(Placement(
-                f"{param}self_attention.linear_qkv.{what}", rows(base + offset, base + offset + size, (0, *rest)),
-                f"{hf}self_attn.{name}_proj.{what}", rows(group * size, (group + 1) * size, (0, *rest))))
+    """`[q; k; v]` of this rank; `rest` are the dimensions after the first (none for a bias)."""
+    base, placements = 0, []
+    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
+        size = heads // tp_size * shape.head_dim
+        placements.append(Placement(
+            f"{param}self_attention.linear_qkv.{what}", rows(base, base + size, (0, *rest)),
+            f"{hf}self_attn.{name}_proj.{what}", rows(tp_rank * size, (tp_rank + 1) * size, (0, *rest))))
+        base += size
     return placements

@@ -2,13 +2,14 @@
 """Where the rollout engines keep every logical tensor.
 
 vLLM, per TP rank: `qkv_proj = [q; k; v]` with the KV heads replicated when tp > KV heads,
-`gate_up_proj = [gate; up]`, vocabulary rows padded to a multiple of 64, tied embeddings as one
-parameter. Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
+`gate_up_proj = [gate; up]` (experts: see `experts.py`), vocabulary rows padded to a multiple of 64, tied
+embeddings as one parameter. Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
 """
 
 from __future__ import annotations
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.experts import vllm_expert_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement, columns, full_box, rows
 
@@ -22,7 +23,7 @@ def huggingface_placements(shape: ModelShape) -> list[Placement]:
 
 
 def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> list[Placement]:
-    """Placements of all parameters of one vLLM TP rank (dense families, unquantised).
+    """Placements of all parameters of one vLLM TP rank (unquantised; fused experts seen as matrices).
 
     Raises:
         UserError: vLLM cannot split the padded vocabulary over `tp_size` ranks.
@@ -34,7 +35,12 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> list[Pl
             source="rollout.tensor_model_parallel_size", expected=f"a divisor of {padded}", hint="use 1, 2, 4 or 8")
     placements = [_vocab_rows(shape, "model.embed_tokens.weight", padded // tp_size, tp_rank)]
     for layer in range(shape.num_layers):
-        placements += _layer(shape, f"model.layers.{layer}.", tp_size, tp_rank)
+        prefix = f"model.layers.{layer}."
+        placements += _attention(shape, prefix, tp_size, tp_rank)
+        if shape.num_experts:
+            placements += vllm_expert_placements(shape, prefix, tp_size=tp_size, tp_rank=tp_rank)
+        else:
+            placements += _feed_forward(shape, prefix, tp_size, tp_rank)
     norm = full_box((shape.hidden_size,))
     placements.append(Placement("model.norm.weight", norm, "model.norm.weight", norm))
     if not shape.tied_embeddings:
@@ -49,7 +55,8 @@ def _vocab_rows(shape: ModelShape, name: str, per_rank: int, tp_rank: int) -> Pl
     return Placement(name, rows(0, stop - start, size), name, rows(start, stop, size))
 
 
-def _layer(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[Placement]:
+def _attention(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[Placement]:
+    """Self-attention and both norms of a layer."""
     h, d = shape.hidden_size, shape.head_dim
     whole = {"input_layernorm.weight": h, "post_attention_layernorm.weight": h}
     if shape.qk_norm:
@@ -69,15 +76,24 @@ def _layer(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[P
                 f"{prefix}self_attn.qkv_proj.{what}", rows(base, base + size, (0, *rest)),
                 f"{prefix}self_attn.{name}_proj.{what}", rows(start, start + size, (0, *rest))))
             base += size
-    ffn = shape.ffn_hidden_size // tp_size
+    placements.append(_columns(prefix + "self_attn.o_proj.weight", (h, shape.num_heads * d), tp_size, tp_rank))
+    return placements
+
+
+def _feed_forward(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[Placement]:
+    """The dense MLP of a layer."""
+    h, ffn = shape.hidden_size, shape.ffn_hidden_size // tp_size
+    placements = []
     for half, name in enumerate(("gate", "up")):
         size = (shape.ffn_hidden_size, h)
         placements.append(Placement(
             prefix + "mlp.gate_up_proj.weight", rows(half * ffn, (half + 1) * ffn, size),
             f"{prefix}mlp.{name}_proj.weight", rows(tp_rank * ffn, (tp_rank + 1) * ffn, size)))
-    for name, width, size in (("self_attn.o_proj.weight", q_rows, (h, shape.num_heads * d)),
-                              ("mlp.down_proj.weight", ffn, (h, shape.ffn_hidden_size))):
-        placements.append(Placement(
-            prefix + name, columns(0, width, size),
-            prefix + name, columns(tp_rank * width, (tp_rank + 1) * width, size)))
+    placements.append(_columns(prefix + "mlp.down_proj.weight", (h, shape.ffn_hidden_size), tp_size, tp_rank))
     return placements
+
+
+def _columns(name: str, size: tuple[int, int], tp_size: int, tp_rank: int) -> Placement:
+    """A matrix under its own name whose columns are split evenly."""
+    width = size[1] // tp_size
+    return Placement(name, columns(0, width, size), name, columns(tp_rank * width, (tp_rank + 1) * width, size))

@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.huggingface import (
     save_huggingface,
 )
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape, load_model_shape
 from megatron_rl.weights.placement import box_volume
@@ -164,11 +165,12 @@ def save_from_ranks(
     """Load the checkpoint on every rank and write it again; the error's text, or nothing."""
     shape = load_model_shape(source)
     tables = place_megatron(shape, ParallelLayout(world_size, **sizes))
+    shards = group_shards(lambda r: tables[r], lambda r: r, world_size)
     params = make_empty_shards(tables[rank], dtype, PADDING_ROWS)
     load_huggingface(source, tables[rank], params)
     try:
         written = save_huggingface(
-            target, shape, tables, params, side_files_from=source, group=dist.group.WORLD, bucket_bytes=2000, **options)
+            target, shape, shards, params, side_files_from=source, group=dist.group.WORLD, bucket_bytes=2000, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     assert written == target and target.is_dir()

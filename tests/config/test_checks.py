@@ -41,7 +41,7 @@ def test_defaults_pass() -> None:
         (["trainer.test_freq=5"], "trainer.test_freq", "has no effect"),
         (["actor.sequence_parallel=true"], "actor.sequence_parallel", "has no effect"),
         (["actor.context_parallel_size=2"], "actor.context_parallel_size", "is not supported yet"),
-        (["actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "is not supported yet"),
+        (["actor.expert_model_parallel_size=0"], "actor.expert_model_parallel_size", "is too small"),
         ([f"{VPP}=2"], VPP, "needs a pipeline"),
         ([f"{PP}=2", f"{VPP}=1"], VPP, "is a plain pipeline"),
         (["rollout.top_p=0.9"], "rollout.top_p", "would sample from a cut distribution"),
@@ -69,6 +69,7 @@ def test_refusals_name_the_setting_and_its_place(overrides: list[str], name: str
     [
         ["actor.sequence_parallel=true", "actor.tensor_model_parallel_size=2"],
         [f"{PP}=2", f"{VPP}=2"],
+        ["actor.expert_model_parallel_size=2"],  # whether the model has experts is its shape's matter
         ["rollout.validation_temperature=0", "algorithm.clip_eps_high=3.0"],
         ["reward.function=dir/my_reward.py:score"],
     ],

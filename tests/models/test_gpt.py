@@ -8,6 +8,7 @@ tests/training/test_actor.py) and Transformer Engine (GPU).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-rope": dict(family="qwen2", rope_theta=1e6, tie_word_embeddings=False),
     "qwen3": dict(family="qwen3"),
     "qwen3-mha": dict(family="qwen3", num_key_value_heads=8, rope_theta=1e6),
+    "mistral": dict(family="mistral", rope_theta=1e6, head_dim=16),
+}
+# Their shares are normalised after the selection, before it, and always; the last has more experts per token.
+EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(family="qwen3_moe"),
+    "qwen3_moe-shares": dict(family="qwen3_moe", norm_topk_prob=False, num_experts=8),
+    "mixtral": dict(family="mixtral", num_experts_per_tok=3),
 }
 
 
@@ -51,7 +59,9 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.sizes.get("tp_size", 1) * self.sizes.get("pp_size", 1)
+        """Expert parallelism takes its ranks from the data parallel ones."""
+        sizes = [self.sizes.get(name, 1) for name in ("tp_size", "pp_size", "ep_size")]
+        return math.prod(sizes)
 
 
 CASES = {
@@ -64,6 +74,16 @@ CASES = {
     "tp4-sp": Case(dict(tp_size=4), sequence_parallel=True),
     "tp2-pp2": Case(dict(tp_size=2, pp_size=2)),
     "tp2-pp2-vpp2-sp": Case(dict(tp_size=2, pp_size=2, vpp_size=2), sequence_parallel=True),
+}
+EXPERT_CASES = {
+    "single": Case({}),
+    "tp2-sp": Case(dict(tp_size=2), sequence_parallel=True),
+    "pp2": Case(dict(pp_size=2)),
+    "pp2-vpp2": Case(dict(pp_size=2, vpp_size=2)),
+    "ep2": Case(dict(ep_size=2)),
+    "ep4": Case(dict(ep_size=4)),
+    "ep2-tp2-sp": Case(dict(ep_size=2, tp_size=2), sequence_parallel=True),
+    "ep2-pp2": Case(dict(ep_size=2, pp_size=2)),
 }
 
 
@@ -90,7 +110,7 @@ def max_gap(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     sequences, result = draw_tokens(LENGTHS), {}
-    for name, settings in MODELS.items():
+    for name, settings in (MODELS | EXPERT_MODELS).items():
         path = tmp_path_factory.mktemp(name)
         model = save_tiny_model(path, **settings)
         logits = run_transformers(model, sequences)
@@ -150,6 +170,14 @@ def test_logits_equal_transformers(name: str, references: dict[str, Reference]) 
     assert max(gaps.values()) <= 2e-5, gaps
 
 
+@pytest.mark.parametrize("name", EXPERT_CASES)
+def test_logits_of_experts_equal_transformers(name: str, references: dict[str, Reference]) -> None:
+    """Expert parallel ranks run the same batch: each owns a part of the experts, all send tokens to it."""
+    found = run_case(EXPERT_CASES[name], references, list(EXPERT_MODELS))
+    gaps = {model: max_gap(found[model], references[model].logits) for model in EXPERT_MODELS}
+    assert max(gaps.values()) <= 2e-5, gaps
+
+
 def test_logits_are_large_enough_for_the_comparison(references: dict[str, Reference]) -> None:
     """Logits near 0 would agree with anything."""
     assert all(torch.cat(r.logits).std() > 0.3 for r in references.values())
@@ -157,12 +185,13 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("qwen2-rope", dict(rope_theta=1e4)), ("llama-tied-eps", dict(rms_norm_eps=1e-6))],
+    [("qwen2-rope", dict(rope_theta=1e4)), ("llama-tied-eps", dict(rms_norm_eps=1e-6)),
+     ("qwen3_moe", dict(normalizes_shares=False)), ("mixtral", dict(experts_per_token=2))],
 )
 def test_comparison_sees_a_wrong_setting(
     model: str, changes: dict[str, float], references: dict[str, Reference]
 ) -> None:
-    """The same weights with another rotary base or epsilon are a hundred times outside of the tolerance."""
+    """The same weights with another rotary base, epsilon or routing are a hundred times outside of the tolerance."""
     found = run_case(CASES["single"], references, [model], **changes)
     assert max_gap(found[model], references[model].logits) > 2e-3
 
@@ -191,11 +220,12 @@ def _describe_parameters(rank: int, world_size: int, path: Path) -> dict[str, tu
     }
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_parameters_tell_megatron_how_they_are_split(model: str, references: dict[str, Reference]) -> None:
-    """Matrices and QKV biases are shards; norms are replicas with partial gradients under sequence parallelism."""
+    """Matrices and QKV biases are shards; norms and routers are replicas with partial gradients under SP."""
     for found in run_ranks(_describe_parameters, 2, references[model].path, timeout=60):
-        expected = {name: (False, True) if "norm" in name else (True, False) for name in found}
+        expected = {
+            name: (False, True) if "norm" in name or "router" in name else (True, False) for name in found}
         assert found == expected
 
 

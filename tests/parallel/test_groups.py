@@ -14,8 +14,8 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 
 OURS = ("world", "tp", "pp", "cp", "dp", "tp_pp", "dp_cp")
-MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "tp_dp_cp", "embd", "pos_embd", "ep", "tp_ep_pp",
-             "expt_dp", "intra_dp_cp", "intra_dist_opt")
+MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "tp_dp_cp", "embd", "pos_embd", "ep", "expt_tp",
+             "tp_ep", "tp_ep_pp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt")
 
 
 def describe(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any]:
@@ -65,6 +65,19 @@ def test_data_and_context_parallel_ranks_hold_the_same_parameters() -> None:
         assert of["dp_cp"] == of["collection"]["dp_cp"] == of["collection"]["intra_dp_cp"] == [0, 1, 2, 3]
         assert of["tp"] == of["pp"] == of["tp_pp"] == of["collection"]["embd"] == [rank]
         assert of["stage"] == (True, True, rank)
+
+
+def test_expert_parallel_ranks_come_from_data_parallelism() -> None:
+    """Dense groups do not know of experts; two replicas of each expert reduce their gradients."""
+    found = run_ranks(describe, 8, dict(tp_size=2, ep_size=2), timeout=60)
+    assert [of["dp"] for of in found] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
+    megatrons = [of["collection"] for of in found]
+    assert [of["ep"] for of in megatrons] == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
+    assert [of["expt_tp"] for of in megatrons] == [of["tp"] for of in megatrons]
+    assert [of["expt_dp"] for of in megatrons] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+    for rank, of in enumerate(megatrons):
+        assert of["tp_ep"] == of["tp_ep_pp"] == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        assert of["intra_expt_dp"] == of["expt_dp"] and of["intra_dp_cp"] == of["dp_cp"]
 
 
 @pytest.mark.parametrize("sizes", [dict(tp_size=2), dict(pp_size=2)])

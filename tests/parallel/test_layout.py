@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.parallel.layout import Coordinates, ParallelLayout
+from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 from megatron_rl.types import UserError
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -45,7 +47,7 @@ def test_numbering_runs_over_tp_first_and_pp_last() -> None:
 @settings(max_examples=40, deadline=None)
 @given(layouts())
 def test_groups_are_those_of_megatron(layout: ParallelLayout) -> None:
-    """Compares with Megatron's default rank generator; the expert one (ep > 1) is not covered."""
+    """Compares with Megatron's default rank generator."""
     from megatron.core.parallel_state import RankGenerator
 
     generator = RankGenerator(
@@ -54,6 +56,29 @@ def test_groups_are_those_of_megatron(layout: ParallelLayout) -> None:
         ours = layout.groups(*token.split("-"))
         # Order within a group is the order of ranks inside the group; order of the groups is free.
         assert sorted(ours) == sorted(generator.get_ranks(token)), token
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.data())
+def test_expert_groups_are_those_of_megatron(layout: ParallelLayout, data: st.DataObject) -> None:
+    """Compares with the generator that Megatron makes for expert layers when their TP is that of the dense ones."""
+    from megatron.core.parallel_state import RankGenerator
+
+    shared = layout.cp_size * layout.dp_size
+    ep_size = data.draw(st.sampled_from([n for n in range(1, shared + 1) if shared % n == 0]))
+    layout = replace(layout, ep_size=ep_size)
+    generator = RankGenerator(
+        tp=layout.tp_size, ep=ep_size, dp=shared // ep_size, pp=layout.pp_size, cp=1, order="tp-cp-ep-dp-pp")
+    for token in ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp"):
+        assert sorted(layout.expert_groups(*token.split("-"))) == sorted(generator.get_ranks(token)), token
+
+
+def test_expert_parallel_ranks_are_neighbours_in_data_parallelism() -> None:
+    layout = ParallelLayout(16, tp_size=2, pp_size=2, ep_size=2)
+    assert layout.expert_coordinates(2) == ExpertCoordinates(tp=0, ep=1, dp=0, pp=0)
+    assert layout.expert_coordinates(5) == ExpertCoordinates(tp=1, ep=0, dp=1, pp=0)
+    assert layout.expert_coordinates(15) == ExpertCoordinates(tp=1, ep=1, dp=1, pp=1)
+    assert layout.expert_groups("ep")[0] == [0, 2] and layout.expert_groups("dp")[0] == [0, 4]
 
 
 @given(layouts(), st.sets(st.sampled_from(AXES)))

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,9 +16,10 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding import executor
+from megatron_rl.resharding import buckets, executor
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.resharding.planner import plan_reshard
+from megatron_rl.resharding.planner import RankPlan, group_shards, plan_rank
+from megatron_rl.types import UserError
 from megatron_rl.weights.placement import Placement, rows
 from shards import (
     cut_shards,
@@ -47,11 +53,18 @@ def spy_on_rounds(rounds: list[tuple[int, int]]) -> None:
         rounds.append((totals[0], totals[1]))
         return exchange(works)
 
-    executor.dist.batch_isend_irecv = counted
+    buckets.dist.batch_isend_irecv = counted
+
+
+def plan_tables(rank: int, source: list[list[Placement]], destination: list[list[Placement]]) -> RankPlan:
+    """This rank's plan; every rank is a shard of its own."""
+    sides = (group_shards(lambda r, t=table: t[r], lambda r: r, len(table)) for table in (source, destination))
+    return plan_rank(rank, *sides, ranks_per_node=len(source))
 
 
 def reshard(
-    rank: int, world_size: int, sizes: dict[str, int], tp_size: int | None, dtype: torch.dtype, bucket_bytes: int
+    rank: int, world_size: int, sizes: dict[str, int], tp_size: int | None, dtype: torch.dtype, bucket_bytes: int,
+    transport: str,
 ) -> dict[str, Any]:
     """Reshard both shapes twice, with new weights the second time, and compare on this rank."""
     report: dict[str, Any] = {"differences": [], "rounds": [], "stats": []}
@@ -61,36 +74,44 @@ def reshard(
         destination = place_on_rank_0(shape, world_size)
         if tp_size is not None:
             destination = place_vllm(shape, world_size, tp_size)
-        plan = plan_reshard(source, destination, ranks_per_node=world_size)
+        plan = plan_tables(rank, source, destination)
         held = make_empty_shards(source[rank], dtype, PADDING_ROWS)
         filled = make_empty_shards(destination[rank], dtype, PADDING_ROWS)
-        resharder = Resharder(plan, held, filled, dist.group.WORLD, bucket_bytes, dtype)
+        resharder = Resharder(
+            plan, held, filled, dist.group.WORLD, dtype=dtype, bucket_bytes=bucket_bytes, transport=transport)
         for seed in (1, 2):
             full = make_full_tensors(shape, dtype, seed)
             for name, tensor in cut_shards(source[rank], full, PADDING_ROWS).items():
                 held[name].copy_(tensor)
             stats = resharder.run()
             report["differences"] += find_differences(filled, cut_shards(destination[rank], full, PADDING_ROWS))
-        report["stats"].append((stats.bytes_moved, stats.bytes_copied, stats.bytes_aliased))
-        report["expected_stats"] = (
-            plan.moved_elements() * dtype.itemsize, plan.kept_elements() * dtype.itemsize, 0)
+        received, copied = (
+            sum(op.num_elements for op in ops) * dtype.itemsize
+            for ops in ([op for part in plan.receives.values() for op in part], plan.local))
+        report["stats"].append((stats.bytes_moved, stats.bytes_copied) == (received, copied))
+        report["transient"] = max(report.get("transient", 0), resharder.transient_bytes)
+        report["transport"] = resharder.transport
     return report
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 26], ids=["1KiB", "64MiB"])
+@pytest.mark.parametrize(("transport", "bucket_bytes"), [("buckets", 1 << 10), ("buckets", 1 << 26), ("pull", 1 << 10)])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_destination_is_bitwise_right(pair: str, bucket_bytes: int, dtype: torch.dtype) -> None:
-    """Also untouched padding and staging memory; NCCL and CUDA tensors are not covered."""
+def test_every_destination_is_bitwise_right(pair: str, transport: str, bucket_bytes: int, dtype: torch.dtype) -> None:
+    """Also untouched padding, byte counts and staging memory; NCCL and CUDA tensors are not covered."""
     sizes, tp_size = PAIRS[pair]
-    reports = run_ranks(reshard, 4, sizes, tp_size, dtype, bucket_bytes, timeout=90)
+    reports = run_ranks(reshard, 4, sizes, tp_size, dtype, bucket_bytes, transport, timeout=90)
     for report in reports:
         assert report["differences"] == []
-        assert report["stats"] == reports[0]["stats"] and report["stats"][-1] == report["expected_stats"]
-        assert all(max(sent, received) <= bucket_bytes for sent, received in report["rounds"])
+        assert all(report["stats"])
+        assert report["transport"] == transport
+        assert all(max(sent, received) <= max(bucket_bytes // 2, dtype.itemsize) for sent, received in report["rounds"])
+        assert report["transient"] <= 2 * bucket_bytes
     num_rounds = max(len(report["rounds"]) for report in reports)
-    # Two shapes, twice each: a large bucket needs one round, a small one many.
-    assert num_rounds == 4 if bucket_bytes > 1 << 20 else num_rounds > 20
+    if transport == "pull":
+        assert num_rounds == 0 and all(report["transient"] == 0 for report in reports)
+    else:
+        assert num_rounds > 20 if bucket_bytes == 1 << 10 else num_rounds <= 3 * 4
 
 
 def test_equal_layouts_copy_inside_the_rank() -> None:
@@ -103,14 +124,16 @@ def test_equal_layouts_copy_inside_the_rank() -> None:
         tables = place_megatron(shape, ParallelLayout(world_size, tp_size=2))
         expected = cut_shards(tables[rank], make_full_tensors(shape))
         filled = make_empty_shards(tables[rank])
-        plan = plan_reshard(tables, tables, ranks_per_node=world_size)
-        stats = Resharder(plan, expected, filled, dist.group.WORLD, 1 << 10, torch.float32).run()
+        plan = plan_tables(rank, tables, tables)
+        stats = Resharder(
+            plan, expected, filled, dist.group.WORLD, dtype=torch.float32, bucket_bytes=1 << 10).run()
         return find_differences(filled, expected), stats.bytes_moved, len(rounds)
 
     assert run_ranks(copy, 2, timeout=60) == [([], 0, 0)] * 2
 
 
-def test_weights_are_converted_to_the_destinations_dtype() -> None:
+@pytest.mark.parametrize("transport", ["buckets", "pull"])
+def test_weights_are_converted_to_the_destinations_dtype(transport: str) -> None:
     """float32 training weights for a bfloat16 engine, on ranks with and without a destination."""
 
     def convert(rank: int, world_size: int) -> list[str]:
@@ -119,8 +142,9 @@ def test_weights_are_converted_to_the_destinations_dtype() -> None:
         destination = place_vllm(shape, world_size, 2)
         full = make_full_tensors(shape)
         filled = make_empty_shards(destination[rank], torch.bfloat16)
-        plan = plan_reshard(source, destination, ranks_per_node=world_size)
-        Resharder(plan, cut_shards(source[rank], full), filled, dist.group.WORLD, 1 << 10, torch.bfloat16).run()
+        plan = plan_tables(rank, source, destination)
+        Resharder(plan, cut_shards(source[rank], full), filled, dist.group.WORLD, dtype=torch.bfloat16,
+                  bucket_bytes=1 << 10, transport=transport).run()
         rounded = {name: tensor.bfloat16() for name, tensor in full.items()}
         return find_differences(filled, cut_shards(destination[rank], rounded))
 
@@ -137,10 +161,66 @@ def test_ranks_of_a_plan_are_those_of_its_group() -> None:
         box = rows(0, 2, (2,))
         source = [[Placement("p", box, "t0", box)], [Placement("p", box, "t1", box)]]
         destination = [[Placement("q", box, "t1", box)], [Placement("q", box, "t0", box)]]
-        plan = plan_reshard(source, destination, ranks_per_node=2)
+        plan = plan_tables(group.rank(), source, destination)
         held = torch.nn.Parameter(torch.full((2,), float(rank)))
         filled = torch.nn.Parameter(torch.zeros(4))
-        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, 4, torch.float32).run()
+        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, dtype=torch.float32, bucket_bytes=4).run()
         return filled.tolist()
 
     assert run_ranks(swap, 3, timeout=60) == [[], [0.0, 2.0, 2.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
+
+
+def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Callable[[], None]) -> str:
+    """One good switch, then one that rank 2 does not take part in; what the others say."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    shape = make_shape()
+    source = place_megatron(shape, ParallelLayout(world_size, tp_size=2, pp_size=2))
+    destination = place_vllm(shape, world_size, 1)
+    held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
+    resharder = Resharder(
+        plan_tables(rank, source, destination), held, filled, group, dtype=torch.float32, bucket_bytes=1 << 12,
+        transport=transport)
+    resharder.run()
+    if rank == 2:
+        leave()
+        return ""
+    try:
+        resharder.run()
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("transport", ["buckets", "pull"])
+def test_a_rank_that_hangs_makes_the_others_fail(transport: str) -> None:
+    """Within the timeout of the group, on every other rank, saying what was waited for."""
+    messages = run_ranks(switch_without_rank_2, 4, transport, lambda: time.sleep(6), timeout=60)
+    for rank in (0, 1, 3):
+        assert messages[rank].startswith(f"rank {rank} waited in vain for"), messages
+
+
+@pytest.mark.parametrize("transport", ["buckets", "pull"])
+def test_a_killed_rank_makes_its_peers_fail_at_once(transport: str) -> None:
+    """Its connections break; the launcher then ends the job and names the rank (here: run_ranks)."""
+    with pytest.raises(AssertionError, match="rank 2 was killed by SIGKILL"):
+        run_ranks(switch_without_rank_2, 4, transport, lambda: os.kill(os.getpid(), signal.SIGKILL), timeout=60)
+
+
+def test_pull_without_shared_memory_is_refused_everywhere() -> None:
+    """One rank that lacks room is enough; `auto` takes buckets instead."""
+
+    def work(rank: int, world_size: int) -> tuple[str, str]:
+        executor.missing_shared_memory = lambda params, ranks_per_node: (5 << 20) * (rank == 1)
+        shape = make_shape()
+        source, destination = place_megatron(shape, ParallelLayout(2, pp_size=2)), place_vllm(shape, 2, 1)
+        arguments = (plan_tables(rank, source, destination), make_empty_shards(source[rank]),
+                     make_empty_shards(destination[rank]), dist.group.WORLD)
+        auto = Resharder(*arguments, dtype=torch.float32, bucket_bytes=1 << 12, transport="auto").transport
+        try:
+            Resharder(*arguments, dtype=torch.float32, bucket_bytes=1 << 12, transport="pull")
+        except UserError as error:
+            return auto, str(error)
+        return auto, ""
+
+    for auto, error in run_ranks(work, 2, timeout=60):
+        assert auto == "buckets" and "/dev/shm lacks 5 MiB" in error

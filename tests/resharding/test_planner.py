@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import tracemalloc
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import ReshardPlan, TransferOp, plan_reshard
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, rows
+from megatron_rl.resharding.planner import Planner, RankPlan, Shard, TransferOp, group_shards, plan_all, plan_rank
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, intersect, rows
+from megatron_rl.weights.rollout_layout import vllm_placements
 from shards import (
-    count_writes,
     cut_shards,
     find_differences,
     find_sizes,
@@ -31,81 +34,151 @@ Tables = list[list[Placement]]
 WORLD = 8
 PADDING_ROWS = 3
 SHAPES = {
-    "qwen2": make_shape("qwen2", num_kv_heads=4),
-    "qwen3 tied": make_shape("qwen3", tied_embeddings=True, head_dim=6),
+    "llama": make_shape(), "mistral": make_shape("mistral"), "qwen2": make_shape("qwen2", tied_embeddings=True),
+    "qwen3": make_shape("qwen3", head_dim=6), "qwen3_moe": make_shape("qwen3_moe"), "mixtral": make_shape("mixtral"),
+    "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
-LAYOUTS = {
-    "megatron tp4 pp2": dict(tp_size=4, pp_size=2), "megatron tp2 pp2 vpp2": dict(tp_size=2, pp_size=2, vpp_size=2),
-    "megatron tp1 pp4": dict(pp_size=4), "megatron tp2 cp2": dict(tp_size=2, cp_size=2), "megatron dp8": {},
-}
-DESTINATIONS = [*LAYOUTS, "vllm tp1", "vllm tp2", "vllm tp4", "vllm tp8", "hf on rank 0"]
+ROLLOUT_TP = (1, 2, 4)
+LLAMA_70B = make_shape(
+    num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_heads=64, num_kv_heads=8, head_dim=128,
+    vocab_size=128256)
 
 
-def make_tables(shape: ModelShape, name: str) -> Tables:
-    """Tables of 8 ranks from one of the names above."""
-    if name in LAYOUTS:
-        return place_megatron(shape, ParallelLayout(WORLD, **LAYOUTS[name]))
-    if name.startswith("vllm"):
-        return place_vllm(shape, WORLD, int(name.removeprefix("vllm tp")))
-    return place_on_rank_0(shape, WORLD)
+def find_layouts(shape: ModelShape) -> list[ParallelLayout]:
+    """tp 1, 2, 4 x pp 1, 2 x vpp 1, 2 x ep 1, 2 of at most 8 ranks, with and without replicas."""
+    layouts = []
+    for tp, pp, vpp, ep in product((1, 2, 4), (1, 2), (1, 2), (1, 2)):
+        smallest = tp * pp * ep
+        if vpp > pp or tp > shape.num_kv_heads or (ep > 1 and not shape.num_experts) or smallest > WORLD:
+            continue
+        for world in sorted({smallest, WORLD}):
+            layouts.append(ParallelLayout(world, tp_size=tp, pp_size=pp, vpp_size=vpp, ep_size=ep))
+    return layouts
 
 
-def find_hf_box(op: TransferOp, tables: Tables) -> Box:
-    """The HF coordinates of a transfer, from its destination."""
-    for p in tables[op.dst_rank]:
-        inside = all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(p.local_box, op.dst_box))
-        if p.param == op.dst_param and p.hf_name == op.hf_name and inside:
-            return tuple(
-                (start - local[0] + hf[0], stop - local[0] + hf[0])
-                for (start, stop), local, hf in zip(op.dst_box, p.local_box, p.hf_box))
-    raise AssertionError(f"{op} writes outside of the destination's placements")
+def as_shards(tables: Tables) -> list[Shard]:
+    """Ranks with equal tables are one shard."""
+    return group_shards(tables.__getitem__, lambda rank: tuple(tables[rank]), len(tables))
+
+
+def make_plans(source: Tables, destination: Tables, ranks_per_node: int = 4) -> list[RankPlan]:
+    """Plans of all ranks."""
+    return plan_all(as_shards(source), as_shards(destination), num_ranks=len(source), ranks_per_node=ranks_per_node)
+
+
+def incoming(plan: RankPlan) -> list[TransferOp]:
+    """Everything that fills a rank."""
+    return [*plan.local, *(op for ops in plan.receives.values() for op in ops)]
+
+
+def make_big_shards(layout: ParallelLayout, rollout_tp: int, shape: ModelShape = LLAMA_70B) -> tuple[list[Shard], ...]:
+    """Both sides of a job that is too large for one table per rank."""
+    at = layout.expert_coordinates
+    source = group_shards(
+        lambda rank: megatron_placements(
+            shape, tp_size=layout.tp_size, tp_rank=at(rank).tp, pp_size=layout.pp_size, pp_rank=at(rank).pp,
+            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at(rank).ep),
+        lambda rank: (at(rank).tp, at(rank).pp, at(rank).ep), layout.world_size)
+    destination = group_shards(
+        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
+        lambda rank: rank % rollout_tp, layout.world_size)
+    return source, destination
+
+
+def check_written_once(plan: RankPlan, table: list[Placement]) -> None:
+    """The placed elements are written exactly once, by the boxes of the plan."""
+    writes = {name: torch.zeros(size, dtype=torch.int32) for name, size in find_sizes(table, PADDING_ROWS).items()}
+    for op in incoming(plan):
+        writes[op.dst_param][box_slices(op.dst_box)] += 1
+    for placement in table:
+        writes[placement.param][box_slices(placement.local_box)] -= 1
+    assert all(not count.any() for count in writes.values())
+
+
+def check_both_ends(plans: list[RankPlan]) -> None:
+    """What a rank sends is what its peer receives, in the same order; nobody sends to himself."""
+    sends = {(plan.rank, peer): ops for plan in plans for peer, ops in plan.sends.items()}
+    receives = {(peer, plan.rank): ops for plan in plans for peer, ops in plan.receives.items()}
+    assert sends == receives and all(a != b and ops for (a, b), ops in sends.items())
+    assert all((op.src_rank, op.dst_rank) == pair for pair, ops in sends.items() for op in ops)
+    assert all((op.src_rank, op.dst_rank) == (plan.rank,) * 2 for plan in plans for op in plan.local)
+    assert all(box_shape(op.src_box) == box_shape(op.dst_box) for plan in plans for op in incoming(plan))
+
+
+def count_missing(held: list[Placement], wanted: list[Placement]) -> int:
+    """Elements that a rank needs and does not hold: no plan can move fewer."""
+    boxes: dict[str, set[Box]] = {}
+    for placement in held:
+        boxes.setdefault(placement.hf_name, set()).add(placement.hf_box)
+    missing = 0
+    for target in wanted:
+        parts = [intersect(box, target.hf_box) for box in boxes.get(target.hf_name, ())]
+        missing += box_volume(target.hf_box) - sum(box_volume(part) for part in parts if part)
+    return missing
+
+
+def check_plans(shape: ModelShape, source: Tables, destination: Tables) -> None:
+    """Exact values, everything once, the fewest bytes, both ends alike."""
+    full = make_full_tensors(shape)
+    plans = make_plans(source, destination)
+    # Sources hold UNTOUCHED in their padding: reading what a rank does not hold would show.
+    held = [cut_shards(table, full, PADDING_ROWS) for table in source]
+    for plan, table, mine in zip(plans, destination, source, strict=True):
+        filled = make_empty_shards(table, padding_rows=PADDING_ROWS)
+        for op in incoming(plan):
+            filled[op.dst_param][box_slices(op.dst_box)] = held[op.src_rank][op.src_param][box_slices(op.src_box)]
+        assert find_differences(filled, cut_shards(table, full, PADDING_ROWS)) == [], f"rank {plan.rank}"
+        check_written_once(plan, table)
+        moved = sum(op.num_elements for ops in plan.receives.values() for op in ops)
+        assert moved == count_missing(mine, table), f"rank {plan.rank}"
+    check_both_ends(plans)
+
+
+@pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
+@pytest.mark.parametrize("family", SHAPES)
+def test_every_layout_pair_of_up_to_8_ranks(family: str, rollout_tp: int) -> None:
+    """Values, single writes, minimal bytes and agreement of both ends, for every family.
+
+    In-process copies stand for messages: dtypes, transports and real engines are not covered.
+    """
+    shape = SHAPES[family]
+    assert {shape.family for shape in SHAPES.values()} == FAMILIES.keys(), "a new family needs a shape here"
+    layouts = [layout for layout in find_layouts(shape) if layout.world_size % rollout_tp == 0]
+    assert len(layouts) >= 8
+    for layout in layouts:
+        check_plans(shape, place_megatron(shape, layout), place_vllm(shape, layout.world_size, rollout_tp))
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_other_destinations(family: str) -> None:
+    """Another Megatron layout, whole tensors on rank 0, an engine as large as the job; KV heads replicated."""
+    shape = SHAPES[family]
+    source = place_megatron(shape, ParallelLayout(WORLD, tp_size=2, pp_size=2, vpp_size=2))
+    check_plans(shape, source, place_megatron(shape, ParallelLayout(WORLD, tp_size=1, pp_size=4)))
+    check_plans(shape, source, place_on_rank_0(shape, WORLD))
+    check_plans(shape, source, place_vllm(shape, WORLD, 8))
 
 
 def find_owners(op: TransferOp, source: Tables, destination: Tables) -> list[int]:
     """Ranks that hold the whole piece of a transfer before the reshard."""
-    box = find_hf_box(op, destination)
-    return [
-        rank for rank, table in enumerate(source)
-        if any(p.hf_name == op.hf_name and all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(p.hf_box, box))
-               for p in table)
-    ]
+    target = next(
+        p for p in destination[op.dst_rank]
+        if p.param == op.dst_param and p.hf_name == op.hf_name and intersect(p.local_box, op.dst_box) == op.dst_box)
+    box = tuple((start - local + first, stop - local + first) for (start, stop), (local, _), (first, _)
+                in zip(op.dst_box, target.local_box, target.hf_box, strict=True))
+    return [rank for rank, table in enumerate(source)
+            if any(p.hf_name == op.hf_name and intersect(p.hf_box, box) == box for p in table)]
 
 
-def apply_plan(plan: ReshardPlan, source: list[dict[str, torch.Tensor]], destination: list[dict]) -> None:
-    """Copy every piece, in plan order."""
-    for op in plan.ops:
-        piece = source[op.src_rank][op.src_param][box_slices(op.src_box)]
-        destination[op.dst_rank][op.dst_param][box_slices(op.dst_box)] = piece
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dst_name", DESTINATIONS)
-@pytest.mark.parametrize("src_name", LAYOUTS)
-def test_destinations_are_filled_once_from_owners(shape: ModelShape, src_name: str, dst_name: str) -> None:
-    """Exact values, padding untouched, every placed element written exactly once; expert layers are not covered."""
-    full = make_full_tensors(shape)
-    source, destination = make_tables(shape, src_name), make_tables(shape, dst_name)
-    plan = plan_reshard(source, destination, ranks_per_node=4)
-    # Sources hold UNTOUCHED in their padding: reading what a rank does not hold would show.
-    held = [cut_shards(table, full, PADDING_ROWS) for table in source]
-    filled = [make_empty_shards(table, padding_rows=PADDING_ROWS) for table in destination]
-    apply_plan(plan, held, filled)
-    for rank, table in enumerate(destination):
-        assert find_differences(filled[rank], cut_shards(table, full, PADDING_ROWS)) == [], f"rank {rank}"
-        for param, size in find_sizes(table, PADDING_ROWS).items():
-            writes = [op.dst_box for op in plan.ops if (op.dst_rank, op.dst_param) == (rank, param)]
-            placed = count_writes(size, [p.local_box for p in table if p.param == param])
-            assert torch.equal(count_writes(size, writes), placed), param
-    assert plan == plan_reshard(source, destination, ranks_per_node=4)
-
-
-@pytest.mark.parametrize("dst_name", DESTINATIONS)
-@pytest.mark.parametrize("src_name", LAYOUTS)
-def test_pieces_come_from_the_nearest_owner(src_name: str, dst_name: str) -> None:
+@pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
+@pytest.mark.parametrize("sizes", [dict(tp_size=2, pp_size=2), dict(pp_size=4), dict(tp_size=2, cp_size=2), {}],
+                         ids=str)
+def test_pieces_come_from_the_nearest_owner(sizes: dict[str, int], rollout_tp: int) -> None:
     """Self before the same node (here of 4 ranks) before any other."""
-    shape = SHAPES["qwen3 tied"]
-    source, destination = make_tables(shape, src_name), make_tables(shape, dst_name)
-    for op in plan_reshard(source, destination, ranks_per_node=4).ops:
+    shape = SHAPES["two KV heads"]
+    source = place_megatron(shape, ParallelLayout(WORLD, **sizes))
+    destination = place_vllm(shape, WORLD, rollout_tp)
+    for op in (op for plan in make_plans(source, destination) for op in incoming(plan)):
         owners = find_owners(op, source, destination)
         assert op.src_rank in owners
         if op.dst_rank in owners:
@@ -114,79 +187,134 @@ def test_pieces_come_from_the_nearest_owner(src_name: str, dst_name: str) -> Non
             assert op.src_rank // 4 == op.dst_rank // 4
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equal_layouts_move_nothing(name: str) -> None:
-    tables = make_tables(SHAPES["qwen2"], name)
-    plan = plan_reshard(tables, tables, ranks_per_node=8)
-    assert plan.moved_elements() == 0 and plan.max_peers() == 0
-    assert plan.kept_elements() == sum(box_volume(p.hf_box) for table in tables for p in table)
-    assert all(plan.sends(rank) == plan.receives(rank) == {} for rank in range(WORLD))
-    assert all((op.src_param, op.src_box) == (op.dst_param, op.dst_box) for op in plan.ops)
+@pytest.mark.parametrize("sizes", [dict(tp_size=2, pp_size=2, vpp_size=2), dict(tp_size=2, ep_size=4), {}], ids=str)
+def test_equal_layouts_move_nothing(sizes: dict[str, int]) -> None:
+    tables = place_megatron(SHAPES["qwen3_moe"], ParallelLayout(WORLD, **sizes))
+    for plan, table in zip(make_plans(tables, tables), tables, strict=True):
+        assert plan.sends == plan.receives == {}
+        assert sum(op.num_elements for op in plan.local) == sum(box_volume(p.hf_box) for p in table)
+        assert all((op.src_param, op.src_box) == (op.dst_param, op.dst_box) for op in plan.local)
 
 
-def test_views_of_a_plan_agree_with_each_other() -> None:
-    source = make_tables(SHAPES["qwen2"], "megatron tp2 pp2 vpp2")
-    destination = make_tables(SHAPES["qwen2"], "vllm tp4")
-    plan = plan_reshard(source, destination, ranks_per_node=8)
-    assert plan.num_ranks == WORLD
-    sends = {(a, b): ops for a in range(WORLD) for b, ops in plan.sends(a).items()}
-    receives = {(a, b): ops for b in range(WORLD) for a, ops in plan.receives(b).items()}
-    assert sends == receives and all(a != b for a, b in sends)
-    listed = [op for ops in sends.values() for op in ops] + [op for rank in range(WORLD) for op in plan.local(rank)]
-    assert sorted(map(repr, listed)) == sorted(map(repr, plan.ops))
-    for (a, b), ops in sends.items():
-        assert ops == [op for op in plan.ops if (op.src_rank, op.dst_rank) == (a, b)]
-    degrees = [len(plan.sends(rank)) for rank in range(WORLD)] + [len(plan.receives(rank)) for rank in range(WORLD)]
-    assert plan.max_peers() == max(degrees) > 0
-    volume = sum(box_volume(p.hf_box) for table in destination for p in table)
-    assert plan.moved_elements() + plan.kept_elements() == volume
-    assert all(box_shape(op.src_box) == box_shape(op.dst_box) for op in plan.ops)
+def test_a_rank_alone_plans_what_all_plan_together() -> None:
+    """Each rank works from shards of its own making, in a process of its own: nothing may be carried over."""
+    source = place_megatron(SHAPES["qwen3_moe"], ParallelLayout(WORLD, tp_size=2, pp_size=2, ep_size=2))
+    destination = place_vllm(SHAPES["qwen3_moe"], WORLD, 4)
+    together = make_plans(source, destination)
+    for rank in (6, 1):
+        alone = plan_rank(rank, as_shards(source), as_shards(destination), ranks_per_node=4)
+        assert alone == together[rank]
+        assert list(alone.receives) == sorted(alone.receives) and list(alone.sends) == sorted(alone.sends)
 
 
-def count_egress(plan: ReshardPlan) -> list[int]:
-    """Elements that each rank sends."""
-    sent = [0] * plan.num_ranks
-    for op in plan.ops:
-        sent[op.src_rank] += op.num_elements * (not op.is_local)
+def test_groups_are_made_from_one_table_each() -> None:
+    asked: list[int] = []
+
+    def table(rank: int) -> list[Placement]:
+        asked.append(rank)
+        return [Placement(f"p{rank}", ((0, 1),), "t", ((0, 1),))]
+
+    shards = group_shards(table, lambda rank: rank % 3, 8)
+    assert [shard.ranks for shard in shards] == [(0, 3, 6), (1, 4, 7), (2, 5)]
+    assert asked == [0, 1, 2] and [shard.placements[0].param for shard in shards] == ["p0", "p1", "p2"]
+
+
+def count_egress(source: Sequence[Shard], destination: Sequence[Shard], world: int, node: int) -> list[int]:
+    """Elements that each rank sends to others."""
+    sent = [0] * world
+    for origin, rank, elements in Planner(source, destination, ranks_per_node=node).flows():
+        sent[origin] += elements * (origin != rank)
     return sent
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 50), min_size=1, max_size=12))
-def test_replicas_share_the_load(num_replicas: int, num_receivers: int, lengths: list[int]) -> None:
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 50), min_size=1, max_size=12),
+       st.sampled_from([1, 3, 100]))
+def test_replicas_share_the_load(num_replicas: int, num_receivers: int, lengths: list[int], node: int) -> None:
     """Ranks that hold the same tensors and send to others: their loads differ by at most one piece.
 
-    Holds for replicas of everything on one node; where nodes or unique pieces decide, they come first.
+    Nodes of 3 ranks are excluded from that: there the nearest owner comes before the even load.
     """
-    table = [Placement(f"p{i}", ((0, n),), f"t{i}", ((0, n),)) for i, n in enumerate(lengths)]
-    source = [table] * num_replicas + [[]] * num_receivers
-    destination = [[]] * num_replicas + [table] * num_receivers
-    plan = plan_reshard(source, destination, ranks_per_node=len(source))
-    sent = count_egress(plan)
-    assert sum(sent) == plan.moved_elements() == num_receivers * sum(lengths)
-    assert max(sent[:num_replicas]) - min(sent[:num_replicas]) <= max(lengths)
+    table = tuple(Placement(f"p{i}", ((0, n),), f"t{i}", ((0, n),)) for i, n in enumerate(lengths))
+    source, receivers = range(num_replicas), range(num_replicas, num_replicas + num_receivers)
+    shards = [Shard(tuple(source), table)], [Shard(tuple(receivers), table)]
+    world = num_replicas + num_receivers
+    sent = count_egress(*shards, world, node)
+    assert sum(sent) == num_receivers * sum(lengths)
+    if node != 3:
+        assert max(sent[:num_replicas]) - min(sent[:num_replicas]) <= max(lengths)
+    check_both_ends(plan_all(*shards, num_ranks=world, ranks_per_node=node))
 
 
-def test_data_parallel_replicas_share_the_load_of_a_real_model() -> None:
-    """tp2 dp4 to one engine per rank: all ranks miss one half, and no rank sends twice what another sends."""
-    shape = SHAPES["qwen2"]
-    plan = plan_reshard(
-        place_megatron(shape, ParallelLayout(WORLD, tp_size=2)), place_vllm(shape, WORLD, 1), ranks_per_node=8)
-    sent = count_egress(plan)
-    by_half = defaultdict(list)
-    for rank, elements in enumerate(sent):
-        by_half[rank % 2].append(elements)
-    largest = max(op.num_elements for op in plan.ops)
-    assert all(max(loads) - min(loads) <= largest for loads in by_half.values()) and min(sent) > 0
+@pytest.mark.parametrize("rollout_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("world,sizes", [
+    (1024, dict(tp_size=8, pp_size=8)), (120, dict(tp_size=8, pp_size=5)), (80, dict(tp_size=8, pp_size=2)),
+    (64, dict(tp_size=4, pp_size=4, vpp_size=5)), (8, dict(tp_size=2, pp_size=2)), (8, dict(tp_size=4)),
+], ids=str)
+def test_replicas_of_a_real_model_share_the_load(world: int, sizes: dict[str, int], rollout_tp: int) -> None:
+    """Busiest over mean of each shard's ranks is at most 1.1 where every replica is as near to its readers.
+
+    Not so by design where stages straddle nodes (tp 4, pp 2, dp 3 on nodes of 8): near comes before even.
+    """
+    source, destination = make_big_shards(ParallelLayout(world, **sizes), rollout_tp)
+    sent = count_egress(source, destination, world, node=8)
+    for shard in source:
+        loads = [sent[rank] for rank in shard.ranks]
+        assert max(loads) * len(loads) <= 1.1 * sum(loads), shard.ranks
+
+
+@pytest.mark.parametrize("rollout_tp,num_overlapping", [(8, 8), (4, 2), (2, 4), (1, 8)])
+def test_what_the_fixed_order_of_shards_overlaps(rollout_tp: int, num_overlapping: int) -> None:
+    """Engines are runs of neighbouring ranks and rank % tp fixes the shard: how many of 8 ranks keep their own.
+
+    At equal TP all do, which is the most that any order can give. Below it, ranks in steps of
+    training tp / rollout tp would all keep theirs; docs/resharding.md says why that is not done.
+    """
+    source, destination = make_big_shards(ParallelLayout(8, tp_size=8), rollout_tp)
+    matrices = [plan_rank(rank, source, destination, ranks_per_node=8).local for rank in range(8)]
+    keep = [any(op.hf_name.endswith("0.mlp.up_proj.weight") for op in local) for local in matrices]
+    assert sum(keep) == num_overlapping
+
+
+@pytest.mark.parametrize("rollout_tp", [8, 4, 2])
+def test_a_70b_model_on_1024_ranks_is_planned_in_little_memory(rollout_tp: int) -> None:
+    """One rank's part, tables included: at most 200 MB, few peers, everything covered.
+
+    Seconds are not asserted here; tools/plan_reshard.py reports them.
+    """
+    tracemalloc.start()
+    source, destination = make_big_shards(ParallelLayout(1024, tp_size=8, pp_size=8), rollout_tp)
+    plan = plan_rank(517, source, destination, ranks_per_node=8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200e6
+    table = destination[517 % rollout_tp].placements
+    assert sum(op.num_elements for op in incoming(plan)) == sum(box_volume(p.hf_box) for p in table)
+    assert len(plan.receives) <= 8 * 8 // rollout_tp - 1 + 8
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_8192_ranks() -> None:
+    """64 layers of 256 experts, EP 32 x PP 16: both ends of a few pairs agree. Seconds are not asserted."""
+    shape = make_shape(
+        "qwen3_moe", num_layers=64, hidden_size=7168, ffn_hidden_size=3072, num_heads=64, num_kv_heads=8,
+        head_dim=128, vocab_size=163840, num_experts=256)
+    source, destination = make_big_shards(ParallelLayout(8192, pp_size=16, ep_size=32), 8, shape)
+    planner = Planner(source, destination, ranks_per_node=8)
+    plan = planner.plan(4099)
+    table = destination[4099 % 8].placements
+    assert sum(op.num_elements for op in incoming(plan)) == sum(box_volume(p.hf_box) for p in table)
+    for peer in list(plan.receives)[::200]:
+        assert planner.plan(peer).sends[4099] == plan.receives[peer]
 
 
 def test_empty_placements_are_skipped() -> None:
     """A rank whose vocabulary rows are padding only neither sends nor receives for them."""
     shape = make_shape()  # 70 tokens over 4 ranks of 32 rows: the last has none
-    source, destination = (place_megatron(shape, ParallelLayout(4, tp_size=4)), place_on_rank_0(shape, 4))
-    plan = plan_reshard(source, destination, ranks_per_node=4)
-    senders = {op.src_rank for op in plan.ops if op.hf_name == "lm_head.weight"}
-    assert senders == {0, 1, 2} and min(op.num_elements for op in plan.ops) > 0
+    source = place_megatron(shape, ParallelLayout(4, tp_size=4))
+    ops = incoming(make_plans(source, place_on_rank_0(shape, 4))[0])
+    assert {op.src_rank for op in ops if op.hf_name == "lm_head.weight"} == {0, 1, 2}
+    assert min(op.num_elements for op in ops) > 0
 
 
 def rows_of(start: int, stop: int) -> Placement:
@@ -202,12 +330,20 @@ def rows_of(start: int, stop: int) -> Placement:
     ([[rows_of(0, 4)], [rows_of(2, 4)]], r"two different source boxes place its \[\(2, 4\), \(0, 2\)\]"),
 ], ids=["nobody", "gap", "overlap", "overlap and gap"])
 def test_a_source_that_does_not_cover_is_refused(source: Tables, reason: str) -> None:
-    """The message names tensor, box, rank and parameter."""
-    source = source + [[]] * (3 - len(source))
+    """The message names tensor, box, rank and parameter; ranks that plan nothing wrong do not notice."""
+    shards = as_shards(source + [[]] * (3 - len(source))), [Shard((2,), (rows_of(0, 6),))]
     with pytest.raises(ValueError, match=rf"t\[\(0, 6\), \(0, 2\)\] for rank 2 parameter p: {reason}"):
-        plan_reshard(source, [[], [], [rows_of(0, 6)]], ranks_per_node=4)
+        plan_rank(2, *shards, ranks_per_node=4)
+    assert incoming(plan_rank(1, *shards, ranks_per_node=4)) == []
 
 
 def test_source_boxes_that_overlap_elsewhere_do_no_harm() -> None:
-    plan = plan_reshard([[rows_of(0, 4)], [rows_of(3, 6)]], [[rows_of(0, 3)], [rows_of(4, 6)]], ranks_per_node=2)
-    assert [(op.src_rank, op.src_box) for op in plan.ops] == [(0, ((0, 3), (0, 2))), (1, ((1, 3), (0, 2)))]
+    plans = make_plans([[rows_of(0, 4)], [rows_of(3, 6)]], [[rows_of(0, 3)], [rows_of(4, 6)]])
+    assert [[(op.src_rank, op.src_box) for op in plan.local] for plan in plans] == [
+        [(0, ((0, 3), (0, 2)))], [(1, ((1, 3), (0, 2)))]]
+
+
+def test_a_rank_in_two_shards_is_refused() -> None:
+    shard = Shard((0, 1), (rows_of(0, 2),))
+    with pytest.raises(ValueError, match="rank 1 is in two shards, 0 and 1"):
+        plan_rank(0, [shard, Shard((1, 2), ())], [shard], ranks_per_node=4)

@@ -18,6 +18,7 @@ from megatron_rl.rollout.vllm_engine import (
     PATCHED_NAMES,
     _check_device_limits,
     _cpu_cache_bytes,
+    _pack_experts,
     prepare_vllm,
 )
 from megatron_rl.types import UserError
@@ -30,6 +31,8 @@ SHAPE = ModelShape(
 SPEC = EngineSpec(
     model_path="", shape=SHAPE, dtype="float32", max_prompt_length=40, max_response_length=24,
     config=RolloutConfig(max_num_seqs=8), process=Process(0, 1, 0, 1, torch.device("cpu")), seed=0)
+
+CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
 
 @pytest.mark.parametrize("module", PATCHED_NAMES)
@@ -46,6 +49,8 @@ def test_reached_names_exist(vllm_imported: None) -> None:
 
     assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
     assert hasattr(WorkerBase, "get_model")
+    assert hasattr(importlib.import_module("vllm._custom_ops"), "cpu_prepack_moe_weight")
+    assert hasattr(importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts, "isa")
     assert "init_cpu_memory_env" in vars(torch.ops._C), "cpu_worker calls it by this name; ours does nothing"
     assert "init_cpu_memory_env" in Path(importlib.import_module("vllm.v1.worker.cpu_worker").__file__).read_text()
 
@@ -68,6 +73,26 @@ def test_unsupported_head_dim_is_refused_on_cpu() -> None:
     assert 16 not in CPU_HEAD_DIMS
     with pytest.raises(UserError, match="head_dim 16"):
         _check_device_limits(spec)
+
+
+@pytest.mark.parametrize(("ffn", "tp_size", "columns"), [(80, 1, 80), (96, 2, 48)])
+def test_expert_slices_that_vllm_would_pad_are_refused_on_cpu(ffn: int, tp_size: int, columns: int) -> None:
+    experts = replace(SHAPE, family="mixtral", num_experts=4, experts_per_token=2)
+    config = RolloutConfig(tensor_model_parallel_size=tp_size)
+    _check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=64 * tp_size), config=config))
+    with pytest.raises(UserError, match=f"hidden size 128 with {columns} columns per rank"):
+        _check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=ffn), config=config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_reorders_in_place(dtype: torch.dtype, vllm_imported: None) -> None:
+    """Per expert the same elements in another order; that the kernel wants this order shows in test_hybrid_engine."""
+    plain = torch.arange(3 * 64 * 32).view(3, 64, 32).remainder(251).to(dtype)
+    packed = plain.clone()
+    address = packed.data_ptr()
+    _pack_experts(packed, "vec")
+    assert packed.data_ptr() == address and not torch.equal(packed, plain)
+    assert torch.equal(packed.flatten(1).sort(1).values, plain.flatten(1).sort(1).values)
 
 
 def test_cache_holds_the_configured_number_of_sequences() -> None:

@@ -36,7 +36,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import AlgorithmConfig
 from tiny_models import save_tiny_model
 
-FAMILIES = ["llama", "qwen2", "qwen3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
 LAYOUTS = {
     "tp2": Case(2, dict(tp_size=2)),
@@ -50,6 +50,16 @@ LAYOUTS = {
     "tp2-dp2-sp": Case(4, dict(tp_size=2), SP),
     "pp2-dp2": Case(4, dict(pp_size=2)),
     "pp2-vpp2-dp2-replicated": Case(4, dict(pp_size=2, vpp_size=2), REPLICATED),
+}
+EXPERT_LAYOUTS = {
+    "dp2": Case(2),
+    "tp2-sp": LAYOUTS["tp2-sp"],
+    "pp2-vpp2": LAYOUTS["pp2-vpp2"],
+    "ep2": Case(2, dict(ep_size=2)),
+    "ep2-replicated": Case(2, dict(ep_size=2), REPLICATED),
+    "ep2-dp4": Case(4, dict(ep_size=2)),  # two replicas of every expert, four of the rest
+    "ep2-tp2-sp": Case(4, dict(ep_size=2, tp_size=2), SP),
+    "ep2-pp2-full": Case(4, dict(ep_size=2, pp_size=2), dict(recompute_granularity="full")),
 }
 MODES = {
     "selective": Case(actor=dict(recompute_granularity="selective")),
@@ -121,6 +131,16 @@ def test_layout_does_not_change_the_numbers(
     assert_same(found, single[family])
 
 
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_expert_parallelism_does_not_change_the_numbers(
+    layout: str, single: dict[str, Measured], paths: dict[str, Path]
+) -> None:
+    """Expert weights have gradient groups of their own, which the norm and the update must both respect."""
+    found = train(EXPERT_LAYOUTS[layout], paths["qwen3_moe"])
+    assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
+    assert_same(found, single["qwen3_moe"])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_mode_does_not_change_the_numbers(mode: str, single: dict[str, Measured], paths: dict[str, Path]) -> None:
     """Recomputation and the token budget of a microbatch are about memory and speed only."""
@@ -129,12 +149,13 @@ def test_mode_does_not_change_the_numbers(mode: str, single: dict[str, Measured]
     assert_same(found, single["qwen3"])
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2-vpp2", "pp2-dp2", "tp2-dp2-sp"])
-def test_minibatch_with_fewer_rollouts_than_ranks(layout: str, paths: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("layout", "family"), [
+    ("dp2", "qwen2"), ("pp2-vpp2", "qwen2"), ("pp2-dp2", "qwen2"), ("tp2-dp2-sp", "qwen2"), ("ep2", "qwen3_moe")])
+def test_minibatch_with_fewer_rollouts_than_ranks(layout: str, family: str, paths: dict[str, Path]) -> None:
     """Two minibatches, of seven and of one rollout: some ranks get padding only, and take part all the same."""
     minibatches = ((0, 1, 2, 3, 4, 5, 6), (7,))
-    expected = train(Case(minibatches=minibatches), paths["qwen2"])
-    found = train(replace(LAYOUTS[layout], minibatches=minibatches), paths["qwen2"])
+    expected = train(Case(minibatches=minibatches), paths[family])
+    found = train(replace((LAYOUTS | EXPERT_LAYOUTS)[layout], minibatches=minibatches), paths[family])
     assert_same(found, expected)
 
 

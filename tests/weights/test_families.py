@@ -9,44 +9,66 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.families import FAMILIES, load_model_shape, model_shape_from_config
 from shards import make_shape
+from tiny_models import CONFIGS, save_tiny_model
 
-CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES: dict[str, Any] = dict(
     num_hidden_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2,
     vocab_size=70, max_position_embeddings=48, rms_norm_eps=1e-5,
 )
+EXPERT_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
+    "mixtral": dict(num_local_experts=3),
+}
 
 
 def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     """The content of a config.json, as transformers writes it."""
-    return json.loads(CONFIGS[family](**(SIZES | changes)).to_json_string(use_diff=False))
+    sizes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
+    return json.loads(CONFIGS[family](**(sizes | changes)).to_json_string(use_diff=False))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("family", "changes"), [
     ("llama", {}), ("llama", dict(head_dim=8)), ("llama", dict(num_key_value_heads=6)),
     ("qwen2", {}), ("qwen3", dict(head_dim=16)), ("qwen3", dict(num_key_value_heads=1, head_dim=4)),
+    ("mistral", dict(sliding_window=None)), ("mistral", dict(sliding_window=48, head_dim=8)),
+    ("qwen3_moe", dict(head_dim=8)), ("mixtral", {}),
 ])
 def test_logical_tensors_are_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, int], tied: bool
 ) -> None:
     """Names and shapes; the numbers that shapes do not show are in the next test."""
-    config = CONFIGS[family](**(SIZES | changes), tie_word_embeddings=tied)
+    config = CONFIGS[family](**(SIZES | EXPERT_SIZES.get(family, {}) | changes), tie_word_embeddings=tied)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shape = load_model_shape(tmp_path)
+    expected = {
+        name: tuple(x.shape) for name, x in split_huggingface_experts(shape, model.state_dict()).items()}
     if tied:
         del expected["lm_head.weight"]  # the embedding under another name; not in checkpoints
-    shape = load_model_shape(tmp_path)
     assert shape.logical_tensors() == expected
     assert shape.family == family and shape.tied_embeddings is tied
+    assert shape.num_experts == (3 if FAMILIES[family].experts else 0)
     assert (shape.rms_norm_eps, shape.max_position_embeddings, shape.vocab_size) == (1e-5, 48, 70)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -> None:
+    """Names, shapes and values of what save_pretrained writes; experts are fused in memory and apart on disk."""
+    model = save_tiny_model(tmp_path, family, num_hidden_layers=1)
+    shape, written = load_model_shape(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(x.shape) for name, x in written.items()} == shape.logical_tensors()
+    views = split_huggingface_experts(shape, dict(model.named_parameters()))
+    assert views.keys() == written.keys()
+    assert all(torch.equal(views[name], x) for name, x in written.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +77,26 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {"llama": (False, False), "qwen2": (True, False),
-                                               "qwen3": (False, True)}[family]
+                                               "qwen3": (False, True), "qwen3_moe": (False, True),
+                                               "mistral": (False, False), "mixtral": (False, False)}[family]
+
+
+@pytest.mark.parametrize(("family", "change", "expected"), [
+    ("qwen3_moe", dict(norm_topk_prob=True), (3, 2, True)),
+    ("qwen3_moe", dict(norm_topk_prob=False), (3, 2, False)),
+    ("qwen3_moe", dict(num_experts=8, num_local_experts=None), (8, 2, False)),  # as published
+    ("qwen3_moe", dict(num_experts_per_tok=1), (3, 1, False)),
+    ("mixtral", dict(num_experts_per_tok=3), (3, 3, True)),
+    ("llama", {}, (0, 0, False)),
+])
+def test_routing_numbers(family: str, change: dict[str, Any], expected: tuple[int, int, bool]) -> None:
+    shape = model_shape_from_config(make_config(family) | change, source="here")
+    assert (shape.num_experts, shape.experts_per_token, shape.normalizes_shares) == expected
+
+
+def test_a_single_expert_per_token_with_normalised_shares_is_refused() -> None:
+    with pytest.raises(UserError, match="num_experts_per_tok = 1 with normalised shares"):
+        model_shape_from_config(make_config("mixtral") | dict(num_experts_per_tok=1), source="here")
 
 
 @pytest.mark.parametrize(("spelling", "expected"), [
@@ -78,6 +119,11 @@ def test_rope_theta_of_transformers_4_and_5(spelling: dict[str, Any], expected: 
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("mistral", {"sliding_window": 47}, "sliding_window=47"),
+    ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3"),
     ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
 ])
@@ -133,6 +179,19 @@ def test_training_layouts_that_do_not_fit_name_those_that_do(
 def test_feed_forward_columns_limit_the_layout_too() -> None:
     with pytest.raises(UserError, match=r"(?s)4 does not divide the 42 feed-forward columns.*one of \[1, 2\]"):
         make_shape(ffn_hidden_size=42).check_training_layout(4, 1, 1)
+
+
+def test_expert_parallel_layouts() -> None:
+    """Which ranks the experts may take is the layout's matter (tests/parallel/test_layout.py)."""
+    shape = make_shape("qwen3_moe", num_experts=6)
+    for ep_size in (1, 2, 3, 6):
+        shape.check_training_layout(1, 1, 1, ep_size, sequence_parallel=False)
+    with pytest.raises(UserError, match=r"(?s)size 4 does not divide the 6 experts.*one of \[1, 2, 3, 6\]"):
+        shape.check_training_layout(1, 1, 1, 4)
+    with pytest.raises(UserError, match=r"(?s)size 2 needs a mixture of experts.*one of \[1\]"):
+        make_shape("llama").check_training_layout(1, 1, 1, 2)
+    with pytest.raises(UserError, match="(?s)without sequence parallelism.*actor.sequence_parallel=true"):
+        shape.check_training_layout(2, 1, 1, sequence_parallel=False)
 
 
 def test_rollout_layouts_may_replicate_kv_heads() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's table: everything is placed once, in Megatron's order, and real GPTModels agree."""
+"""Megatron's table: everything is placed once, fused in our order, and real GPTModels agree."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron_rl.weights.megatron_layout import (
     stage_layers,
 )
 from megatron_rl.weights.placement import Placement, box_shape, check_placements
-from shards import count_writes, cut_shards, make_full_tensors, make_shape
+from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
+ROUTERS = ("mlp.gate.weight", "moe.gate.weight")
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}), ("qwen2", dict(tied_embeddings=True)), ("qwen3", dict(head_dim=6, tied_embeddings=True)),
-    ("qwen3", dict(num_kv_heads=8)),
+    ("qwen3", dict(num_kv_heads=8)), ("mistral", {}), ("qwen3_moe", dict(num_experts=8)), ("mixtral", {}),
 ]
 
 
-def place_replica(shape: ModelShape, tp_size: int, pp_size: int, vpp_size: int) -> list[list[Placement]]:
-    """Placements of all ranks of one model replica."""
-    return [
-        megatron_placements(
-            shape, tp_size=tp_size, tp_rank=tp, pp_size=pp_size, pp_rank=pp, vpp_size=vpp_size)
-        for pp in range(pp_size) for tp in range(tp_size)
-    ]
+def place_replica(
+    shape: ModelShape, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1
+) -> list[list[Placement]]:
+    """Placements of all ranks that hold the experts once (and everything else `ep_size` times)."""
+    return place_megatron(shape, ParallelLayout(
+        tp_size * pp_size * ep_size, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size))
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILY_CHANGES)
@@ -46,7 +46,7 @@ def place_replica(shape: ModelShape, tp_size: int, pp_size: int, vpp_size: int) 
 def test_every_element_is_placed_once_per_replica(
     family: str, changes: dict[str, Any], tp_size: int, pp_size: int, vpp_size: int
 ) -> None:
-    """Norms are on all TP ranks; a tied embedding is on the first and the last stage."""
+    """Norms and routers are on all TP ranks; a tied embedding is on the first and the last stage."""
     shape = make_shape(family, **changes)
     placed: dict[str, list] = {}
     for placements in place_replica(shape, tp_size, pp_size, vpp_size):
@@ -54,11 +54,52 @@ def test_every_element_is_placed_once_per_replica(
             placed.setdefault(p.hf_name, []).append(p.hf_box)
     assert placed.keys() == shape.logical_tensors().keys()
     for name, size in shape.logical_tensors().items():
-        expected = tp_size if "norm" in name else 1
+        expected = tp_size if "norm" in name or name.endswith(ROUTERS) else 1
         if name == "model.embed_tokens.weight" and shape.tied_embeddings and pp_size > 1:
             expected = 2
         counts = count_writes(size, placed[name])
         assert counts.min() == counts.max() == expected, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 1), (2, 2)])
+def test_expert_parallel_ranks_share_the_experts(
+    family: str, ep_size: int, tp_size: int, pp_size: int, vpp_size: int
+) -> None:
+    """Every element of every expert is on one rank; everything else on every EP rank."""
+    shape = make_shape(family, num_experts=8)
+    placed: dict[str, list] = {}
+    for placements in place_replica(shape, tp_size, pp_size, vpp_size, ep_size):
+        for p in placements:
+            placed.setdefault(p.hf_name, []).append(p.hf_box)
+    assert placed.keys() == shape.logical_tensors().keys()
+    for name, size in shape.logical_tensors().items():
+        expected = ep_size * (tp_size if "norm" in name or name.endswith(ROUTERS) else 1)
+        counts = count_writes(size, placed[name])
+        assert counts.min() == counts.max() == (1 if ".experts." in name else expected), name
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])
+def test_experts_are_small_dense_layers_in_order(tp_size: int, ep_size: int) -> None:
+    """Against shards put together by index and chunk; two families with different names for the same."""
+    for family, block, names in (("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+                                 ("mixtral", "block_sparse_moe", ("w1", "w3", "w2"))):
+        shape = make_shape(family)
+        full = make_full_tensors(shape)
+        for rank, table in enumerate(place_replica(shape, tp_size, 1, 1, ep_size)):
+            ep_rank, tp_rank = divmod(rank, tp_size)
+            shards = cut_shards(table, full)
+            for local in range(4 // ep_size):
+                hf = f"model.layers.3.{block}.experts.{ep_rank * 4 // ep_size + local}."
+                gate, up = (full[f"{hf}{name}.weight"].chunk(tp_size)[tp_rank] for name in names[:2])
+                ours = f"0.decoder.layers.3.mlp.experts.local_experts.{local}."
+                assert torch.equal(shards[f"{ours}linear_fc1.weight"], torch.cat([gate, up]))
+                down = full[f"{hf}{names[2]}.weight"].chunk(tp_size, dim=1)[tp_rank]
+                assert torch.equal(shards[f"{ours}linear_fc2.weight"], down)
+            router = full[f"model.layers.3.{block}.gate.weight"]
+            assert torch.equal(shards["0.decoder.layers.3.mlp.router.weight"], router)
 
 
 @pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 2), (4, 1)])
@@ -85,22 +126,19 @@ def test_local_elements_are_placed_once_and_padding_by_nobody(tp_size: int, pp_s
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_fused_parameters_have_megatrons_order(tp_size: int) -> None:
+def test_fused_parameters_have_the_engines_order(tp_size: int) -> None:
     """Against tensors put together by view and chunk instead of boxes."""
     shape = make_shape("qwen2")
     full = make_full_tensors(shape)
-    groups, per_group, d, h = 4, 2, shape.head_dim, shape.hidden_size
     for tp_rank in range(tp_size):
         shards = cut_shards(megatron_placements(shape, tp_size=tp_size, tp_rank=tp_rank), full)
         for layer in range(shape.num_layers):
             hf = {name: full[f"model.layers.{layer}.{name}"] for name in (
                 *(f"self_attn.{x}_proj.{what}" for x in "qkv" for what in ("weight", "bias")),
                 "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")}
-            for what, rest in (("weight", (h,)), ("bias", ())):
+            for what in ("weight", "bias"):
                 q, k, v = (hf[f"self_attn.{x}_proj.{what}"] for x in "qkv")
-                interleaved = torch.cat([
-                    q.view(groups, per_group * d, *rest), k.view(groups, d, *rest), v.view(groups, d, *rest)], dim=1)
-                expected = interleaved.flatten(0, 1).chunk(tp_size)[tp_rank]
+                expected = torch.cat([x.chunk(tp_size)[tp_rank] for x in (q, k, v)])
                 assert torch.equal(shards[f"0.decoder.layers.{layer}.self_attention.linear_qkv.{what}"], expected)
             gate, up = (hf[f"mlp.{x}_proj.weight"].chunk(tp_size)[tp_rank] for x in ("gate", "up"))
             mlp = f"0.decoder.layers.{layer}.mlp"
@@ -136,9 +174,7 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
     config = build_transformer_config(shape, groups.layout, dtype=torch.float32)
     params = {name: tuple(p.shape) for name, p in build_gpt_stages(shape, config, groups).named_parameters()}
     padded = [name for name in params if name.endswith(PADDED_PARAMETERS)]
-    layout, at = groups.layout, groups.at
-    table = megatron_placements(
-        shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp, vpp_size=layout.vpp_size)
+    table = place_megatron(shape, groups.layout)[rank]
     check_placements(table, params, where="here", padded=padded)
     messages = []
     first = table[-2].param
@@ -159,6 +195,9 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
     ("qwen3", dict(tied_embeddings=True, head_dim=6), dict(tp_size=2, pp_size=2), 4),
     ("qwen3", {}, dict(pp_size=2, vpp_size=2), 2),
     ("llama", dict(tied_embeddings=True), dict(pp_size=4), 4),
+    ("qwen3_moe", {}, {}, 1),
+    ("qwen3_moe", {}, dict(ep_size=2, tp_size=2), 4),
+    ("mixtral", {}, dict(ep_size=2, pp_size=2), 4),
 ])
 def test_real_models_have_exactly_these_parameters(
     family: str, changes: dict[str, Any], sizes: dict[str, int], world_size: int

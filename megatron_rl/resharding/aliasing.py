@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which destination parameters are a source parameter of the same rank, byte for byte (pure).
+
+Such a pair can share one storage: the switch moves nothing for it, and there is no second copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from megatron_rl.weights.placement import Box, Placement
+
+
+def find_aliases(source: Iterable[Placement], destination: Iterable[Placement]) -> dict[str, str]:
+    """Destination parameter -> source parameter that holds the same pieces at the same places.
+
+    Only layouts are compared; that shapes (vocabulary padding) and dtypes agree as well is for the one who
+    binds the storages to check.
+
+    Args:
+        source: placements of one rank.
+        destination: placements of the same rank.
+    """
+    by_content = {content: name for name, content in _contents(source).items()}
+    matches = {name: by_content.get(content) for name, content in _contents(destination).items()}
+    return {name: match for name, match in matches.items() if match is not None}
+
+
+def _contents(placements: Iterable[Placement]) -> dict[str, frozenset[tuple[Box, str, Box]]]:
+    contents: dict[str, set[tuple[Box, str, Box]]] = defaultdict(set)
+    for p in placements:
+        contents[p.param].add((p.local_box, p.hf_name, p.hf_box))
+    return {name: frozenset(content) for name, content in contents.items()}

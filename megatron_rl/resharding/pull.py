@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that peers on the same host can map: shared memory on CPU, CUDA IPC on a GPU.
+
+The owner moves its storages into shared memory in place (every view of them follows) and publishes how
+to find them; a peer maps them and reads pieces straight out of them. Nothing has a name on disk: the
+memory is reached through the owner's open file descriptor and is gone with the last process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SHARED_MEMORY = Path("/dev/shm")
+_HEADROOM = 64 << 20
+
+
+@dataclass(frozen=True)
+class ExportedParam:
+    """Where one parameter lies: number of its storage, and the view on it."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a peer needs to map a rank's parameters.
+
+    Attributes:
+        host: name of the machine; a peer elsewhere cannot map.
+        storages: CPU: path of the open file and its size; CUDA: torch's own IPC recipe.
+        params: parameters by name.
+    """
+
+    host: str
+    storages: tuple[Any, ...]
+    params: dict[str, ExportedParam]
+
+
+def host_name() -> str:
+    """Name of this machine, distinct after a restart and between containers of one host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else ""
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
+
+
+def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:
+    """Bytes that /dev/shm lacks to hold the parameters of all ranks of the node; 0 if they fit.
+
+    Touching shared memory beyond its limit kills a process, so it is checked beforehand. Storages that
+    are shared already need no more.
+    """
+    if any(tensor.is_cuda for tensor in params.values()):
+        return 0
+    wanted = sum(s.nbytes() for s in _unique_storages(params) if not s.is_shared())
+    limit = os.statvfs(_SHARED_MEMORY)
+    return max(0, wanted * ranks_per_node + _HEADROOM - limit.f_bavail * limit.f_frsize) if wanted else 0
+
+
+def export_params(params: Mapping[str, torch.Tensor]) -> Export:
+    """Move the parameters' storages into shared memory (once) and describe them."""
+    storages = _unique_storages(params)
+    numbers = {storage.data_ptr(): number for number, storage in enumerate(storages)}
+    described = {
+        name: ExportedParam(
+            numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset(), tuple(tensor.shape),
+            tuple(tensor.stride()), tensor.dtype)
+        for name, tensor in params.items()
+    }
+    # Sharing changes the address of a storage in place, hence after the numbering by address.
+    return Export(host_name(), tuple(_share(storage) for storage in storages), described)
+
+
+def map_params(export: Export) -> dict[str, torch.Tensor]:
+    """Map a peer's parameters; they change when the peer writes, and must not be written here."""
+    storages = [_map(recipe) for recipe in export.storages]
+    mapped = {}
+    for name, param in export.params.items():
+        storage = storages[param.storage]
+        empty = torch.empty(0, dtype=param.dtype, device=storage.device)
+        mapped[name] = empty.set_(storage, param.offset, param.shape, param.stride)
+    return mapped
+
+
+def _unique_storages(params: Mapping[str, torch.Tensor]) -> list[torch.UntypedStorage]:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in params.values()}
+    return list(storages.values())
+
+
+def _share(storage: torch.UntypedStorage) -> Any:
+    if storage.device.type == "cuda":
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return reduce_tensor(whole)
+    descriptor, size = storage._share_fd_cpu_()
+    return f"/proc/{os.getpid()}/fd/{descriptor}", size
+
+
+def _map(recipe: Any) -> torch.UntypedStorage:
+    first, second = recipe
+    if callable(first):
+        return first(*second).untyped_storage()
+    return torch.UntypedStorage.from_file(first, True, second)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan costs: bytes per link class, balance, staging memory, and seconds on links of given speed.
+
+Everything is counted from *flows*, (source rank, destination rank, elements): `plan_flows` reads them off
+rank plans, `Planner.flows` makes them per class of pieces without making operations, so that thousands of
+ranks are counted exactly, not sampled. Both give the same summary (a test).
+
+Predictions are lower bounds from bandwidth alone: no latency, no packing, no contention between ranks
+that share a link, every rank with a link of its own per class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.resharding.planner import RankPlan, Shard
+from megatron_rl.types import UserError
+from megatron_rl.weights.placement import Box, box_volume
+
+Flow = tuple[int, int, int]  # source rank, destination rank, elements
+
+
+@dataclass(frozen=True)
+class ReshardSummary:
+    """Bytes of one reshard.
+
+    Attributes:
+        num_ranks: ranks of the job.
+        bytes_kept: need not leave their rank (copied inside it, or aliased), all ranks together.
+        bytes_within_node: cross between ranks of a node, all ranks together.
+        bytes_across_nodes: cross between nodes, all ranks together.
+        max_egress_within: most bytes that one rank sends inside its node; likewise the other three.
+        egress_balance: most bytes that one rank sends to others over the mean of all ranks (1 if nothing moves).
+        transient_bytes: staging memory of one rank: two buckets if anything crosses nodes, else 0 (pulled).
+    """
+
+    num_ranks: int
+    bytes_kept: int
+    bytes_within_node: int
+    bytes_across_nodes: int
+    max_egress_within: int
+    max_egress_across: int
+    max_ingress_within: int
+    max_ingress_across: int
+    egress_balance: float
+    transient_bytes: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that cross between ranks, all ranks together."""
+        return self.bytes_within_node + self.bytes_across_nodes
+
+
+@dataclass(frozen=True)
+class GatherSummary:
+    """The path of trainers that gather: per tensor, broadcast over PP, all-gather over TP (and EP), load.
+
+    Attributes:
+        bytes_within_node: what the busiest rank receives from its node: the model but for what it holds.
+        bytes_across_nodes: what that rank receives from other nodes.
+        transient_bytes: the gathered parts of the largest tensor, and the tensor that is made of them.
+    """
+
+    bytes_within_node: int
+    bytes_across_nodes: int
+    transient_bytes: int
+
+    @property
+    def bytes_received(self) -> int:
+        """By one rank."""
+        return self.bytes_within_node + self.bytes_across_nodes
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes per second and direction of one rank's links, inside a node and between nodes."""
+
+    within_node: float
+    across_nodes: float
+
+    def __post_init__(self) -> None:
+        if min(self.within_node, self.across_nodes) <= 0:
+            raise UserError(
+                f"bandwidths {self.within_node} and {self.across_nodes} bytes/s", source="link bandwidths",
+                expected="numbers greater than 0", hint="400e9 and 50e9 are those of NVLink and of a 400 Gb/s NIC")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a switch and what they are spent on.
+
+    Attributes:
+        seconds: of the critical path.
+        critical: its link class and direction, "egress across nodes" say; "nothing moves" if it is empty.
+    """
+
+    seconds: float
+    critical: str
+
+
+def plan_flows(plans: Iterable[RankPlan]) -> Iterator[Flow]:
+    """Flows of rank plans, each counted where it arrives."""
+    for plan in plans:
+        yield plan.rank, plan.rank, sum(op.num_elements for op in plan.local)
+        for peer, ops in plan.receives.items():
+            yield peer, plan.rank, sum(op.num_elements for op in ops)
+
+
+def summarize(
+    flows: Iterable[Flow], *, num_ranks: int, itemsize: int, ranks_per_node: int, bucket_bytes: int
+) -> ReshardSummary:
+    """Count the flows of all ranks.
+
+    Args:
+        flows: of `plan_flows` or `Planner.flows`; a pair may come several times.
+        num_ranks: ranks of the job.
+        itemsize: bytes per element on the wire.
+        ranks_per_node: consecutive ranks that share a node.
+        bucket_bytes: size of a staging bucket.
+    """
+    kept = 0
+    egress, ingress = ([[0] * num_ranks, [0] * num_ranks] for _ in range(2))  # [across][rank]
+    for origin, rank, elements in flows:
+        if origin == rank:
+            kept += elements
+            continue
+        across = origin // ranks_per_node != rank // ranks_per_node
+        egress[across][origin] += elements
+        ingress[across][rank] += elements
+    sent = [sum(both) for both in zip(*egress, strict=True)]
+    return ReshardSummary(
+        num_ranks=num_ranks, bytes_kept=kept * itemsize,
+        bytes_within_node=sum(egress[0]) * itemsize, bytes_across_nodes=sum(egress[1]) * itemsize,
+        max_egress_within=max(egress[0]) * itemsize, max_egress_across=max(egress[1]) * itemsize,
+        max_ingress_within=max(ingress[0]) * itemsize, max_ingress_across=max(ingress[1]) * itemsize,
+        egress_balance=max(sent) * num_ranks / sum(sent) if any(sent) else 1.0,
+        transient_bytes=2 * bucket_bytes if any(egress[1]) else 0)
+
+
+def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:
+    """The busiest rank's busiest link; links of different class and direction work at the same time."""
+    paths = {
+        "egress within node": summary.max_egress_within / bandwidths.within_node,
+        "ingress within node": summary.max_ingress_within / bandwidths.within_node,
+        "egress across nodes": summary.max_egress_across / bandwidths.across_nodes,
+        "ingress across nodes": summary.max_ingress_across / bandwidths.across_nodes,
+    }
+    critical = max(paths, key=lambda name: paths[name])
+    return Prediction(paths[critical], critical if paths[critical] else "nothing moves")
+
+
+def summarize_gather(
+    source: Sequence[Shard], *, num_ranks: int, stage_ranks: int, block_ranks: int, itemsize: int,
+    ranks_per_node: int
+) -> GatherSummary:
+    """What a rank receives when the full model passes through it.
+
+    A tensor comes first from the rank at the same place in the pipeline stage that holds it, then its
+    other parts from the rest of the block, each having received its own like this. The first rank of every
+    stage is looked at, and the one that receives the most from other nodes is reported.
+
+    Args:
+        source: shards of the training layout; every rank is in one.
+        num_ranks: ranks of the job.
+        stage_ranks: consecutive ranks that form a pipeline stage.
+        block_ranks: consecutive ranks of a stage that hold all of it together (tp * ep).
+        itemsize: bytes per element on the wire.
+        ranks_per_node: consecutive ranks that share a node.
+    """
+    shard_of = {rank: index for index, shard in enumerate(source) for rank in shard.ranks}
+    boxes = [[(p.hf_name, p.hf_box) for p in shard.placements] for shard in source]
+    received = []
+    for first in range(0, num_ranks, stage_ranks):
+        block = range(first, first + block_ranks)
+        # First the own line through the stages, beginning with what the rank holds, then its neighbours'.
+        arrivals = [(at, at) for at in (first, *range(0, num_ranks, stage_ranks))]
+        arrivals += [(q, q % stage_ranks + stage) for q in block[1:] for stage in range(0, num_ranks, stage_ranks)]
+        seen: set[tuple[str, Box]] = set()
+        volumes = [0, 0]
+        for sender, holder in arrivals:
+            new = [key for key in boxes[shard_of[holder]] if key not in seen]
+            seen.update(new)
+            if sender != first:
+                volumes[sender // ranks_per_node != first // ranks_per_node] += sum(box_volume(box) for _, box in new)
+        received.append(volumes)
+    within, across = max(received, key=lambda volumes: (volumes[1], volumes[0]))
+    largest = max(_tensor_volumes(boxes).values(), default=0)
+    return GatherSummary(within * itemsize, across * itemsize, 2 * largest * itemsize)
+
+
+def predict_gather_seconds(gather: GatherSummary, bandwidths: Bandwidths) -> float:
+    """Receiving alone; a tensor crosses the nodes and is then gathered, so the two do not overlap."""
+    return (gather.bytes_within_node / bandwidths.within_node
+            + gather.bytes_across_nodes / bandwidths.across_nodes)
+
+
+def _tensor_volumes(shards: Iterable[Iterable[tuple[str, Box]]]) -> dict[str, int]:
+    """Elements of each logical tensor, from its distinct boxes."""
+    volumes: dict[str, int] = {}
+    for name, box in {key for shard in shards for key in shard}:
+        volumes[name] = volumes.get(name, 0) + box_volume(box)
+    return volumes

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training gives back while the engine generates, and takes back bit for bit.
+
+On CPU the same calls run as on a GPU; that a device's memory really shrinks is for a GPU to show (here the
+storages are looked at).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actor_runs import Case, build_actor, build_batch, list_pieces
+from distributed import run_ranks
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.training.reference import Reference
+from megatron_rl.weights.families import load_model_shape
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "qwen2")
+    return directory
+
+
+def grad_bytes(actor: Any) -> int:
+    """Memory of the gradient buffers."""
+    return sum(b.grad_data.untyped_storage().nbytes() for m in actor.trainable.modules for b in m.buffers)
+
+
+def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool) -> dict[str, Any]:
+    """Three updates, each after a visit to the other mode."""
+    actor = build_actor(case, path)
+    batch = build_batch(actor, case)
+    before, released = grad_bytes(actor), []
+    for _ in range(3):
+        if is_released:
+            actor.release_training_memory()
+            released.append(grad_bytes(actor))
+        batch.old_logprobs = actor.compute_logprobs(batch)
+        for minibatch in batch.minibatches():
+            metrics = actor.update(minibatch, AlgorithmConfig())
+    return {"before": before, "released": released, "metrics": metrics, "weights": list_pieces(actor)}
+
+
+@pytest.mark.parametrize(("dtype", "options"), [
+    ("float32", {"offload_gradients": True}),
+    ("bfloat16", {"offload_gradients": True, "offload_optimizer": True}),
+])
+def test_released_training_memory_changes_no_bit(path: Path, dtype: str, options: dict[str, bool]) -> None:
+    """Gradient buffers are empty in between; three updates end in the same weights as without."""
+    case = replace(Case(2, {}), dtype=dtype)
+    plain = run_ranks(train, 2, path, case, False, timeout=60)
+    modes = run_ranks(train, 2, path, replace(case, actor=case.actor | options), True, timeout=60)
+    for mine, reference in zip(modes, plain, strict=True):
+        assert mine["before"] > 0 and mine["released"] == [0, 0, 0]
+        assert mine["metrics"] == reference["metrics"]
+        for (name, _, a), (_, _, b) in zip(mine["weights"], reference["weights"], strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_offloaded_reference_scores_the_same(path: Path) -> None:
+    """Its parameters are empty before and after it scores."""
+
+    def score(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]]:
+        groups = build_groups(ParallelLayout(world_size, tp_size=2))
+        model, config = ModelConfig(path=str(path), dtype="float32"), ActorConfig(sequence_parallel=True)
+        results, sizes = [], []
+        for offload in (False, True):
+            reference = Reference(model, config, load_model_shape(path), groups, path=path, temperature=1.0, seed=1,
+                                  offload=offload)
+            batch = build_batch(reference, Case(world_size, {"tp_size": 2}))
+            results += [reference.compute_logprobs(batch) for _ in range(2)]
+            sizes.append(sum(p.numel() for p in reference.stages.parameters()))
+            assert not any(p.requires_grad for p in reference.stages.parameters())
+        return results, sizes
+
+    for results, (kept, offloaded) in run_ranks(score, 2, timeout=60):
+        assert kept > 0 and offloaded == 0
+        assert all(torch.equal(result, results[0]) for result in results)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan a reshard on paper, for a cluster that you need not have: bytes per link class, seconds, memory.
+
+    python tools/plan_reshard.py --hf-config DIR_OR_JSON --source tp=8,pp=8,dp=16 --destination tp=8 \
+        --ranks-per-node 8 --json FILE
+
+The plan is the one that training executes; its bytes are exact. Seconds are predicted from bandwidth
+alone (bytes of the busiest rank over the speed of its link) and are a lower bound, for the plan and for the
+path that gathers full tensors alike. The placement tables need sizes only; no weights are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.planner import Planner, Shard, group_shards
+from megatron_rl.resharding.summary import (
+    Bandwidths,
+    predict_gather_seconds,
+    predict_seconds,
+    summarize,
+    summarize_gather,
+)
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape, load_model_shape, model_shape_from_config
+from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.rollout_layout import vllm_placements
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SOURCE_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
+DESTINATION_SIZES = ("tp", "dp")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
+    parser.add_argument("--source", required=True, help="training layout: tp=8,pp=8,dp=16 (also vpp, cp, ep)")
+    parser.add_argument("--destination", required=True, help="engine layout: tp=8 (dp is the rest)")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="consecutive ranks that share a node (8)")
+    parser.add_argument("--dtype", choices=sorted(ITEM_SIZES), default="bfloat16", help="on the wire (bfloat16)")
+    parser.add_argument("--intra-gb-s", type=float, default=400.0,
+                        help="GB/s per rank and direction inside a node (400)")
+    parser.add_argument("--inter-gb-s", type=float, default=50.0,
+                        help="GB/s per rank and direction between nodes (50)")
+    parser.add_argument("--bucket-mib", type=int, default=16, help="staging bucket, see hybrid.bucket_bytes (16)")
+    parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
+    return parser
+
+
+def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
+    """`tp=2,pp=2` -> {"tp": 2, "pp": 2}.
+
+    Raises:
+        UserError: names the part that does not read.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in known or name in sizes or not value.isdecimal() or int(value) < 1:
+            raise UserError(
+                f"cannot read {part.strip()!r} in {flag} {text}", source="command line",
+                expected=f"sizes of at least 1, each once, of {', '.join(known)}", hint=f"{flag} tp=8,dp=2, say")
+        sizes[name] = int(value)
+    return sizes
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape in a model directory or a config.json.
+
+    Raises:
+        UserError: there is none, or it is not served.
+    """
+    if path.is_dir():
+        return load_model_shape(path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}", source="--hf-config",
+                        expected="a model directory or its config.json", hint="check for a typo") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}", source="--hf-config",
+                        expected="a JSON object", hint="pass the config.json of the model")
+    return model_shape_from_config(config, source=str(path))
+
+
+def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tuple[list[Shard], list[Shard]]:
+    """Both sides of the move, as training and the engine lay them out."""
+    at = layout.expert_coordinates
+    source = group_shards(
+        lambda rank: megatron_placements(
+            shape, tp_size=layout.tp_size, tp_rank=at(rank).tp, pp_size=layout.pp_size, pp_rank=at(rank).pp,
+            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at(rank).ep),
+        lambda rank: (at(rank).tp, at(rank).pp, at(rank).ep), layout.world_size)
+    destination = group_shards(
+        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
+        lambda rank: rank % rollout_tp, layout.world_size)
+    return source, destination
+
+
+def read_layouts(options: argparse.Namespace, shape: ModelShape) -> tuple[ParallelLayout, int]:
+    """The training layout and the engine's TP size, checked against the model and each other."""
+    sizes = parse_sizes(options.source, "--source", SOURCE_SIZES)
+    world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.pop("dp", 1)
+    layout = ParallelLayout(world, **{f"{name}_size": size for name, size in sizes.items()})
+    shape.check_training_layout(layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
+    wanted = parse_sizes(options.destination, "--destination", DESTINATION_SIZES)
+    rollout_tp = wanted.get("tp", 1)
+    shape.check_rollout_layout(rollout_tp)
+    if world % rollout_tp or wanted.get("dp", world // rollout_tp) * rollout_tp != world:
+        raise UserError(
+            f"--destination {options.destination} does not fill the {world} ranks of --source {options.source}",
+            source="command line", expected=f"tp * dp = {world}",
+            hint="leave dp out of --destination: it is the rest")
+    return layout, rollout_tp
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """The result as it goes into the JSON file: bytes and seconds.
+
+    Raises:
+        UserError: arguments that no plan can be made from.
+    """
+    for flag in ("ranks_per_node", "bucket_mib"):
+        if getattr(options, flag) < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}", source="command line",
+                            expected="a number greater than 0", hint="leave it out for the default")
+    bandwidths = Bandwidths(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9)
+    shape = read_shape(options.hf_config)
+    layout, rollout_tp = read_layouts(options, shape)
+    world, itemsize, node = layout.world_size, ITEM_SIZES[options.dtype], options.ranks_per_node
+    start = time.perf_counter()
+    source, destination = build_shards(shape, layout, rollout_tp)
+    planner = Planner(source, destination, ranks_per_node=node)
+    first = planner.plan(0)
+    planning_seconds = time.perf_counter() - start
+    summary = summarize(planner.flows(), num_ranks=world, itemsize=itemsize, ranks_per_node=node,
+                        bucket_bytes=options.bucket_mib << 20)
+    gather = summarize_gather(
+        source, num_ranks=world, stage_ranks=world // layout.pp_size, block_ranks=layout.tp_size * layout.ep_size,
+        itemsize=itemsize, ranks_per_node=node)
+    prediction = predict_seconds(summary, bandwidths)
+    return {
+        "source": layout.describe(), "destination": f"tp={rollout_tp} dp={world // rollout_tp}",
+        "dtype": options.dtype, "ranks_per_node": node,
+        "intra_gb_s": options.intra_gb_s, "inter_gb_s": options.inter_gb_s,
+        "model_bytes": sum(map(math.prod, shape.logical_tensors().values())) * itemsize,
+        **asdict(summary), "bytes_moved": summary.bytes_moved,
+        "critical_path": prediction.critical, "predicted_seconds": prediction.seconds,
+        "rank_0": {"operations": len(first.local) + sum(map(len, first.receives.values())),
+                   "receives_from": len(first.receives), "sends_to": len(first.sends),
+                   "planning_seconds": planning_seconds},
+        "gather": {**asdict(gather), "bytes_received": gather.bytes_received,
+                   "predicted_seconds": predict_gather_seconds(gather, bandwidths)},
+    }
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The result as a table for people."""
+    gather, first = result["gather"], result["rank_0"]
+
+    def gib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**30:,.3f} GiB"
+
+    lines = [
+        f"{result['num_ranks']} ranks, {result['ranks_per_node']} per node: {result['source']} -> "
+        f"{result['destination']}, {result['dtype']}, model {gib(result['model_bytes'])}",
+        "", f"{'':34}{'all ranks':>20}{'busiest sends':>20}{'busiest receives':>20}",
+        f"{'stays on its rank':34}{gib(result['bytes_kept']):>20}",
+    ]
+    for title, where in (("inside a node", "within"), ("between nodes", "across")):
+        total = result["bytes_within_node" if where == "within" else "bytes_across_nodes"]
+        lines.append(f"{title:34}{gib(total):>20}{gib(result[f'max_egress_{where}']):>20}"
+                     f"{gib(result[f'max_ingress_{where}']):>20}")
+    lines += [
+        f"{'egress, busiest / mean':34}{result['egress_balance']:>20.3f}",
+        f"{'rank 0':34}{first['operations']} operations, receives from {first['receives_from']} ranks, "
+        f"sends to {first['sends_to']}; planned in {first['planning_seconds']:.2f} s",
+        "", f"predicted from {result['intra_gb_s']:g} GB/s inside and {result['inter_gb_s']:g} GB/s between nodes, "
+        "not measured:",
+        f"{'':34}{'this plan':>20}{'gather full tensors':>20}",
+        f"{'seconds':34}{result['predicted_seconds']:>20.4f}{gather['predicted_seconds']:>20.4f}",
+        f"{'busiest rank receives':34}"
+        f"{gib(result['max_ingress_within'] + result['max_ingress_across']):>20}{gib(gather['bytes_received']):>20}",
+        f"{'staging memory per rank':34}{gib(result['transient_bytes']):>20}{gib(gather['transient_bytes']):>20}",
+        f"critical path of this plan: {result['critical_path']}",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        result = plan(options)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(format_result(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
