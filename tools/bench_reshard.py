@@ -159,6 +159,15 @@ class Bench:
         dist.all_gather(parts, shard, group=self.tp_group)
         return torch.cat(parts, dim)
 
+    def reset_peak(self) -> None:
+        """Start measuring the growth of this process's resident memory."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self._resident = _status_bytes("VmRSS")
+
+    def read_peak(self) -> None:
+        """Largest growth since `reset_peak`; mapped pages of peers count when they are touched first."""
+        self.measured_peak = max(0, _status_bytes("VmHWM") - self._resident)
+
     def memcpy_floor(self) -> Callable[[], None]:
         """Copy as many bytes into the same destination pages, straight from mapped memory."""
         exports: list[Any] = [None] * self.world
@@ -215,7 +224,8 @@ class Bench:
              "bytes_aliased": self.bytes_aliased, "wrong_elements": wrong}, dist.ReduceOp.SUM, dist.group.WORLD,
             torch.device("cpu"))
         peaks = reduce_scalars(
-            {"peak_transient_bytes": self.resharder.transient_bytes, "seconds_plan": self.seconds_plan},
+            {"peak_transient_bytes": self.resharder.transient_bytes, "measured_peak_bytes": self.measured_peak,
+             "seconds_plan": self.seconds_plan},
             dist.ReduceOp.MAX, dist.group.WORLD, torch.device("cpu"))
         total = totals["bytes_moved"] + totals["bytes_copied"] + totals["bytes_aliased"]
         ours, floor = statistics.median(seconds["ours"]), statistics.median(seconds["floor"])
@@ -226,7 +236,8 @@ class Bench:
             "aliased_share": totals["bytes_aliased"] / total, "seconds": ours, "seconds_gather_load": gather,
             "seconds_floor": floor, "speedup_vs_gather": gather / ours if gather else None,
             "fraction_of_floor": floor / ours, "bucket_bytes": options.bucket_bytes,
-            "peak_transient_bytes": int(peaks["peak_transient_bytes"]), "seconds_plan": peaks["seconds_plan"],
+            "peak_transient_bytes": int(peaks["peak_transient_bytes"]),
+            "measured_peak_bytes": int(peaks["measured_peak_bytes"]), "seconds_plan": peaks["seconds_plan"],
             "all_seconds": seconds,
         }
 
@@ -234,6 +245,11 @@ class Bench:
         """Elements of the destination that are not the source's."""
         return sum(int((self.destination[p.param][box_slices(p.local_box)] != self._value(p, step)).sum())
                    for p in self.destination_table(self.rank))
+
+
+def _status_bytes(key: str) -> int:
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(key))
+    return int(line.split()[1]) * 1024
 
 
 def _allocate(placements: list[Placement], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -272,14 +288,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"ours": [], "gather": [], "floor": []}
     wrong = 0
     for step in range(-1, options.repeats):  # the first round touches every page and is not counted
-        bench.write_weights(step)
+        if step in (-1, options.repeats - 1):
+            written = step
+            bench.write_weights(step)
         for name, function in (("floor", floor), ("gather", bench.gather_and_load), ("ours", bench.resharder.run)):
             if name == "gather" and bench.bytes_aliased:
                 continue  # it would write into the actor's own storage
+            if name == "ours":
+                bench.reset_peak()
             elapsed = measure(function)
+            if name == "ours":
+                bench.read_peak()
             if step >= 0:
                 seconds[name].append(elapsed)
-        wrong += bench.count_wrong(step)
+        if step in (-1, options.repeats - 1):
+            wrong += bench.count_wrong(written)
     return bench.report(options, seconds, wrong)
 
 

@@ -4,7 +4,8 @@
 The stream from one rank to another is cut at the same places by both of them, because both see the
 same operations in the same order. In turn t a rank sends to the rank t places ahead and receives from
 the one t places behind, bucket by bucket, the next one packed while one travels: two buckets are in
-flight and two in preparation, half the configured size each.
+flight and two in preparation, half the configured size each. A large piece is a bucket of its own; where
+it is contiguous it is sent from, or received into, the parameter itself and needs no buffer at all.
 """
 
 from __future__ import annotations
@@ -42,16 +43,20 @@ def _cut(box: Box, dim: int, first: int, last: int) -> Box:
 
 
 def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucket]:
-    """Fill buckets in order; none holds more than `max_elements` (at least 1)."""
+    """Fill buckets in order; none holds more than `max_elements` (at least 1).
+
+    A piece of at least an eighth of that is a bucket of its own; smaller ones are put together.
+    """
     buckets: list[Bucket] = []
     filled = max_elements
     for op in ops:
         for part in split_op(op, max_elements):
-            if filled + part.num_elements > max_elements:
+            is_large = 8 * part.num_elements >= max_elements
+            if is_large or filled + part.num_elements > max_elements:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(part)
-            filled += part.num_elements
+            filled = max_elements if is_large else filled + part.num_elements
     return buckets
 
 
@@ -90,15 +95,20 @@ class BucketTransport:
                    for bucket in cut_into_buckets(ops, limit)]
             for peer, ops in receives.items()
         }
-        sizes = [sum(v.numel() for v in bucket) for side in (self._sends, self._receives)
-                 for buckets in side.values() for bucket in buckets]
-        self._buffer_elements = max(sizes, default=0)
+        self._out_elements, self._in_elements = (
+            max((sum(piece.numel() for piece in bucket) for buckets in side.values() for bucket in buckets
+                 if self._direct(bucket) is None), default=0)
+            for side in (self._sends, self._receives))
 
     @property
     def transient_bytes(self) -> int:
         """Largest staging memory of one exchange on this rank."""
-        sides = bool(self._sends) + bool(self._receives)
-        return 2 * sides * self._buffer_elements * self._dtype.itemsize
+        return 2 * (self._out_elements + self._in_elements) * self._dtype.itemsize
+
+    def _direct(self, bucket: list[torch.Tensor]) -> torch.Tensor | None:
+        """The parameter's own memory, flat, where the bucket is one contiguous piece of it."""
+        is_direct = len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == self._dtype
+        return bucket[0].view(-1) if is_direct else None
 
     def run(self) -> None:
         """Exchange everything; collective over the ranks that have something to exchange.
@@ -107,15 +117,14 @@ class BucketTransport:
             RuntimeError: a peer failed or did not answer in time; says which transfer was waited for.
         """
         rank, size = self._group.rank(), self._group.size()
-        out_buffers, in_buffers = self._buffers(bool(self._sends)), self._buffers(bool(self._receives))
+        out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
         for turn in range(1, size):
             to, origin = (rank + turn) % size, (rank - turn) % size
             outgoing, incoming = self._sends.get(to, []), self._receives.get(origin, [])
             if outgoing or incoming:
                 self._exchange(to, outgoing, out_buffers, origin, incoming, in_buffers)
 
-    def _buffers(self, is_used: bool) -> list[torch.Tensor]:
-        size = self._buffer_elements if is_used else 0
+    def _buffers(self, size: int) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
 
     def _exchange(
@@ -123,29 +132,33 @@ class BucketTransport:
         origin: int, incoming: list[list[torch.Tensor]], in_buffers: list[torch.Tensor],
     ) -> None:
         """Bucket k travels while bucket k + 1 is packed and bucket k - 1 is put into place."""
-        in_flight: list[tuple[int, list[dist.Work], list[torch.Tensor] | None, torch.Tensor]] = []
+        in_flight: list[tuple[int, list[dist.Work], list[torch.Tensor], torch.Tensor]] = []
         for index in range(max(len(outgoing), len(incoming))):
-            operations, arriving = [], None
-            buffer = in_buffers[index % 2]
+            operations, scattered, arrived = [], [], in_buffers[index % 2]
             if index < len(incoming):
-                arriving = incoming[index]
-                operations.append(self._operation(dist.irecv, buffer, arriving, origin))
+                direct = self._direct(incoming[index])
+                arrived = _first(arrived, incoming[index]) if direct is None else direct
+                scattered = incoming[index] if direct is None else []
+                operations.append(dist.P2POp(dist.irecv, arrived, group=self._group, group_peer=origin))
             if index < len(outgoing):
-                packed = out_buffers[index % 2]
-                for view, piece in zip(_carve(packed, outgoing[index]), outgoing[index], strict=True):
-                    view.copy_(piece)
-                operations.append(self._operation(dist.isend, packed, outgoing[index], to))
-            in_flight.append((index, dist.batch_isend_irecv(operations), arriving, buffer))
+                packed = self._pack(outgoing[index], out_buffers[index % 2])
+                operations.append(dist.P2POp(dist.isend, packed, group=self._group, group_peer=to))
+            in_flight.append((index, dist.batch_isend_irecv(operations), scattered, arrived))
             if len(in_flight) == 2:
                 self._finish(*in_flight.pop(0), to, origin)
         for job in in_flight:
             self._finish(*job, to, origin)
 
-    def _operation(self, kind: object, buffer: torch.Tensor, pieces: list[torch.Tensor], peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, buffer[: sum(p.numel() for p in pieces)], group=self._group, group_peer=peer)
+    def _pack(self, pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+        direct = self._direct(pieces)
+        if direct is not None:
+            return direct
+        for view, piece in zip(_carve(buffer, pieces), pieces, strict=True):
+            view.copy_(piece)
+        return _first(buffer, pieces)
 
     def _finish(
-        self, index: int, works: list[dist.Work], arriving: list[torch.Tensor] | None, buffer: torch.Tensor,
+        self, index: int, works: list[dist.Work], scattered: list[torch.Tensor], arrived: torch.Tensor,
         to: int, origin: int,
     ) -> None:
         try:
@@ -155,9 +168,13 @@ class BucketTransport:
             raise RuntimeError(
                 f"rank {self._group.rank()} waited in vain for bucket {index} of a reshard "
                 f"(to rank {to}, from rank {origin}): {error}") from error
-        if arriving is not None:
-            for view, piece in zip(_carve(buffer, arriving), arriving, strict=True):
-                piece.copy_(view)
+        for view, piece in zip(_carve(arrived, scattered), scattered, strict=True):
+            piece.copy_(view)
+
+
+def _first(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As much of a flat buffer as the pieces need."""
+    return buffer[: sum(piece.numel() for piece in pieces)]
 
 
 def _carve(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -68,6 +68,9 @@ def test_every_flipped_bit_shows(element: int, bit: int) -> None:
     assert compute_digest(tensor, box, (5, 7)) != compute_digest(flipped, box, (5, 7))
 
 
+MOE_SHAPE = make_shape("qwen3_moe", tied_embeddings=False)
+
+
 def no_fault(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
     """The control."""
 
@@ -99,28 +102,39 @@ def flip_one_bit(rank: int, destination: dict[str, torch.Tensor], source: dict[s
         destination["model.layers.3.mlp.gate_up_proj.weight"].view(torch.int32)[0, 0] ^= 1
 
 
+def exchange_experts(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
+    if rank == 3:
+        one, two = (destination[name] for name in sorted(destination) if ".1." in name and "w2" in name
+                    and name.endswith((".1", ".2")))
+        kept = one.clone()
+        one.copy_(two)
+        two.copy_(kept)
+
+
 FAULTS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "none": (no_fault, []),
     "q and k swapped": (swap_q_and_k, ["model.layers.2.self_attn.q_proj.weight", "rank 1", "engine 0"]),
     "bias dropped": (drop_bias, ["model.layers.0.self_attn.q_proj.bias", "rank 2", "engine 1"]),
     "stale piece": (keep_stale_piece, ["model.layers.1.mlp.down_proj.weight", "rank 3", "box"]),
     "padding": (leave_padding, ["lm_head.weight", "rank 1", "not zero"]),
+    "wrong expert": (exchange_experts, ["model.layers.1.mlp.experts.1.down_proj.weight", "rank 3", "engine 1"]),
     "one bit": (flip_one_bit, ["model.layers.3.mlp.gate_proj.weight", "rank 0", "1 of"]),
 }
 
 
 def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, dtype: torch.dtype) -> Any:
     """Megatron tp2 x pp2 and two engines of tp2, right but for the fault; the error's text, or what was verified."""
-    source_tables = place_megatron(SHAPE, ParallelLayout(world_size, tp_size=2, pp_size=2))
-    tables = place_vllm(SHAPE, world_size, 2)
-    full = make_full_tensors(SHAPE)
+    shape = MOE_SHAPE if "expert" in fault else SHAPE
+    source_tables = place_megatron(shape, ParallelLayout(world_size, tp_size=2, pp_size=2))
+    tables = place_vllm(shape, world_size, 2)
+    full = make_full_tensors(shape)
     source = cut_shards(source_tables[rank], full, padding_rows=3, fill=0.0)
     rounded = {name: tensor.to(dtype) for name, tensor in full.items()}
     destination = cut_shards(tables[rank], rounded, padding_rows=3, fill=0.0)
     FAULTS[fault][0](rank, destination, source)
     first = rank // 2 * 2
     certificate = Certificate(
-        SHAPE.logical_tensors(),
+        shape.logical_tensors(),
         Side(source, count_once(source_tables, rank), [n for n in source if "embed" in n or "output_layer" in n]),
         Side(destination, count_once(tables[first : first + 2], rank - first),
              ["model.embed_tokens.weight", "lm_head.weight"]),
