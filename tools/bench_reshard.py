@@ -155,8 +155,14 @@ class Bench:
         if tuple(shard.shape) == size:
             return shard
         dim = next(d for d in range(len(size)) if shard.shape[d] != size[d])
-        parts = [torch.empty(sizes[name], dtype=self.dtype) for sizes in self._shard_sizes]
+        lengths = [sizes[name][dim] for sizes in self._shard_sizes]
+        if len(set(lengths)) > 1:  # the last shard of a padded vocabulary is short, and is padded to travel
+            padded = torch.zeros(max(lengths), *size[1:], dtype=self.dtype)
+            padded[: len(shard)] = shard
+            shard = padded
+        parts = [torch.empty_like(shard) for _ in lengths]
         dist.all_gather(parts, shard, group=self.tp_group)
+        parts = [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
         return torch.cat(parts, dim)
 
     def reset_peak(self) -> None:
