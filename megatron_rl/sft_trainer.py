@@ -7,6 +7,7 @@ Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,8 @@ class SftTrainer:
         self.config, self.plan = config, plan
         self.process = init_distributed(config.trainer.timeout_minutes)
         self.run = open_run(config, recipe, plan.total_steps)
-        actor = build_actor(config, inputs, build_groups(inputs.layout), plan.total_steps)
+        groups = build_groups(inputs.layout, timedelta(minutes=config.trainer.timeout_minutes))
+        actor = build_actor(config, inputs, groups, plan.total_steps)
         self.actor = self.run.timers.watch(actor, update_sft="update")
         self.examples = PromptBatches(
             data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)

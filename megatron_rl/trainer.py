@@ -8,6 +8,7 @@ belong to a DP rank, and its TP and PP ranks hold the same ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class GrpoTrainer:
         self.run = open_run(config, recipe, plan.total_steps)
         timers = self.run.timers
         timers.memory_probe = partial(memory_in_use, self.process.device)
-        groups = build_groups(inputs.model.layout)
+        groups = build_groups(inputs.model.layout, timedelta(minutes=config.trainer.timeout_minutes))
         actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps)
         reference = build_reference(config, inputs.model, groups)
         self.hybrid = build_hybrid_engine(config, inputs.model, actor, self.process, timers)

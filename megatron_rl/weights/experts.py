@@ -10,11 +10,13 @@ are matrices, so a fused parameter is seen as E parameters with the expert's num
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.placement import Placement, columns, full_box, rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 def split_experts(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
