@@ -72,7 +72,9 @@ class _Files:
         partial.rename(path)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, dying: tuple[int, ...] = ()
+) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo world and return the results by rank.
 
     Each rank has the default process group, the environment variables of ``torchrun`` (RANK, LOCAL_RANK, WORLD_SIZE,
@@ -83,6 +85,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         world_size: number of ranks.
         *args: handed to ``fn`` as they are.
         timeout: seconds for the whole call, including the start.
+        dying: ranks that are meant to die; the others go on, and the result of these is None.
 
     Returns:
         What ``fn`` returned on rank 0, 1, ...; must be picklable. Tensors come back as CPU copies.
@@ -104,8 +107,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 target_args = (fn, rank, world_size, args, files[rank], port, timeout, (release_read, release_write))
                 children.append(context.Process(target=_run_child, args=target_args, name=f"rank{rank}"))
                 children[-1].start()
-            _wait_for_results(children, files, timeout)
-            return [_load(files[rank].result) for rank in range(world_size)]
+            survivors = [rank for rank in range(world_size) if rank not in dying]
+            _wait_for_results([children[r] for r in survivors], [files[r] for r in survivors], timeout)
+            return [None if rank in dying else _load(files[rank].result) for rank in range(world_size)]
         finally:
             os.close(release_read)
             os.close(release_write)

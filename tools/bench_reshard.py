@@ -320,7 +320,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--destination", required=True, help="engine layout: tp=1; DP is the rest")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of both sides")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="see hybrid.transport")
-    parser.add_argument("--bucket-bytes", type=int, default=16 << 20, help="see hybrid.bucket_bytes")
+    parser.add_argument("--bucket-bytes", type=int, default=32 << 20, help="see hybrid.bucket_bytes")
     parser.add_argument("--no-alias", action="store_true", help="copy even where both layouts agree")
     parser.add_argument("--repeats", type=int, default=3, help="counted rounds; medians are reported")
     parser.add_argument("--json", type=Path, help="write the result here as well")

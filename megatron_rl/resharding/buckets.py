@@ -11,7 +11,7 @@ it is contiguous it is sent from, or received into, the parameter itself and nee
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,17 @@ def bucket_elements(bucket: Sequence[TransferOp]) -> int:
     return sum(op.num_elements for op in bucket)
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """One receive and one send under way."""
+
+    to: int
+    origin: int
+    works: list[dist.Work]
+    scattered: list[torch.Tensor]  # where the pieces of `arrived` belong; empty if they arrive in place
+    arrived: torch.Tensor
+
+
 class BucketTransport:
     """Exchange the remote pieces of one rank's plan point to point.
 
@@ -99,6 +110,21 @@ class BucketTransport:
             max((sum(piece.numel() for piece in bucket) for buckets in side.values() for bucket in buckets
                  if self._direct(bucket) is None), default=0)
             for side in (self._sends, self._receives))
+        self._turns = self._order_turns()
+
+    def _order_turns(self) -> list[tuple[int, list[torch.Tensor], int, list[torch.Tensor]]]:
+        """Bucket by bucket to every peer in turn, so that a piece which several peers want is still in the cache."""
+        rank, size = self._group.rank(), self._group.size()
+        turns = []
+        longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
+        for index in range(longest):
+            for turn in range(1, size):
+                to, origin = (rank + turn) % size, (rank - turn) % size
+                outgoing, incoming = (buckets[index] if index < len(buckets) else []
+                                      for buckets in (self._sends.get(to, []), self._receives.get(origin, [])))
+                if outgoing or incoming:
+                    turns.append((to, outgoing, origin, incoming))
+        return turns
 
     @property
     def transient_bytes(self) -> int:
@@ -116,38 +142,34 @@ class BucketTransport:
         Raises:
             RuntimeError: a peer failed or did not answer in time; says which transfer was waited for.
         """
-        rank, size = self._group.rank(), self._group.size()
         out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
-        for turn in range(1, size):
-            to, origin = (rank + turn) % size, (rank - turn) % size
-            outgoing, incoming = self._sends.get(to, []), self._receives.get(origin, [])
-            if outgoing or incoming:
-                self._exchange(to, outgoing, out_buffers, origin, incoming, in_buffers)
+        in_flight: list[_Exchange] = []
+        for number, (to, outgoing, origin, incoming) in enumerate(self._turns):
+            exchange = self._post(to, outgoing, out_buffers[number % 2], origin, incoming, in_buffers[number % 2])
+            in_flight.append(exchange)
+            if len(in_flight) == 2:
+                self._finish(in_flight.pop(0))
+        for exchange in in_flight:
+            self._finish(exchange)
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
 
-    def _exchange(
-        self, to: int, outgoing: list[list[torch.Tensor]], out_buffers: list[torch.Tensor],
-        origin: int, incoming: list[list[torch.Tensor]], in_buffers: list[torch.Tensor],
-    ) -> None:
-        """Bucket k travels while bucket k + 1 is packed and bucket k - 1 is put into place."""
-        in_flight: list[tuple[int, list[dist.Work], list[torch.Tensor], torch.Tensor]] = []
-        for index in range(max(len(outgoing), len(incoming))):
-            operations, scattered, arrived = [], [], in_buffers[index % 2]
-            if index < len(incoming):
-                direct = self._direct(incoming[index])
-                arrived = _first(arrived, incoming[index]) if direct is None else direct
-                scattered = incoming[index] if direct is None else []
-                operations.append(dist.P2POp(dist.irecv, arrived, group=self._group, group_peer=origin))
-            if index < len(outgoing):
-                packed = self._pack(outgoing[index], out_buffers[index % 2])
-                operations.append(dist.P2POp(dist.isend, packed, group=self._group, group_peer=to))
-            in_flight.append((index, dist.batch_isend_irecv(operations), scattered, arrived))
-            if len(in_flight) == 2:
-                self._finish(*in_flight.pop(0), to, origin)
-        for job in in_flight:
-            self._finish(*job, to, origin)
+    def _post(
+        self, to: int, outgoing: list[torch.Tensor], out_buffer: torch.Tensor,
+        origin: int, incoming: list[torch.Tensor], in_buffer: torch.Tensor,
+    ) -> _Exchange:
+        """Post one receive and one send (either may be empty); it travels while the next one is packed."""
+        operations, scattered, arrived = [], [], in_buffer
+        if incoming:
+            direct = self._direct(incoming)
+            arrived = _first(in_buffer, incoming) if direct is None else direct
+            scattered = incoming if direct is None else []
+            operations.append(dist.P2POp(dist.irecv, arrived, group=self._group, group_peer=origin))
+        if outgoing:
+            packed = self._pack(outgoing, out_buffer)
+            operations.append(dist.P2POp(dist.isend, packed, group=self._group, group_peer=to))
+        return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered, arrived)
 
     def _pack(self, pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
         direct = self._direct(pieces)
@@ -157,18 +179,15 @@ class BucketTransport:
             view.copy_(piece)
         return _first(buffer, pieces)
 
-    def _finish(
-        self, index: int, works: list[dist.Work], scattered: list[torch.Tensor], arrived: torch.Tensor,
-        to: int, origin: int,
-    ) -> None:
+    def _finish(self, exchange: _Exchange) -> None:
         try:
-            for work in works:
+            for work in exchange.works:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._group.rank()} waited in vain for bucket {index} of a reshard "
-                f"(to rank {to}, from rank {origin}): {error}") from error
-        for view, piece in zip(_carve(arrived, scattered), scattered, strict=True):
+                f"rank {self._group.rank()} waited in vain for a bucket of a reshard "
+                f"(to rank {exchange.to}, from rank {exchange.origin}): {error}") from error
+        for view, piece in zip(_carve(exchange.arrived, exchange.scattered), exchange.scattered, strict=True):
             piece.copy_(view)
 
 
