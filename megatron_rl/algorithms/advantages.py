@@ -1,45 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators, chosen by name.
+"""Advantages: what an estimator is given, what it returns, and the table of estimators by name.
 
-Each takes the rewards of one step arranged in groups and returns one advantage per rollout; the same
-value is then used for every response token (outcome supervision).
+The formulas are in `estimators.py`. Per-rollout numbers (scores, group sizes) are the same on every rank,
+so that a baseline over a group needs no communication; token-level tensors are the rank's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from megatron_rl.algorithms.registry import add_entry, find_entry
+from megatron_rl.algorithms.segments import number_segments
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
 
-AdvantageEstimator = Callable[[Sequence[Sequence[float]], AlgorithmConfig], np.ndarray]
-_EPSILON = 1e-6
+_SETTING = "algorithm.adv_estimator"
 
 
-def compute_grpo_advantages(group_rewards: Sequence[Sequence[float]], config: AlgorithmConfig) -> np.ndarray:
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, eq. 4.1.2).
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an advantage estimator may use; sequences are contiguous and whole in the flat [t] tensors.
 
-        A_i = (r_i - mean(r)) / (std(r) + 1e-6)
+    A response whose tokens are all masked (truncated, say) counts in the baseline of its group and gets no
+    advantages. Otherwise its last token is in the loss.
 
-    with the unbiased standard deviation of the group. `norm_adv_by_std=False` leaves out the division
-    (Dr. GRPO, arXiv 2503.20783). A group of equal rewards gets zeros.
+    Attributes:
+        scores: [num_rollouts] float64, reward of each rollout (minus its KL when `kl_in` is "reward"); the same
+            on every rank.
+        group_sizes: [num_groups] rollouts of each prompt, in order; they may differ.
+        baselines: [num_groups] reward of the greedy response, for estimators that need it.
+        token_rewards: [t] float32 from `compute_token_rewards`.
+        values: [t] of the critic; `values[i]` is the value of the state in which `tokens[i]` was chosen.
+        loss_mask: [t] bool, response tokens in the loss.
+        sequence_ids: [t] int64, index of the rollout; -1 on padding.
+        group: the data parallel group over whose ranks the rollouts are spread.
+    """
+
+    scores: np.ndarray
+    group_sizes: np.ndarray
+    baselines: np.ndarray | None
+    token_rewards: torch.Tensor
+    values: torch.Tensor | None
+    loss_mask: torch.Tensor
+    sequence_ids: torch.Tensor
+    group: dist.ProcessGroup
+
+    def grouped_scores(self) -> list[np.ndarray]:
+        """Scores of each group: [num_groups][group size] float64."""
+        return np.split(np.asarray(self.scores, np.float64), np.cumsum(self.group_sizes)[:-1])
+
+    def expand(self, per_rollout: Sequence[float] | np.ndarray) -> torch.Tensor:
+        """Give every token in the loss its rollout's value: [num_rollouts] -> [t] float32, 0 elsewhere."""
+        table = torch.tensor([*per_rollout, 0.0], dtype=torch.float32, device=self.loss_mask.device)
+        return torch.where(self.loss_mask, table[self.sequence_ids], 0.0)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What an estimator makes of a batch.
+
+    Attributes:
+        advantages: [t] float32, 0 outside the loss mask.
+        returns: [t] float32, what the critic learns to predict; None where the estimator has no such thing.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor | None = None
+
+
+AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], "torch.Tensor | Advantages"]
+
+
+@dataclass(frozen=True)
+class RegisteredEstimator:
+    """An estimator and what the main loop must provide for it: a critic's values, greedy responses."""
+
+    estimate: AdvantageEstimator
+    needs_values: bool
+    needs_greedy_baseline: bool
+
+
+ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {}
+
+
+def register_advantage_estimator(
+    name: str, *, needs_values: bool = False, needs_greedy_baseline: bool = False
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Decorator: make `estimator(inputs, config)` known as algorithm.adv_estimator = `name`.
 
     Args:
-        group_rewards: [num_prompts][group_size] rewards; groups may differ in size.
-        config: `norm_adv_by_std`.
+        name: what the config says; must be new.
+        needs_values: a critic is built and `inputs.values` is there.
+        needs_greedy_baseline: a greedy response to each prompt is scored and `inputs.baselines` is there.
+
+    Raises:
+        UserError: the name is taken.
+    """
+
+    def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
+        entry = RegisteredEstimator(estimator, needs_values, needs_greedy_baseline)
+        add_entry(ADVANTAGE_ESTIMATORS, name, entry, estimator, _SETTING)
+        return estimator
+
+    return register
+
+
+def find_advantage_estimator(name: str) -> RegisteredEstimator:
+    """The estimator of a name; UserError naming the known ones if there is none."""
+    return find_entry(ADVANTAGE_ESTIMATORS, name, _SETTING)
+
+
+def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """Estimate advantages as the config says; collective over `inputs.group` for estimators that whiten.
+
+    Raises:
+        UserError: unknown estimator, one that needs values without a critic, or a user's one that returns
+            something else than [t] tensors.
+    """
+    name = config.adv_estimator
+    estimator = find_advantage_estimator(name)
+    if estimator.needs_values and inputs.values is None:
+        raise UserError(
+            f'{_SETTING} = "{name}" needs values, and there is no critic', source=_SETTING, expected="a critic",
+            hint="set critic.enable=true, or choose an estimator that works on rewards only")
+    assert inputs.baselines is not None or not estimator.needs_greedy_baseline, f"{name} needs greedy baselines"
+    result = estimator.estimate(inputs, config)
+    if not isinstance(result, Advantages):
+        result = Advantages(result)
+    returns = result.returns
+    return Advantages(
+        _finish(result.advantages, inputs, f"{name}: advantages"),
+        None if returns is None else _finish(returns, inputs, f"{name}: returns"))
+
+
+def _finish(values: torch.Tensor, inputs: AdvantageInputs, what: str) -> torch.Tensor:
+    """float32 and 0 outside the mask, whatever an estimator left there."""
+    expected = list(inputs.loss_mask.shape)
+    if not isinstance(values, torch.Tensor) or list(values.shape) != expected:
+        found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise UserError(
+            f"the estimator returned {found}", source=what,
+            expected=f"a tensor of shape {expected}, one number per token",
+            hint="inputs.expand makes it from one number per rollout")
+    return torch.where(inputs.loss_mask, values, 0.0).float()
+
+
+def compute_token_rewards(
+    rewards: Sequence[float] | np.ndarray, kl: torch.Tensor | None, kl_coef: float, loss_mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Reward of each token (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
+
+    Args:
+        rewards: [num_rollouts].
+        kl: [t] from `compute_kl_penalty`, or None when the KL term is not in the reward.
+        kl_coef: its weight.
+        loss_mask: [t] bool, response tokens in the loss.
+        sequence_ids: [t] int64, index of the rollout; -1 on padding.
 
     Returns:
-        [num_rollouts] float64, groups one after the other.
+        [t] float32; 0 outside the mask.
     """
-    advantages = []
-    for rewards in group_rewards:
-        r = np.asarray(rewards, np.float64)
-        centred = r - r.mean()
-        if config.norm_adv_by_std and len(r) > 1:
-            centred = centred / (r.std(ddof=1) + _EPSILON)
-        advantages.append(centred)
-    return np.concatenate(advantages)
-
-
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": compute_grpo_advantages}
+    segments = number_segments(sequence_ids)
+    positions = torch.where(loss_mask, torch.arange(len(loss_mask), device=loss_mask.device), -1)
+    last = torch.full_like(positions, -1).scatter_reduce(0, segments, positions, "amax")[segments]
+    table = torch.tensor([*rewards, 0.0], dtype=torch.float32, device=loss_mask.device)
+    token_rewards = torch.where(loss_mask & (positions == last), table[sequence_ids], 0.0)
+    if kl is not None:
+        token_rewards = token_rewards - kl_coef * torch.where(loss_mask, kl, 0.0)
+    return token_rewards

@@ -2,7 +2,8 @@
 """Loss aggregation: one weight per sequence, so that a loss is `sum(weight * token loss)`.
 
 The denominators are global: over all sequences of the minibatch, whatever microbatch or DP rank they
-are on. The loss is therefore the same for every split.
+are on. The loss is therefore the same for every split. A sequence without a token in the loss still counts as
+one of `num_seqs`.
 """
 
 from __future__ import annotations

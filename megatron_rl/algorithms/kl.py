@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-token estimators of KL(policy || reference) from samples of the policy.
+"""KL(policy || reference): estimators per token from samples of the policy, and the coefficient of the KL term.
 
-Source: J. Schulman, "Approximating KL Divergence" (2020), with log r = ref_logprobs - logprobs.
+Source of the estimators: J. Schulman, "Approximating KL Divergence" (2020), with
+log r = ref_logprobs - logprobs.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+
+from megatron_rl.config.schema import AlgorithmConfig
+
+_MAX_ERROR = 0.2
 
 
 def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str) -> torch.Tensor:
@@ -24,3 +31,92 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
     if kl_type == "k3":
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown kl_type {kl_type!r}")
+
+
+@torch.no_grad()
+def compute_kl_penalty(
+    old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor, kl_type: str
+) -> torch.Tensor:
+    """KL per token for the reward (`kl_in` = "reward"): no gradient, no coefficient, [t], 0 outside the mask.
+
+    Its sum over a response with k1 is the usual estimate of the KL of the response.
+    """
+    return torch.where(loss_mask, compute_kl(old_logprobs, ref_logprobs, kl_type), 0.0)
+
+
+class KLController(Protocol):
+    """The coefficient of the KL term along a run.
+
+    Attributes:
+        coef: current coefficient.
+    """
+
+    coef: float
+
+    def update(self, measured_kl: float, num_responses: int) -> None:
+        """React to the KL per response measured on this step's responses."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+class FixedKL:
+    """The configured coefficient, also after a resume."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, measured_kl: float, num_responses: int) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Empty: the config says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Does nothing: a run resumed with a fixed coefficient uses that of its config."""
+
+
+class AdaptiveKL:
+    """Proportional controller in log space (Ziegler et al., arXiv 1909.08593).
+
+        error = clip(KL / target - 1, -0.2, 0.2)
+        coef <- coef (1 + gain error)              gain = min(num_responses / horizon, 1)
+
+    The paper's gain is 0.1 per batch; with the horizon of its code the size of the batch does not matter.
+    One update never moves the coefficient by more than a fifth.
+
+    Args:
+        coef: first coefficient.
+        target: KL per response to aim at, in nats.
+        horizon: responses over which it acts.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, measured_kl: float, num_responses: int) -> None:
+        """Raise the coefficient when the KL is above the target, lower it when below."""
+        error = min(max(measured_kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+        self.coef *= 1.0 + error * min(num_responses / self.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """The current coefficient."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from the saved coefficient; the state of a run with a fixed one has none and changes nothing."""
+        self.coef = state.get("coef", self.coef)
+
+
+def build_kl_controller(config: AlgorithmConfig) -> KLController:
+    """The controller that `kl_controller` names, starting at `kl_coef`."""
+    if config.kl_controller == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    return FixedKL(config.kl_coef)

@@ -1,68 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses: the formula per token, and what is logged about it.
+"""Losses of the policy: the table of policy-gradient terms by name, and what is added to them and logged.
 
-A loss returns the sum of `loss_weights * token loss`: the denominator is already in the weights
-(`aggregation.py`), so sums over microbatches and DP ranks give the loss of the optimizer step.
+The formulas per token are in `policy_losses.py`. A loss returns the sum of `loss_weights * token loss`: the
+denominator is already in the weights (`aggregation.py`), so sums over microbatches and DP ranks give the
+loss of the optimizer step. Everything has a shape fixed by t and stays on the device: it may run inside a
+CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 from megatron_rl.algorithms.kl import compute_kl
+from megatron_rl.algorithms.registry import add_entry, find_entry
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
+
+_SETTING = "algorithm.policy_loss"
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """What a policy loss may use, [t] each; sequences are contiguous and whole.
+
+    Attributes:
+        logprobs: of the current policy, differentiable.
+        old_logprobs: of the policy before the update.
+        advantages: per token.
+        loss_mask: bool, response tokens in the loss.
+        sequence_ids: int64, index of the rollout; -1 on padding.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    sequence_ids: torch.Tensor
+
+
+PolicyLoss = Callable[[PolicyLossInputs, AlgorithmConfig], tuple[torch.Tensor, torch.Tensor]]
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Decorator: make `loss(inputs, config)` known as algorithm.policy_loss = `name`.
+
+    The loss returns the token loss [t] and where it is clipped [t] bool. At masked positions all of its inputs
+    are 0 and its results are dropped. To run inside a CUDA graph it must not look at values (`.item()`, boolean
+    indexing, `torch.unique`).
+
+    Raises:
+        UserError: the name is taken.
+    """
+
+    def register(loss: PolicyLoss) -> PolicyLoss:
+        add_entry(POLICY_LOSSES, name, loss, loss, _SETTING)
+        return loss
+
+    return register
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The policy loss of a name; UserError naming the known ones if there is none."""
+    return find_entry(POLICY_LOSSES, name, _SETTING)
 
 
 def compute_policy_loss(
-    logprobs: torch.Tensor,
+    inputs: PolicyLossInputs,
     entropy: torch.Tensor,
-    old_logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
+    importance_weights: torch.Tensor | None,
     loss_weights: torch.Tensor,
     config: AlgorithmConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped surrogate (PPO, arXiv 1707.06347, eq. 7) with KL and entropy terms.
+    """The configured policy loss, with a KL term if `kl_in` is "loss" and there is a reference, and an entropy term.
 
-        ratio = exp(logprobs - old_logprobs)
-        surrogate = min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)
-        loss = sum_t w_t (-surrogate + kl_coef KL_t - entropy_coef H_t)
+        loss = sum_t w_t (importance_t policy_t + kl_coef KL_t - entropy_coef H_t)
 
     Args:
-        logprobs, entropy: [t] of the current policy, differentiable.
-        old_logprobs, advantages, loss_weights: [t].
-        ref_logprobs: [t], or None without a KL term.
-        loss_mask: [t] bool; masked tokens enter nothing.
+        inputs: tokens; what stands at masked positions does not matter.
+        entropy: [t] of the current policy, differentiable.
+        ref_logprobs: [t], or None without a reference.
+        importance_weights: [t] from `compute_importance_weights`, or None.
+        loss_weights: [t], 0 at masked positions.
+        config: `policy_loss` and its settings, `kl_coef`, `kl_type`, `kl_in`, `entropy_coef`.
 
     Returns:
-        The loss (scalar) and sums over tokens: "loss", "kl", "entropy", "clipped", "tokens", and the
-        maximum "max/deviation" of |logprobs - old_logprobs|.
+        The loss (scalar), and sums over tokens: "loss" and its parts "policy", "kl_term", "entropy_term";
+        unweighted "kl", "entropy", "clipped", "tokens"; "weights", the sum of loss_weights; and the maximum
+        "max/deviation" of |logprobs - old_logprobs|.
+
+    Raises:
+        UserError: unknown policy loss, or a user's one that does not return two [t] tensors.
     """
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - config.clip_eps_low, 1.0 + config.clip_eps_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    token_loss = -surrogate
-    if config.entropy_coef:
-        token_loss = token_loss - config.entropy_coef * entropy
-    kl = torch.zeros_like(logprobs)
-    if ref_logprobs is not None:
-        kl = compute_kl(logprobs, torch.where(loss_mask, ref_logprobs, logprobs.detach()), config.kl_type)
-        token_loss = token_loss + config.kl_coef * kl
-    loss = (loss_weights * torch.where(loss_mask, token_loss, 0.0)).sum()
+    mask, tokens = inputs.loss_mask, _blank_masked(inputs)
+
+    def weighted_sum(per_token: torch.Tensor) -> torch.Tensor:
+        return (loss_weights * torch.where(mask, per_token, 0.0)).sum()
+
+    token_loss, is_clipped = find_policy_loss(config.policy_loss)(tokens, config)
+    _check_shapes(token_loss, is_clipped, mask, config.policy_loss)
+    if importance_weights is not None:
+        token_loss = token_loss * importance_weights
+    policy = weighted_sum(token_loss)
+    nothing = torch.zeros_like(policy)
+    kl = nothing if ref_logprobs is None else compute_kl(
+        tokens.logprobs, torch.where(mask, ref_logprobs, 0.0), config.kl_type)
+    kl_term = config.kl_coef * weighted_sum(kl) if config.kl_in == "loss" else nothing
+    entropy_term = -config.entropy_coef * weighted_sum(entropy) if config.entropy_coef else nothing
+    loss = policy + kl_term + entropy_term
 
     with torch.no_grad():
-        is_clipped = loss_mask & (clipped * advantages < ratio * advantages)
         metrics = {
             "loss": loss.detach(),
-            "kl": (kl * loss_mask).sum(),
-            "entropy": torch.where(loss_mask, entropy, 0.0).sum(),
-            "clipped": is_clipped.sum().float(),
-            "tokens": loss_mask.sum().float(),
-            "max/deviation": log_ratio.abs().max(),
+            "policy": policy.detach(),
+            "kl_term": kl_term.detach(),
+            "entropy_term": entropy_term.detach(),
+            "kl": kl.detach().sum(),
+            "entropy": torch.where(mask, entropy, 0.0).sum(),
+            "clipped": (mask & is_clipped).sum().float(),
+            "tokens": mask.sum().float(),
+            "weights": weighted_sum(torch.ones_like(loss_weights)),
+            "max/deviation": (tokens.logprobs - tokens.old_logprobs).abs().max(),
         }
     return loss, metrics
+
+
+def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """The inputs with zeros at masked positions: garbage there reaches neither a formula nor its gradient."""
+    logprobs, old_logprobs, advantages = (
+        torch.where(inputs.loss_mask, x, 0.0) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages))
+    return PolicyLossInputs(logprobs, old_logprobs, advantages, inputs.loss_mask, inputs.sequence_ids)
+
+
+def _check_shapes(token_loss: torch.Tensor, is_clipped: torch.Tensor, mask: torch.Tensor, name: str) -> None:
+    if token_loss.shape != mask.shape or is_clipped.shape != mask.shape or is_clipped.dtype != torch.bool:
+        raise UserError(
+            f'the policy loss "{name}" returned shapes {list(token_loss.shape)} and {list(is_clipped.shape)} '
+            f"({is_clipped.dtype})", source=_SETTING,
+            expected=f"the loss and whether it is clipped (bool) per token, {list(mask.shape)} both",
+            hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated")
 
 
 def compute_sft_loss(

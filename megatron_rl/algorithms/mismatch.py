@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the trainer's log-probs are from the engine's for the same tokens and weights.
+"""How far the trainer's log-probs are from the engine's for the same tokens and weights, and its correction.
 
 With d = old_logprobs - rollout_logprobs and importance weight w = exp(d) per token:
 
@@ -11,6 +11,9 @@ With d = old_logprobs - rollout_logprobs and importance weight w = exp(d) per to
 from __future__ import annotations
 
 import torch
+
+from megatron_rl.algorithms.segments import number_segments, sum_per_segment
+from megatron_rl.config.schema import AlgorithmConfig
 
 
 def sum_mismatch(
@@ -32,4 +35,77 @@ def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
         "mismatch/mean": sums["abs"] / tokens,
         "mismatch/k3": sums["k3"] / tokens,
         "mismatch/effective_sample_size": sums["w"] ** 2 / (tokens * sums["w2"]) if sums["w2"] else 1.0,
+    }
+
+
+@torch.no_grad()
+def compute_importance_weights(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    config: AlgorithmConfig,
+) -> tuple[torch.Tensor | None, dict[str, float]]:
+    """Weights of the policy-gradient term that correct for sampling with the engine's log-probs.
+
+        token-truncate       min(w_t, high)                   truncated importance sampling (Yao et al., "Your efficient
+                                                              RL framework secretly brings you off-policy", 2025)
+        token-mask           w_t, or 0 outside [low, high]    IcePop (Ring-1T, 2025)
+        sequence-truncate    min(w_i, high)                   w_i = exp(mean_t d_t), the geometric mean
+        sequence-mask        w_i, or 0 outside [low, high]    over the tokens of the response in the loss
+
+    `reject_sequence_above` gives 0 to all tokens of a response that has one with a larger |d|, in any mode.
+    Denominators of the loss stay as they are: a masked token counts in them as a token of loss 0, so that
+    masking makes the step smaller instead of giving the rest more weight. KL and entropy terms are not weighted.
+
+    Args:
+        old_logprobs, rollout_logprobs: [t]; what stands at masked positions does not matter.
+        loss_mask: [t] bool, response tokens in the loss.
+        sequence_ids: [t] int64; sequences are contiguous and whole.
+        config: `importance_sampling`, `importance_low`, `importance_high`, `reject_sequence_above`.
+
+    Returns:
+        [t] float32 weights, 0 outside the mask, and sums over this rank for `finish_importance_weights`; None
+        and {} where neither a correction nor a rejection is configured.
+    """
+    mode, threshold = config.importance_sampling, config.reject_sequence_above
+    if mode == "none" and threshold is None:
+        return None, {}
+    gap = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    segments = number_segments(sequence_ids)
+    counts = sum_per_segment(loss_mask, segments)
+    level, _, action = mode.partition("-")
+    if level == "sequence":
+        weights = (sum_per_segment(gap, segments) / counts.clamp(min=1)).float().exp()
+    else:
+        weights = gap.exp() if level == "token" else torch.ones_like(gap)
+    nowhere = torch.zeros_like(loss_mask)
+    is_truncated = weights > config.importance_high if action == "truncate" else nowhere
+    is_masked = (weights < config.importance_low) | (weights > config.importance_high) if action == "mask" else nowhere
+    is_rejected = nowhere if threshold is None else sum_per_segment(gap.abs() > threshold, segments) > 0
+    weights = torch.where(is_truncated, config.importance_high, weights)
+    weights = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
+
+    is_first = segments.diff(prepend=segments[:1] - 1) > 0
+    sums = {
+        "tokens": loss_mask.sum(), "weight": weights.double().sum(),
+        "truncated": (loss_mask & is_truncated).sum(), "masked": (loss_mask & is_masked).sum(),
+        "sequences": (is_first & (counts > 0)).sum(), "rejected": (is_first & is_rejected).sum(),
+    }
+    return weights, {name: float(value) for name, value in sums.items()}
+
+
+def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
+    """Metrics from the global sums: fractions of tokens truncated and masked, of responses rejected, mean weight.
+
+    Empty for the empty sums of a run without correction.
+    """
+    if not sums:
+        return {}
+    tokens, sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)
+    return {
+        "mismatch/truncated_fraction": sums["truncated"] / tokens,
+        "mismatch/masked_fraction": sums["masked"] / tokens,
+        "mismatch/rejected_fraction": sums["rejected"] / sequences,
+        "mismatch/mean_weight": sums["weight"] / tokens,
     }

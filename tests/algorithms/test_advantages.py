@@ -1,61 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group-relative advantages on numbers done by hand."""
+"""What estimators are given and what is made of their answers; the formulas are in test_estimators.py."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_rl.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_grpo_advantages
+from megatron_rl.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    Advantages,
+    compute_advantages,
+    compute_token_rewards,
+    find_advantage_estimator,
+    register_advantage_estimator,
+)
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
 
-NORMALISED, CENTRED = AlgorithmConfig(), AlgorithmConfig(norm_adv_by_std=False)
-
-
-def test_normalised_by_hand() -> None:
-    """Rewards 1, 0, 0, 1: mean 1/2, unbiased variance 4 * (1/4) / 3 = 1/3."""
-    unit = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    found = compute_grpo_advantages([[1.0, 0.0, 0.0, 1.0]], NORMALISED)
-    np.testing.assert_allclose(found, [unit, -unit, -unit, unit], rtol=1e-12)
-    assert found.dtype == np.float64
+# Rollouts 2, 0 and 1 on this rank (3 is elsewhere), then padding; prompts and a truncated response are masked.
+SEQUENCE_IDS = torch.tensor([2, 2, 2, 0, 0, 0, 0, 1, 1, -1, -1])
+LOSS_MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], dtype=torch.bool)
 
 
-def test_without_normalisation_by_hand() -> None:
-    found = compute_grpo_advantages([[3.0, 1.0, 2.0], [0.0, 5.0]], CENTRED)
-    assert found.tolist() == [1.0, -1.0, 0.0, -2.5, 2.5]
+def make_inputs(**changes: Any) -> AdvantageInputs:
+    """Groups of three and one; no test here needs a process group."""
+    fields = dict(
+        scores=np.array([1.0, 2.0, 3.0, 4.0]), group_sizes=np.array([3, 1]), baselines=None,
+        token_rewards=torch.zeros(11), values=None, loss_mask=LOSS_MASK, sequence_ids=SEQUENCE_IDS, group=None)
+    return AdvantageInputs(**(fields | changes))
 
 
-def test_groups_of_unequal_size_are_independent_and_in_order() -> None:
-    """Rewards 0, 2: std sqrt(2), so -+ 1 / sqrt(2); 1, 2, 3: std 1, so -1, 0, 1."""
-    found = compute_grpo_advantages([[0.0, 2.0], [1.0, 2.0, 3.0], [7.0]], NORMALISED)
-    half = 1 / (math.sqrt(2) + 1e-6)
-    np.testing.assert_allclose(found, [-half, half, -1 / (1 + 1e-6), 0, 1 / (1 + 1e-6), 0], rtol=1e-12)
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names registered by a test are gone after it."""
+    known = dict(ADVANTAGE_ESTIMATORS)
+    yield
+    ADVANTAGE_ESTIMATORS.clear()
+    ADVANTAGE_ESTIMATORS.update(known)
 
 
-@pytest.mark.parametrize("config", [NORMALISED, CENTRED])
-@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0, 0.0], [-2.5] * 8, [4.0]])
-def test_equal_rewards_get_exactly_zero(rewards: list[float], config: AlgorithmConfig) -> None:
-    assert compute_grpo_advantages([rewards], config).tolist() == [0.0] * len(rewards)
+def test_scores_by_group() -> None:
+    groups = make_inputs().grouped_scores()
+    assert [g.tolist() for g in groups] == [[1.0, 2.0, 3.0], [4.0]]
+    assert all(g.dtype == np.float64 for g in groups)
 
 
-@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3])
-@pytest.mark.parametrize("group_size", [3, 6, 7])
-def test_equal_rewards_that_are_no_binary_fractions_get_almost_zero(value: float, group_size: int) -> None:
-    """The mean of equal numbers may be off by one rounding (6e-17); the epsilon keeps the quotient small.
-
-    Without it the quotient of two roundings would be of the order of 1.
-    """
-    assert np.abs(compute_grpo_advantages([[value] * group_size], NORMALISED)).max() < 1e-9
+def test_expand_gives_every_token_in_the_loss_its_rollouts_value() -> None:
+    found = make_inputs().expand([10.0, 20.0, 30.0, 40.0])
+    assert found.tolist() == [0, 30, 30, 0, 0, 10, 10, 0, 0, 0, 0] and found.dtype == torch.float32
 
 
-def test_normalised_groups_have_mean_zero_and_unit_deviation() -> None:
-    rewards = np.random.default_rng(0).normal(size=(5, 8)) * 3 + 1
-    found = compute_grpo_advantages(rewards.tolist(), NORMALISED).reshape(5, 8)
-    np.testing.assert_allclose(found.mean(1), 0, atol=1e-12)
-    np.testing.assert_allclose(found.std(1, ddof=1), 1, rtol=1e-5)
+def test_built_in_names_and_what_they_need() -> None:
+    needs = {name: (e.needs_values, e.needs_greedy_baseline) for name, e in ADVANTAGE_ESTIMATORS.items()}
+    nothing = (False, False)
+    assert needs == {
+        "grpo": nothing, "dr_grpo": nothing, "rloo": nothing, "reinforce_plus_plus": nothing,
+        "reinforce_plus_plus_baseline": nothing, "remax": (False, True), "gae": (True, False)}
+    assert AlgorithmConfig().adv_estimator in needs
 
 
-def test_estimator_is_found_by_the_default_name() -> None:
-    assert ADVANTAGE_ESTIMATORS[AlgorithmConfig().adv_estimator] is compute_grpo_advantages
+@pytest.mark.usefixtures("registry")
+def test_result_is_zero_outside_the_mask_and_float32() -> None:
+    @register_advantage_estimator("careless")
+    def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+        return Advantages(torch.full((11,), float("nan")).double(), torch.ones(11).double())
+
+    found = compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="careless"))
+    assert not found.advantages[~LOSS_MASK].any() and found.advantages[LOSS_MASK].isnan().all()
+    assert torch.equal(found.returns, LOSS_MASK.float())
+    assert {found.advantages.dtype, found.returns.dtype} == {torch.float32}
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_bare_tensor_is_advantages_without_returns() -> None:
+    @register_advantage_estimator("bare", needs_greedy_baseline=True)
+    def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+        return inputs.expand(inputs.scores * config.gamma)
+
+    found = compute_advantages(
+        make_inputs(baselines=np.zeros(2)), AlgorithmConfig(adv_estimator="bare", gamma=0.5))
+    assert found.advantages.tolist() == [0, 1.5, 1.5, 0, 0, 0.5, 0.5, 0, 0, 0, 0] and found.returns is None
+    with pytest.raises(AssertionError, match="bare needs greedy baselines"):
+        compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="bare"))
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("result, found", [(torch.zeros(4), r"\[4\]"), (np.zeros(11), "ndarray")])
+def test_a_wrong_result_is_refused(result: Any, found: str) -> None:
+    register_advantage_estimator("wrong")(lambda inputs, config: result)
+    with pytest.raises(UserError, match=rf"returned {found}(.|\n)*wrong: advantages(.|\n)*shape \[11\]"):
+        compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="wrong"))
+
+
+def test_gae_without_a_critic_is_refused() -> None:
+    with pytest.raises(UserError, match='"gae" needs values(.|\n)*critic.enable=true'):
+        compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="gae"))
+
+
+def test_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, grpo(.|\n)*did you mean "grpo"'):
+        find_advantage_estimator("grop")
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_taken_name_is_refused_with_the_place_of_the_second() -> None:
+    with pytest.raises(UserError, match=r'"grpo" is registered already(.|\n)*test_advantages.py:\d+'):
+        @register_advantage_estimator("grpo")
+        def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor: ...
+
+
+def test_token_rewards_by_hand() -> None:
+    """The reward is on the last token in the loss; KL on all of them; nothing for the truncated response."""
+    rewards = [1.0, 2.0, 3.0, 4.0]
+    plain = compute_token_rewards(rewards, None, 7.0, LOSS_MASK, SEQUENCE_IDS)
+    assert plain.tolist() == [0, 0, 3, 0, 0, 0, 1, 0, 0, 0, 0] and plain.dtype == torch.float32
+    kl = torch.where(LOSS_MASK, torch.arange(11.0), float("nan"))
+    found = compute_token_rewards(rewards, kl, 0.5, LOSS_MASK, SEQUENCE_IDS)
+    assert found.tolist() == [0, -0.5, 2, 0, 0, -2.5, -2, 0, 0, 0, 0]
+
+
+def test_token_rewards_of_a_rank_without_a_token_in_the_loss() -> None:
+    nothing = torch.zeros(11, dtype=torch.bool)
+    assert not compute_token_rewards([1.0, 2.0, 3.0, 4.0], None, 0.0, nothing, SEQUENCE_IDS).any()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL estimators: their formulas by hand, and their expectation over a categorical distribution."""
+"""KL estimators by hand and in expectation over a categorical distribution; the controllers of the coefficient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.kl import compute_kl
+from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL, build_kl_controller, compute_kl, compute_kl_penalty
+from megatron_rl.config.schema import AlgorithmConfig
 
 LOGPROB = st.floats(-20.0, 0.0)
 
@@ -73,3 +74,57 @@ def test_gradient_by_hand(kl_type: str, expected: float) -> None:
 def test_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown kl_type 'k4'"):
         compute_kl(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_penalty_is_the_kl_of_the_tokens_in_the_loss_without_a_gradient(kl_type: str) -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    ref_logprobs, mask = torch.tensor([float("nan"), -1.5, -4.0]), torch.tensor([False, True, True])
+    found = compute_kl_penalty(logprobs, ref_logprobs, mask, kl_type)
+    assert not found.requires_grad and found[0] == 0.0
+    torch.testing.assert_close(found[1:], compute_kl(logprobs.detach()[1:], ref_logprobs[1:], kl_type))
+
+
+@pytest.mark.parametrize(
+    ("measured", "num_responses", "factor"),
+    [(2.0, 100, 1.0), (2.2, 100, 1.01), (1.8, 100, 0.99), (50.0, 100, 1.02), (0.0, 100, 0.98), (-3.0, 100, 0.98),
+     (2.2, 1000, 1.1), (0.0, 10**6, 0.8)],
+)
+def test_adaptive_coefficient_by_hand(measured: float, num_responses: int, factor: float) -> None:
+    """Target 2, horizon 1000: relative errors are cut at 0.2; so is the share of the horizon, at 1."""
+    controller = AdaptiveKL(0.5, target=2.0, horizon=1000.0)
+    controller.update(measured, num_responses)
+    assert controller.coef == pytest.approx(0.5 * factor, rel=1e-12)
+
+
+def test_adaptive_coefficient_settles_where_the_kl_is_on_target() -> None:
+    """A toy policy whose KL is 1 / coef: from far off on both sides the coefficient comes to 1 / target."""
+    for first in (0.01, 10.0):
+        controller = AdaptiveKL(first, target=4.0, horizon=1000.0)
+        for _ in range(200):
+            controller.update(1.0 / controller.coef, 500)
+        assert controller.coef == pytest.approx(0.25, rel=1e-3)
+
+
+def test_controllers_resume() -> None:
+    """An adaptive one goes on where it was; a fixed one follows its config; switching starts from the config."""
+    adaptive = AdaptiveKL(0.5, target=2.0, horizon=1000.0)
+    adaptive.update(4.0, 100)
+    resumed = AdaptiveKL(0.5, target=2.0, horizon=1000.0)
+    resumed.load_state_dict(adaptive.state_dict())
+    assert resumed.coef == adaptive.coef != 0.5
+    fixed = FixedKL(0.3)
+    fixed.update(100.0, 100)
+    fixed.load_state_dict(adaptive.state_dict())
+    assert fixed.coef == 0.3
+    resumed.load_state_dict(fixed.state_dict())
+    assert resumed.coef == adaptive.coef
+
+
+def test_controller_of_the_config() -> None:
+    fixed = build_kl_controller(AlgorithmConfig(kl_coef=0.2))
+    adaptive = build_kl_controller(
+        AlgorithmConfig(kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=50.0))
+    assert isinstance(fixed, FixedKL) and fixed.coef == 0.2
+    assert isinstance(adaptive, AdaptiveKL)
+    assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 50.0)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses against a loop over tokens in plain Python, their gradients by hand, and masked tokens."""
+"""The policy losses against a loop over tokens with autograd, their terms by hand, masked tokens, fixed shapes.
+
+Everything is float64, so that comparisons are tight. What each formula does in particular cases is in
+test_policy_losses.py.
+"""
 
 from __future__ import annotations
 
@@ -9,126 +13,208 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megatron_rl.algorithms.losses import compute_policy_loss, compute_sft_loss
+from megatron_rl.algorithms.losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    compute_policy_loss,
+    compute_sft_loss,
+    find_policy_loss,
+    register_policy_loss,
+)
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
+
+LENGTHS = [9, 4, 12, 7, 5]  # of packed sequences, their first two tokens being the prompt
+TRUNCATED = 3  # this one is masked as a whole
+PADDING = 3
+COUNT = sum(LENGTHS) + PADDING
 
 
 @dataclass
 class Tokens:
-    """The token-level inputs of the loss; float64, so that comparisons are tight."""
+    """The token-level arguments of the loss."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None
+    importance_weights: torch.Tensor | None
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     loss_weights: torch.Tensor
+    sequence_ids: torch.Tensor
 
     def loss(self, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        inputs = PolicyLossInputs(
+            self.logprobs, self.old_logprobs, self.advantages, self.loss_mask, self.sequence_ids)
         return compute_policy_loss(
-            self.logprobs, self.entropy, self.old_logprobs, self.ref_logprobs, self.advantages, self.loss_mask,
-            self.loss_weights, config)
+            inputs, self.entropy, self.ref_logprobs, self.importance_weights, self.loss_weights, config)
 
 
 def make_tokens(ratios: list[float], advantages: list[float]) -> Tokens:
-    """Unmasked tokens of weight 1 with these ratios."""
+    """Unmasked tokens of one sequence, of weight 1, with these ratios."""
     old = torch.full((len(ratios),), -1.0, dtype=torch.float64)
     logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     ones = torch.ones_like(old)
-    return Tokens(logprobs, (0.5 * ones).requires_grad_(), old, None, torch.tensor(advantages, dtype=torch.float64),
-                  ones.bool(), ones)
+    return Tokens(logprobs, (0.5 * ones).requires_grad_(), old, None, None,
+                  torch.tensor(advantages, dtype=torch.float64), ones.bool(), ones, torch.zeros_like(ones).long())
 
 
-def random_tokens(count: int = 40) -> Tokens:
-    """A third is masked and has weight 0; ratios reach far beyond the clip range."""
+def random_tokens(spread: float = 1.0) -> Tokens:
+    """Five packed sequences and padding; ratios reach far beyond the clip range for a spread of 1.
+
+    Advantages and loss weights are constant in a sequence, as outcome rewards and the modes of aggregation make
+    them; half of the responses have negative advantages.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    def draw() -> torch.Tensor:
+    def draw(count: int = COUNT) -> torch.Tensor:
         return torch.randn(count, generator=generator, dtype=torch.float64)
 
-    mask = torch.arange(count) % 3 > 0
-    return Tokens((draw() - 3).requires_grad_(), draw().abs().requires_grad_(), draw() * 0.3 - 3, draw() * 0.3 - 3,
-                  draw(), mask, draw().abs() * mask)
+    lengths = torch.tensor([*LENGTHS, PADDING])
+    ids = torch.repeat_interleave(torch.tensor([3, 0, 4, 1, 2, -1]), lengths)
+    mask = torch.cat([torch.arange(n) >= 2 for n in LENGTHS] + [torch.zeros(PADDING, dtype=torch.bool)])
+    mask &= ids != torch.tensor([3, 0, 4, 1, 2])[TRUNCATED]
+    advantages = torch.tensor([1.5, -0.5, 0.7, 2.0, -1.0, 0.0], dtype=torch.float64).repeat_interleave(lengths)
+    weights = draw(6).abs().repeat_interleave(lengths)
+    old = draw() * 0.3 - 3
+    return Tokens((old + spread * draw()).requires_grad_(), draw().abs().requires_grad_(), old, draw() * 0.3 - 3,
+                  draw().abs(), advantages, mask, weights * mask, ids)
 
 
-def loss_by_loop(tokens: Tokens, config: AlgorithmConfig) -> dict[str, float]:
-    """PPO's clipped surrogate with a k3 KL and an entropy bonus, one token after the other."""
-    sums = {"loss": 0.0, "kl": 0.0, "entropy": 0.0, "clipped": 0.0, "tokens": 0.0, "max/deviation": 0.0}
-    for t in range(len(tokens.logprobs)):
+def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple[torch.Tensor, bool]:
+    """The policy-gradient term of one token from its definition, differentiable, and whether it is clipped."""
+    low, high = 1 - config.clip_eps_low, 1 + config.clip_eps_high
+    logprob, old, advantage = tokens.logprobs[t], tokens.old_logprobs[t], tokens.advantages[t].item()
+    if config.policy_loss == "policy_gradient":
+        return -advantage * logprob, False
+    if config.policy_loss == "cispo":
+        ratio = math.exp(logprob.item() - old.item())
+        return -min(max(ratio, low), high) * advantage * logprob, not low <= ratio <= high
+    ratio = (logprob - old).exp()
+    if config.policy_loss == "gspo":
+        mine = [u for u in range(COUNT) if tokens.sequence_ids[u] == tokens.sequence_ids[t] and tokens.loss_mask[u]]
+        ratio = (sum(tokens.logprobs[u] - tokens.old_logprobs[u] for u in mine) / len(mine)).exp()
+    bounded = min(max(ratio, ratio.new_tensor(low)), ratio.new_tensor(high))
+    surrogate, is_clipped = ratio * advantage, False
+    if bounded * advantage < surrogate:
+        surrogate, is_clipped = bounded * advantage, True
+    if config.dual_clip is not None and advantage < 0 and surrogate < config.dual_clip * advantage:
+        surrogate, is_clipped = ratio.new_tensor(config.dual_clip * advantage), True
+    return -surrogate, is_clipped
+
+
+def loss_by_loop(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
+    """The whole loss, one token after the other."""
+    names = ("policy", "kl_term", "entropy_term", "kl", "clipped", "tokens", "weights")
+    sums: dict[str, torch.Tensor] = {name: torch.zeros((), dtype=torch.float64) for name in (*names, "entropy")}
+    deviation = 0.0
+    for t in range(COUNT):
         if not tokens.loss_mask[t]:
             continue
-        logprob, old, advantage = (
-            x[t].item() for x in (tokens.logprobs, tokens.old_logprobs, tokens.advantages))
-        ratio = math.exp(logprob - old)
-        bounded = min(max(ratio, 1 - config.clip_eps_low), 1 + config.clip_eps_high)
-        surrogate = min(ratio * advantage, bounded * advantage)
-        kl = 0.0
+        weight, entropy, logprob = tokens.loss_weights[t], tokens.entropy[t], tokens.logprobs[t]
+        token_loss, is_clipped = token_loss_by_loop(tokens, t, config)
+        if tokens.importance_weights is not None:
+            token_loss = token_loss * tokens.importance_weights[t]
+        sums["policy"] = sums["policy"] + weight * token_loss
         if tokens.ref_logprobs is not None:
-            log_r = tokens.ref_logprobs[t].item() - logprob
-            kl = math.exp(log_r) - 1 - log_r
-        entropy = tokens.entropy[t].item()
-        token_loss = -surrogate + config.kl_coef * kl - config.entropy_coef * entropy
-        sums["loss"] += tokens.loss_weights[t].item() * token_loss
-        sums["kl"] += kl
-        sums["entropy"] += entropy
-        sums["clipped"] += float(bounded * advantage < ratio * advantage)
+            log_r = tokens.ref_logprobs[t] - logprob
+            kl = log_r.exp() - 1 - log_r
+            sums["kl"] += kl.detach()
+            if config.kl_in == "loss":
+                sums["kl_term"] = sums["kl_term"] + weight * config.kl_coef * kl
+        sums["entropy_term"] = sums["entropy_term"] - weight * config.entropy_coef * entropy
+        sums["entropy"] += entropy.detach()
+        sums["clipped"] += is_clipped
         sums["tokens"] += 1
-        sums["max/deviation"] = max(sums["max/deviation"], abs(logprob - old))
-    return sums
+        sums["weights"] += weight
+        deviation = max(deviation, abs((logprob - tokens.old_logprobs[t]).item()))
+    loss = sums["policy"] + sums["kl_term"] + sums["entropy_term"]
+    return loss, {"loss": loss.item(), "max/deviation": deviation, **{k: v.item() for k, v in sums.items()}}
 
 
 CONFIGS = {
-    "plain": AlgorithmConfig(),
-    "clip-higher": AlgorithmConfig(clip_eps_low=0.1, clip_eps_high=0.4),
-    "kl": AlgorithmConfig(kl_coef=0.3),
-    "entropy": AlgorithmConfig(entropy_coef=0.2),
-    "all": AlgorithmConfig(clip_eps_low=0.3, clip_eps_high=0.1, kl_coef=0.7, entropy_coef=0.1),
+    "ppo": AlgorithmConfig(),
+    "ppo, clip-higher": AlgorithmConfig(clip_eps_low=0.1, clip_eps_high=0.4),
+    "ppo, dual clip": AlgorithmConfig(dual_clip=1.5),
+    "ppo, kl": AlgorithmConfig(kl_coef=0.3),
+    "ppo, kl in the reward": AlgorithmConfig(kl_coef=0.3, kl_in="reward"),
+    "ppo, entropy": AlgorithmConfig(entropy_coef=0.2),
+    "gspo": AlgorithmConfig(policy_loss="gspo", clip_eps_low=0.05, clip_eps_high=0.1),
+    "gspo, all": AlgorithmConfig(policy_loss="gspo", clip_eps_low=0.01, dual_clip=1.1, kl_coef=0.7, entropy_coef=0.1),
+    "cispo": AlgorithmConfig(policy_loss="cispo", clip_eps_low=0.9),
+    "cispo, all": AlgorithmConfig(policy_loss="cispo", kl_coef=0.7, entropy_coef=0.1),
+    "policy_gradient": AlgorithmConfig(policy_loss="policy_gradient", kl_coef=0.1, entropy_coef=0.1),
 }
+
+
+@pytest.fixture
+def registry() -> None:
+    """Names registered by a test are gone after it."""
+    known = dict(POLICY_LOSSES)
+    yield
+    POLICY_LOSSES.clear()
+    POLICY_LOSSES.update(known)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("has_reference", [True, False])
-def test_loss_and_metrics_equal_the_loop(name: str, has_reference: bool) -> None:
+@pytest.mark.parametrize("has_importance", [True, False])
+def test_loss_gradients_and_metrics_equal_the_loop(name: str, has_reference: bool, has_importance: bool) -> None:
+    """GSPO's loop differentiates through the true ratio of the sequence: its stop-gradient form gives the same."""
     tokens, config = random_tokens(), CONFIGS[name]
     if not has_reference:
-        tokens, config = replace(tokens, ref_logprobs=None), replace(config, kl_coef=0.0)
+        tokens = replace(tokens, ref_logprobs=None)
+    if not has_importance:
+        tokens = replace(tokens, importance_weights=None)
+    elif config.policy_loss == "gspo":  # per-token weights would weight the shares of the sequence's gradient
+        tokens.importance_weights = torch.full((COUNT,), 0.7, dtype=torch.float64)
+    expected, expected_metrics = loss_by_loop(tokens, config)
+    gradients = torch.autograd.grad(expected, [tokens.logprobs, tokens.entropy], allow_unused=True)
     loss, metrics = tokens.loss(config)
-    expected = loss_by_loop(tokens, config)
-    assert expected["clipped"] > 0, "the random tokens must reach the clip range"
-    assert loss.item() == pytest.approx(expected["loss"], rel=1e-10)
-    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(expected, rel=1e-6)
+    found = torch.autograd.grad(loss, [tokens.logprobs, tokens.entropy], allow_unused=True)
+    if config.policy_loss != "policy_gradient":
+        assert expected_metrics["clipped"] > 0, "the random tokens must reach the clip range"
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    torch.testing.assert_close(found[0], gradients[0])
+    if config.entropy_coef:
+        torch.testing.assert_close(found[1], gradients[1])
+    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(expected_metrics, rel=1e-6)
     assert not any(value.requires_grad for value in metrics.values())
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "is_clipped"),
-    [
-        (1.0, 2.0, -2.0, -2.0, 0),
-        (1.3, 2.0, -2.5, 0.0, 1),  # above 1 + 0.25 and wanted: no more push
-        (1.3, -2.0, 2.6, 2.6, 0),  # above and not wanted: pulled back
-        (0.5, 2.0, -1.0, -1.0, 0),  # below and wanted: pulled up
-        (0.5, -2.0, 1.8, 0.0, 1),  # below 1 - 0.1 and not wanted: no more push
-        (0.5, 0.0, 0.0, 0.0, 0),
-    ],
-)
-def test_clip_by_hand(ratio: float, advantage: float, loss: float, gradient: float, is_clipped: int) -> None:
-    """eps_low 0.1, eps_high 0.25. Where not clipped, d loss / d logprob = -ratio * A; where clipped it is 0."""
-    tokens = make_tokens([ratio], [advantage])
-    found, metrics = tokens.loss(AlgorithmConfig(clip_eps_low=0.1, clip_eps_high=0.25))
-    found.backward()
-    assert found.item() == pytest.approx(loss) and float(metrics["clipped"]) == is_clipped
-    assert float(tokens.logprobs.grad) == pytest.approx(gradient)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_terms_add_up(name: str) -> None:
+    _, metrics = random_tokens().loss(CONFIGS[name])
+    terms = metrics["policy"] + metrics["kl_term"] + metrics["entropy_term"]
+    assert float(metrics["loss"]) == pytest.approx(float(terms), rel=1e-12)
 
 
-def test_first_update_is_the_policy_gradient() -> None:
-    """At ratio 1 the gradient is -w A, and the deviation that is logged is exactly 0."""
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_first_update_is_the_policy_gradient(name: str) -> None:
+    """At ratio 1 the gradient of every loss is -w A, and the deviation that is logged is exactly 0."""
     tokens = random_tokens()
-    tokens.old_logprobs = tokens.logprobs.detach().clone()
-    loss, metrics = tokens.loss(AlgorithmConfig())
+    tokens.old_logprobs, tokens.importance_weights = tokens.logprobs.detach().clone(), None
+    loss, metrics = tokens.loss(AlgorithmConfig(policy_loss=name, dual_clip=3.0))
     loss.backward()
     torch.testing.assert_close(tokens.logprobs.grad, -tokens.loss_weights * tokens.advantages)
     assert float(metrics["max/deviation"]) == 0.0 and float(metrics["clipped"]) == 0.0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_loss_is_the_same_for_every_split_into_microbatches(name: str) -> None:
+    """Sequences are whole in a microbatch; the sums of loss and gradients over two microbatches are those of one."""
+    whole, parts, config = random_tokens(), random_tokens(), AlgorithmConfig(policy_loss=name, kl_coef=0.1)
+    loss, _ = whole.loss(config)
+    loss.backward()
+    cut, total = LENGTHS[0] + LENGTHS[1], 0.0
+    for part in (slice(0, cut), slice(cut, COUNT)):
+        tensors = {field: value[part] for field, value in vars(parts).items()}
+        part_loss, _ = Tokens(**tensors).loss(config)
+        part_loss.backward()
+        total += part_loss.item()
+    assert total == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(parts.logprobs.grad, whole.logprobs.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_gradient_of_kl_and_entropy_terms_by_hand() -> None:
@@ -143,21 +229,37 @@ def test_gradient_of_kl_and_entropy_terms_by_hand() -> None:
     torch.testing.assert_close(tokens.entropy.grad, torch.tensor([-0.02, -0.04], dtype=torch.float64))
 
 
+def test_importance_weights_scale_the_policy_term_only() -> None:
+    """A weight of 0 leaves the KL and entropy terms of its token, and the token in all counts."""
+    tokens, config = random_tokens(), AlgorithmConfig(kl_coef=0.3, entropy_coef=0.1)
+    tokens.importance_weights = torch.zeros(COUNT, dtype=torch.float64)
+    _, found = tokens.loss(config)
+    tokens.importance_weights = None
+    _, plain = tokens.loss(config)
+    assert float(found["policy"]) == 0.0 and float(plain["policy"]) != 0.0
+    assert all(torch.equal(found[key], plain[key]) for key in plain.keys() - {"policy", "loss"})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30])
-def test_masked_tokens_enter_nothing(garbage: float) -> None:
+def test_masked_tokens_enter_nothing(garbage: float, name: str) -> None:
     """Whatever stands at masked positions of the inputs, loss, gradients and metrics stay as they are.
 
     Does not cover garbage in loss_weights, which are 0 there by construction (tests/data/test_batching.py).
     """
-    clean, dirty, config = random_tokens(), random_tokens(), CONFIGS["all"]
-    for name in ("old_logprobs", "ref_logprobs", "advantages"):
-        getattr(dirty, name)[~dirty.loss_mask] = garbage
+    clean, dirty, config = random_tokens(), random_tokens(), CONFIGS[name]
+    for field in ("old_logprobs", "ref_logprobs", "advantages", "importance_weights"):
+        getattr(dirty, field)[~dirty.loss_mask] = garbage
+    with torch.no_grad():
+        dirty.logprobs[~dirty.loss_mask] = garbage
+        dirty.entropy[~dirty.loss_mask] = garbage
     (loss, metrics), (dirty_loss, dirty_metrics) = clean.loss(config), dirty.loss(config)
     loss.backward()
     dirty_loss.backward()
     assert torch.equal(loss, dirty_loss)
     assert torch.equal(clean.logprobs.grad, dirty.logprobs.grad) and not dirty.logprobs.grad[~dirty.loss_mask].any()
-    assert torch.equal(clean.entropy.grad, dirty.entropy.grad)
+    if config.entropy_coef:
+        assert torch.equal(clean.entropy.grad, dirty.entropy.grad)
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in dirty_metrics.items()}
 
 
@@ -165,11 +267,51 @@ def test_masked_tokens_enter_nothing(garbage: float) -> None:
 def test_microbatch_of_padding_adds_zero(name: str) -> None:
     """Loss 0, and still connected to the model: its backward runs the same collectives as the others'."""
     tokens = random_tokens()
-    tokens.loss_mask, tokens.loss_weights = torch.zeros(40, dtype=torch.bool), torch.zeros(40, dtype=torch.float64)
+    tokens.loss_mask, tokens.sequence_ids = torch.zeros(COUNT, dtype=torch.bool), torch.full((COUNT,), -1)
+    tokens.loss_weights = torch.zeros(COUNT, dtype=torch.float64)
     loss, metrics = tokens.loss(CONFIGS[name])
     loss.backward()
     assert loss.item() == 0.0 and not tokens.logprobs.grad.any()
     assert {float(value) for value in metrics.values()} == {0.0}
+
+
+def run_without_values(config: AlgorithmConfig) -> None:
+    """Forward and backward on the meta device: shapes without numbers; looking at a number raises."""
+    fields = {
+        name: value.detach().to("meta").requires_grad_(value.requires_grad)
+        for name, value in vars(random_tokens()).items()}
+    loss, _ = Tokens(**fields).loss(config)
+    loss.backward()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shapes_do_not_depend_on_values(name: str) -> None:
+    """What a CUDA graph needs; the capture itself is not covered."""
+    run_without_values(CONFIGS[name])
+
+
+@pytest.mark.usefixtures("registry")
+def test_shapes_that_depend_on_values_would_be_noticed() -> None:
+    @register_policy_loss("selects")
+    def compute(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs.logprobs[inputs.loss_mask].mean()
+        return -inputs.logprobs, torch.zeros_like(inputs.loss_mask)
+
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        run_without_values(AlgorithmConfig(policy_loss="selects"))
+
+
+def test_unknown_loss_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match='"gpo" is not known(.|\n)*cispo, gspo, policy_gradient, ppo'):
+        find_policy_loss("gpo")
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_loss_that_is_a_mean_is_refused() -> None:
+    """It would be broadcast over the tokens and divided by their number twice."""
+    register_policy_loss("mean")(lambda inputs, config: (inputs.logprobs.mean(), torch.zeros_like(inputs.loss_mask)))
+    with pytest.raises(UserError, match=r'"mean" returned shapes \[\] and \[40\]'):
+        random_tokens().loss(AlgorithmConfig(policy_loss="mean"))
 
 
 def test_sft_loss_by_hand() -> None:

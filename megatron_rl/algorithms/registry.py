@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of named functions that users extend: one name, one entry, and errors that name the others."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron_rl.types import UserError
+
+Entry = TypeVar("Entry")
+
+
+def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
+    """Enter `entry` under a name that is free.
+
+    Args:
+        table: the registry.
+        name: what the user writes in the config.
+        entry: what is found under it.
+        function: where it is defined, for the error.
+        setting: the config key whose values the names are.
+
+    Raises:
+        UserError: the name is taken.
+    """
+    if name in table:
+        raise UserError(
+            f'"{name}" is registered already', source=describe_place(function),
+            expected=f"a name other than {', '.join(sorted(table))}",
+            hint=f"choose another name and set {setting} to it")
+    table[name] = entry
+
+
+def find_entry(table: dict[str, Entry], name: str, setting: str) -> Entry:
+    """The entry of a name.
+
+    Raises:
+        UserError: unknown; names those that are known.
+    """
+    if name not in table:
+        close = difflib.get_close_matches(name, table, n=1)
+        meant = f'did you mean "{close[0]}"? ' if close else ""
+        raise UserError(
+            f'{setting} = "{name}" is not known', source=setting, expected=", ".join(sorted(table)),
+            hint=f"{meant}one of yours needs its file in algorithm.plugins")
+    return table[name]
+
+
+def describe_place(function: Callable[..., Any]) -> str:
+    """file:line where a function is defined."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every advantage estimator against its definition as a loop, on one rank and on several.
+
+Rollouts have ragged lengths, groups ragged sizes (one of them a group of one); one response is masked as
+truncated, and one rank of three has nothing but padding in the loss. Inputs are float32 numbers, references
+float64: results agree to float32 rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import run_ranks
+from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, compute_token_rewards
+from megatron_rl.algorithms.estimators import whiten_over_ranks
+from megatron_rl.config.schema import AlgorithmConfig
+
+GROUP_SIZES = [3, 1, 2, 4]
+RESPONSE_LENGTHS = [4, 1, 7, 3, 2, 5, 6, 1, 9, 2]
+SCORES = [1.0, 0.0, 0.25, 0.5, 0.1, 0.1, 2.0, -1.0, 0.5, 0.0]
+BASELINES = [0.5, 0.0, 1.0, -0.5]
+MASKED = 5  # index of the response that is masked as a whole
+PROMPT_LENGTH = 2
+# Which rollouts each rank holds, by world size.
+SHARES = {
+    1: [[3, 0, 9, 5, 1, 2, 8, 4, 7, 6]],
+    2: [[0, 1, 2], [9, 8, 7, 6, 5, 4, 3]],
+    3: [[8, 0, 1, 2, 3], [5], [4, 6, 7, 9]],
+}
+CONFIGS = {
+    "grpo": AlgorithmConfig(adv_estimator="grpo"),
+    "grpo without std": AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std=False),
+    "dr_grpo": AlgorithmConfig(adv_estimator="dr_grpo"),
+    "rloo": AlgorithmConfig(adv_estimator="rloo"),
+    "remax": AlgorithmConfig(adv_estimator="remax"),
+    "reinforce_plus_plus": AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.9),
+    "reinforce_plus_plus, no discount": AlgorithmConfig(adv_estimator="reinforce_plus_plus"),
+    "reinforce_plus_plus_baseline": AlgorithmConfig(adv_estimator="reinforce_plus_plus_baseline"),
+    "gae": AlgorithmConfig(adv_estimator="gae", gamma=0.95, gae_lambda=0.8),
+    "gae, no discount": AlgorithmConfig(adv_estimator="gae"),
+    "gae, one step": AlgorithmConfig(adv_estimator="gae", gae_lambda=0.0),
+}
+
+
+def draw_tokens(rollout: int) -> tuple[list[float], list[float]]:
+    """KL and value of each response token of a rollout, float32 numbers."""
+    rng = np.random.default_rng(rollout)
+    kl, values = rng.normal(size=(2, RESPONSE_LENGTHS[rollout])).astype(np.float32)
+    return kl.tolist(), values.tolist()
+
+
+def build_inputs(rollouts: list[int], group: dist.ProcessGroup, scores: list[float] | None = None) -> AdvantageInputs:
+    """The packed tensors of a rank: prompt and response of each rollout, padding in the middle and at the end."""
+    ids, mask, kls, values = [], [], [], []
+    for place, rollout in enumerate(rollouts):
+        kl, value = draw_tokens(rollout)
+        nothing, padding = [float("nan")] * PROMPT_LENGTH, [0.0] * (3 if place % 3 == 2 else 0)
+        ids += [rollout] * (PROMPT_LENGTH + len(kl)) + [-1] * len(padding)
+        mask += [False] * PROMPT_LENGTH + [rollout != MASKED] * len(kl) + [False] * len(padding)
+        kls += nothing + kl + padding
+        values += nothing + value + padding
+    scores = SCORES if scores is None else scores
+    loss_mask, sequence_ids = torch.tensor([*mask, False]), torch.tensor([*ids, -1])
+    return AdvantageInputs(
+        scores=np.array(scores), group_sizes=np.array(GROUP_SIZES), baselines=np.array(BASELINES),
+        token_rewards=compute_token_rewards(scores, torch.tensor([*kls, 0.0]), 0.5, loss_mask, sequence_ids),
+        values=torch.tensor([*values, 0.0]), loss_mask=loss_mask, sequence_ids=sequence_ids, group=group)
+
+
+def split_by_rollout(values: torch.Tensor, inputs: AdvantageInputs) -> dict[int, list[float]]:
+    """[t] -> rollout -> its tokens in the loss."""
+    ids = sorted(set(inputs.sequence_ids.tolist()) - {-1})
+    return {i: values[(inputs.sequence_ids == i) & inputs.loss_mask].tolist() for i in ids}
+
+
+def _estimate_on_rank(rank: int, world_size: int) -> dict[str, Any]:
+    inputs, found = build_inputs(SHARES[world_size][rank], dist.group.WORLD), {}
+    for name, config in CONFIGS.items():
+        result = compute_advantages(inputs, config)
+        assert result.advantages.dtype == torch.float32 and not result.advantages[~inputs.loss_mask].any()
+        returns = None if result.returns is None else split_by_rollout(result.returns, inputs)
+        found[name] = split_by_rollout(result.advantages, inputs), returns
+    return found
+
+
+@cache
+def estimate(world_size: int) -> dict[str, tuple[dict[int, list[float]], dict[int, list[float]] | None]]:
+    """Advantages and returns of every configuration, put together from all ranks."""
+    ranks = run_ranks(_estimate_on_rank, world_size)
+    found = {}
+    for name in CONFIGS:
+        returns = [r[name][1] for r in ranks]
+        found[name] = (
+            {i: x for r in ranks for i, x in r[name][0].items()},
+            None if returns[0] is None else {i: x for r in returns for i, x in r.items()})
+    return found
+
+
+def score_by_loop(config: AlgorithmConfig, rollout: int) -> float:
+    """The advantage of a rollout by the estimators over rewards, from the definitions."""
+    index = next(g for g in range(len(GROUP_SIZES)) if rollout < sum(GROUP_SIZES[: g + 1]))
+    first, size = sum(GROUP_SIZES[:index]), GROUP_SIZES[index]
+    group, mine = SCORES[first : first + size], SCORES[rollout]
+    if config.adv_estimator == "remax":
+        return mine - BASELINES[index]
+    if size == 1:
+        return 0.0
+    mean = sum(group) / size
+    if config.adv_estimator == "rloo":
+        return mine - (sum(group) - mine) / (size - 1)
+    if config.adv_estimator == "grpo" and config.norm_adv_by_std:
+        return (mine - mean) / (math.sqrt(sum((r - mean) ** 2 for r in group) / (size - 1)) + 1e-6)
+    return mine - mean
+
+
+def tokens_by_loop(config: AlgorithmConfig, rollout: int) -> tuple[list[float], list[float] | None]:
+    """Advantages of the tokens of a rollout before whitening, and returns."""
+    kl, values = draw_tokens(rollout)
+    last = len(kl) - 1
+    rewards = [np.float32(-0.5 * k + (SCORES[rollout] if t == last else 0.0)) for t, k in enumerate(kl)]
+    rewards = [float(r) for r in rewards]
+    if config.adv_estimator == "reinforce_plus_plus":
+        return [sum(config.gamma ** (u - t) * rewards[u] for u in range(t, last + 1)) for t in range(last + 1)], None
+    if config.adv_estimator == "gae":
+        advantages, following = [0.0] * (last + 1), 0.0
+        for t in reversed(range(last + 1)):
+            next_value = values[t + 1] if t < last else 0.0
+            delta = rewards[t] + config.gamma * next_value - values[t]
+            following = advantages[t] = delta + config.gamma * config.gae_lambda * following
+        return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+    return [score_by_loop(config, rollout)] * (last + 1), None
+
+
+def whiten_by_loop(tokens: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Mean 0 and unbiased variance 1 over all tokens."""
+    flat = [x for sequence in tokens.values() for x in sequence]
+    mean = sum(flat) / len(flat)
+    variance = sum((x - mean) ** 2 for x in flat) / (len(flat) - 1)
+    return {i: [(x - mean) / math.sqrt(variance + 1e-8) for x in sequence] for i, sequence in tokens.items()}
+
+
+def is_whitened(config: AlgorithmConfig) -> bool:
+    return config.adv_estimator == "gae" or config.adv_estimator.startswith("reinforce")
+
+
+def expect(config: AlgorithmConfig, rollouts: list[int]) -> dict[int, list[float]]:
+    """Advantages by loop, whitened over these rollouts where the estimator whitens."""
+    tokens = {i: [] if i == MASKED else tokens_by_loop(config, i)[0] for i in rollouts}
+    return whiten_by_loop(tokens) if is_whitened(config) else tokens
+
+
+def assert_close(found: dict[int, list[float]], expected: dict[int, list[float]]) -> None:
+    assert found.keys() == expected.keys()
+    for i in found:
+        np.testing.assert_allclose(found[i], expected[i], rtol=1e-6, atol=1e-6, err_msg=f"rollout {i}")
+
+
+@pytest.mark.parametrize("world_size", SHARES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_advantages_equal_the_loop(name: str, world_size: int) -> None:
+    """On one rank, and on several that hold unequal shares of the rollouts."""
+    assert_close(estimate(world_size)[name][0], expect(CONFIGS[name], list(range(len(SCORES)))))
+
+
+@pytest.mark.parametrize("world_size", SHARES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_returns_equal_the_loop(name: str, world_size: int) -> None:
+    """Advantages before whitening plus values, for gae only."""
+    returns = estimate(world_size)[name][1]
+    if CONFIGS[name].adv_estimator != "gae":
+        assert returns is None
+        return
+    assert_close(returns, {
+        i: [] if i == MASKED else tokens_by_loop(CONFIGS[name], i)[1] for i in range(len(SCORES))})
+
+
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if is_whitened(config)])
+def test_whitening_by_rank_would_be_noticed(name: str) -> None:
+    """The tests above can fail: statistics of either half alone give numbers far from the global ones."""
+    everything = expect(CONFIGS[name], list(range(len(SCORES))))
+    for share in SHARES[2]:
+        alone = expect(CONFIGS[name], share)
+        gap = max(abs(a - b) for i in share for a, b in zip(alone[i], everything[i], strict=True))
+        assert gap > 0.1
+
+
+def test_gae_by_hand() -> None:
+    """Discounts of 1/2: deltas -3/8, 1/8, 1/4; advantages -21/64, 3/16, 1/4; returns add the values."""
+
+    def on_rank(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = AdvantageInputs(
+            np.array([1.0]), np.array([1]), None, torch.tensor([0.0, 0.0, 0.0, 1.0]),
+            torch.tensor([9.0, 0.5, 0.25, 0.75]), torch.tensor([False, True, True, True]),
+            torch.zeros(4, dtype=torch.int64), dist.group.WORLD)
+        found = compute_advantages(inputs, AlgorithmConfig(adv_estimator="gae", gamma=0.5, gae_lambda=0.5))
+        return found.advantages, found.returns
+
+    [(advantages, returns)] = run_ranks(on_rank, 1)
+    assert returns.tolist() == [0.0, 11 / 64, 7 / 16, 1.0]
+    expected = torch.tensor([-21 / 64, 3 / 16, 1 / 4])
+    torch.testing.assert_close(advantages[1:], (expected - expected.mean()) / expected.std())
+
+
+def test_discounted_sums_of_a_long_response_between_short_ones() -> None:
+    """Undiscounted returns of 3000 tokens: the scan in log steps reaches the end, and no other response."""
+    lengths, generator = [1, 3000, 2], torch.Generator().manual_seed(0)
+
+    def on_rank(rank: int, world_size: int) -> torch.Tensor:
+        rewards = torch.randn(sum(lengths), generator=generator)
+        ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+        inputs = AdvantageInputs(
+            np.zeros(3), np.array([3]), None, rewards, torch.zeros(len(ids)), torch.ones(len(ids), dtype=torch.bool),
+            ids, dist.group.WORLD)
+        found = compute_advantages(inputs, AlgorithmConfig(adv_estimator="gae")).returns
+        expected = torch.cat([part.double().flip(0).cumsum(0).flip(0) for part in rewards.split(lengths)])
+        return (found - expected).abs().max()
+
+    [gap] = run_ranks(on_rank, 1)
+    assert gap < 1e-5  # returns are of the order of 100, in float32
+
+
+@pytest.mark.parametrize("value", [1.0, 0.1, 1 / 3, -2.5])
+def test_equal_rewards_get_exactly_zero(value: float) -> None:
+    """Also numbers whose mean is rounded, with and without whitening, and without a NaN (0 / 0)."""
+
+    def on_rank(rank: int, world_size: int) -> dict[str, bool]:
+        inputs = build_inputs(SHARES[1][0], dist.group.WORLD, [value] * len(SCORES))
+        names = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"]
+        return {name: compute_advantages(inputs, CONFIGS[name]).advantages.eq(0).all().item() for name in names}
+
+    assert all(run_ranks(on_rank, 1)[0].values())
+
+
+def test_normalised_groups_have_mean_zero_and_unit_deviation() -> None:
+    """Groups of eight with one token each."""
+    scores = np.random.default_rng(0).normal(size=40) * 3 + 1
+    inputs = AdvantageInputs(
+        scores, np.full(5, 8), None, torch.zeros(40), None, torch.ones(40, dtype=torch.bool), torch.arange(40), None)
+    found = compute_advantages(inputs, CONFIGS["grpo"]).advantages.double().view(5, 8)
+    torch.testing.assert_close(found.mean(1), torch.zeros(5).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.std(1), torch.ones(5).double(), atol=1e-5, rtol=0)
+
+
+def test_whitening_of_nothing_one_token_and_equal_tokens() -> None:
+    """All zeros: no division by a deviation of zero tokens, of one, or of equal ones (0.1 is no binary fraction)."""
+
+    def on_rank(rank: int, world_size: int) -> list[list[float]]:
+        garbage = torch.tensor([0.1, 0.1, 0.1, float("nan")])
+        masks = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
+        return [whiten_over_ranks(garbage, mask, dist.group.WORLD).tolist() for mask in masks]
+
+    assert run_ranks(on_rank, 1) == [[[0.0] * 4] * 3]
