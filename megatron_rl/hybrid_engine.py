@@ -11,7 +11,7 @@ that both sides hold the same bits, and drops what the engine computed with olde
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Protocol
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, gather_arrays, reduce_scalars
+from megatron_rl.parallel.collectives import Process, gather_arrays, raise_together, reduce_scalars
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.executor import Resharder, ReshardStats
 from megatron_rl.resharding.planner import group_shards, plan_rank
@@ -154,7 +154,8 @@ class HybridEngine:
             self._engine.sleep()
 
     def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int,
+        round: int = 0, on_finished: Callable[[Rollout], None] | None = None,
     ) -> list[RolloutGroup]:
         """Generate `group_size` responses per prompt; collective.
 
@@ -164,10 +165,16 @@ class HybridEngine:
             prompts: the same on every rank.
             group_size: responses per prompt.
             sampling: how to draw them.
-            step: part of every response's seed.
+            step, round: part of every response's seed.
+            on_finished: given on every rank or on none; called on the first rank of an engine (see
+                `rank_of_group`) with each rollout as soon as its response is there, while others are being
+                generated. The same objects are in the result. The response is not decoded yet.
 
         Returns:
             One group per prompt, in order, the same on every rank; responses are not scored yet.
+
+        Raises:
+            Exception: what `on_finished` raised, after the generation, on every rank.
         """
         mine = prompts[self._engine_index :: self._num_engines]
         # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
@@ -175,12 +182,21 @@ class HybridEngine:
         occurrence = _count_occurrences(prompts)[self._engine_index :: self._num_engines]
         requests = [(prompt, seen * group_size + sample)
                     for prompt, seen in zip(mine, occurrence, strict=True) for sample in range(group_size)]
+        stream = None
+        if on_finished is not None and self._engine_rank == 0:
+            stream = _Stream([prompt for prompt, _ in requests], group_size, self._policy_version, on_finished)
         with self._timers.phase("rollout"):
             generations = self._engine.generate(
                 [prompt.tokens for prompt, _ in requests],
-                [derive_seed(self._run_seed, step, prompt.prompt_id, sample) for prompt, sample in requests],
-                sampling)
-            return self._assemble(prompts, self._share(generations), group_size)
+                [derive_seed(self._run_seed, step, prompt.prompt_id, sample, round) for prompt, sample in requests],
+                sampling, stream)
+            if on_finished is not None:
+                raise_together(stream.error if stream else None, self._group)
+            return self._assemble(prompts, self._share(generations), group_size, stream.rollouts if stream else {})
+
+    def rank_of_group(self, index: int) -> int:
+        """The rank on which `on_finished` is called with the rollouts of the prompt at that index."""
+        return index % self._num_engines * self._engine_tp_size
 
     def _share(self, generations: list[Generation]) -> list[list[Generation]]:
         """Give every rank the responses of every engine: [engine][request]."""
@@ -197,14 +213,18 @@ class HybridEngine:
         ]
 
     def _assemble(
-        self, prompts: Sequence[Prompt], by_engine: list[list[Generation]], group_size: int
+        self, prompts: Sequence[Prompt], by_engine: list[list[Generation]], group_size: int,
+        announced: Mapping[int, Rollout],
     ) -> list[RolloutGroup]:
+        """Rollouts from the responses of all engines; those announced, by request of this engine, as they are."""
         groups = []
         for index, prompt in enumerate(prompts):
             engine, position = index % self._num_engines, index // self._num_engines
             first = position * group_size
+            known = announced if engine == self._engine_index else {}
             rollouts = [
-                Rollout(prompt, sample, g.tokens, g.logprobs, g.finish_reason, self._policy_version)
+                known.get(first + sample)
+                or Rollout(prompt, sample, g.tokens, g.logprobs, g.finish_reason, self._policy_version)
                 for sample, g in enumerate(by_engine[engine][first : first + group_size])
             ]
             groups.append(RolloutGroup(prompt, rollouts))
@@ -213,6 +233,30 @@ class HybridEngine:
     def close(self) -> None:
         """Release the engine."""
         self._engine.close()
+
+
+class _Stream:
+    """Tells a listener of finished requests as rollouts, and keeps its first error for later.
+
+    Raising inside of the engine would leave the engine's other ranks waiting.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], group_size: int, policy_version: int,
+                 listener: Callable[[Rollout], None]) -> None:
+        self._prompts, self._group_size, self._policy_version = prompts, group_size, policy_version
+        self._listener = listener
+        self.rollouts: dict[int, Rollout] = {}
+        self.error: Exception | None = None
+
+    def __call__(self, index: int, generation: Generation) -> None:
+        rollout = self.rollouts[index] = Rollout(
+            self._prompts[index], index % self._group_size, generation.tokens, generation.logprobs,
+            generation.finish_reason, self._policy_version)
+        if self.error is None:
+            try:
+                self._listener(rollout)
+            except Exception as error:
+                self.error = error
 
 
 def _count_occurrences(prompts: Sequence[Prompt]) -> list[int]:

@@ -4,12 +4,14 @@
 `exact_match` compares texts. `math_equal` compares what the texts mean: cheap comparisons first (equal
 texts, equal integers), then math-verify, which parses LaTeX and expressions into sympy. A response is
 whatever a policy happened to write, so a text that cannot be parsed, or not in time, is a wrong answer.
+`marks_answer` looks at the form only. `RULES` are their names in a config.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _BOXED = "\\boxed{"
@@ -40,6 +42,11 @@ def math_equal(response: str, ground_truth: str) -> float:
     return float(_verify(answer if named is None else _boxed(named), _boxed(gold)))
 
 
+def marks_answer(response: str, ground_truth: str = "") -> float:
+    r"""1.0 if the response names an answer, right or wrong, by a closed \boxed{} or a "####", else 0.0."""
+    return float(bool(extract_answer(response)))
+
+
 def extract_answer(text: str) -> str | None:
     r"""The answer that a text names: the content of its last \boxed{}, or what follows its last "####".
 
@@ -54,6 +61,10 @@ def extract_answer(text: str) -> str | None:
     _, mark, rest = text.rpartition("####")
     lines = rest.strip().splitlines()
     return lines[0].strip() if mark and lines else None
+
+
+# Name in a config -> rule(response, ground_truth).
+RULES: dict[str, Callable[[str, str], float]] = {"exact": exact_match, "math": math_equal, "format": marks_answer}
 
 
 def _up_to_closing_brace(text: str) -> str | None:

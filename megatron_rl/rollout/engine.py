@@ -39,6 +39,9 @@ class Generation:
     finish_reason: str
 
 
+OnFinished = Callable[[int, Generation], None]
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """What an engine needs to be built.
@@ -86,9 +89,17 @@ class RolloutEngine(Protocol):
         """The parameters hold new weights: drop everything computed with the old ones."""
 
     def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
+        on_finished: OnFinished | None = None,
     ) -> list[Generation]:
-        """Generate one response per prompt, in order; the same on every rank of the engine."""
+        """Generate one response per prompt, in order; the same on every rank of the engine.
+
+        Args:
+            prompts, seeds: one of each per request.
+            sampling: how to draw the responses.
+            on_finished: called with the index of a request and its response as soon as it is there, while the
+                others go on; must not raise, as the other ranks of the engine would wait for this one.
+        """
 
     def sleep(self) -> None:
         """Give back memory until the next weight update."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from megatron_rl.rollout.engine import EngineSpec, Generation, borrow_params
+from megatron_rl.rollout.engine import EngineSpec, Generation, OnFinished, borrow_params
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.placement import Placement, check_placements
@@ -72,13 +72,17 @@ class HuggingFaceEngine:
         """Nothing to do: nothing is cached between calls."""
 
     def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
+        on_finished: OnFinished | None = None,
     ) -> list[Generation]:
-        """Generate one response per prompt, in order."""
+        """Generate one response per prompt, in order; `on_finished` hears of them batch by batch."""
         results: list[Generation] = []
         for first in range(0, len(prompts), self._batch_size):
             part = slice(first, first + self._batch_size)
             results += self._generate_batch(prompts[part], seeds[part], sampling)
+            if on_finished is not None:
+                for index in range(first, len(results)):
+                    on_finished(index, results[index])
         return results
 
     @torch.no_grad()

@@ -29,11 +29,12 @@ class SamplingConfig:
         return self.temperature == 0.0
 
 
-def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int) -> int:
-    """Seed of one response, 63 bits.
+def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0) -> int:
+    """Seed of one response, 63 bits; `round` counts the times that a step samples anew.
 
-    It depends on these four numbers only, so that neither the DP size nor the order of scheduling
+    It depends on these numbers only, so that neither the DP size nor the order of scheduling
     changes what is sampled.
     """
-    text = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
+    parts = [run_seed, step, prompt_id, sample_index, *([round] if round else [])]
+    text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

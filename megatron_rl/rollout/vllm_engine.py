@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.rollout.engine import EngineSpec, Generation, borrow_params
+from megatron_rl.rollout.engine import EngineSpec, Generation, OnFinished, borrow_params
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_experts
@@ -134,9 +134,13 @@ class VllmEngine:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
+        on_finished: OnFinished | None = None,
     ) -> list[Generation]:
-        """Generate one response per prompt, in order; the same on every rank of the engine."""
+        """Generate one response per prompt, in order; the same on every rank of the engine.
+
+        `on_finished` hears of a response in the engine step that samples its last token.
+        """
         if not len(prompts):
             return []
         params = [
@@ -147,9 +151,18 @@ class VllmEngine:
         ]
         requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         rng = torch.get_rng_state()  # sampling advances the trainer's stream otherwise
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        names = self._llm.enqueue(requests, params, use_tqdm=False)
+        index_of = {name.partition("-")[0]: index for index, name in enumerate(names)}  # "7-random" is told as "7"
+        results: dict[int, Generation] = {}
+        while self._llm.llm_engine.has_unfinished_requests():
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    index = index_of[output.request_id]
+                    results[index] = _to_generation(output.outputs[0])
+                    if on_finished is not None:
+                        on_finished(index, results[index])
         torch.set_rng_state(rng)
-        return [_to_generation(output.outputs[0]) for output in outputs]
+        return [results[index] for index in range(len(prompts))]
 
     def sleep(self) -> None:
         """Give weights and KV cache back to the trainer (CUDA; a no-op on CPU)."""

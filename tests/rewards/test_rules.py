@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards import rules
-from megatron_rl.rewards.rules import exact_match, extract_answer, math_equal
+from megatron_rl.rewards.rules import exact_match, extract_answer, marks_answer, math_equal
 
 
 @pytest.mark.parametrize("response, truth, expected", [
@@ -24,6 +24,14 @@ def test_exact_match(response, truth, expected):
     ("#### 1\n#### 1,072 \nmore", "1,072"), ("the answer is 42", None), (r"\boxed{never closed", None), ("####", None)])
 def test_extract_answer(text, answer):
     assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize("text, expected", [
+    (r"so \boxed{42}", 1.0), ("#### 7", 1.0), ("the answer is 42", 0.0), (r"\boxed{never closed", 0.0), ("####", 0.0),
+    (r"\boxed{}", 0.0)])
+def test_marks_answer(text, expected):
+    """Whatever the truth is."""
+    assert marks_answer(text, "42") == expected
 
 
 @pytest.mark.parametrize("response, truth", [

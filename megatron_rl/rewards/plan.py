@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sources score a response, with which weights, and how their scores become one reward.
+
+    reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
+
+A reward model scores collectively and elsewhere, so the sum is made in two steps: `compute_reward` from
+the local sources, then `add_model_score`. Everything in here is pure but for loading the user's code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.functions import RewardFunction, load_reward_function
+from megatron_rl.rewards.rules import RULES
+from megatron_rl.rewards.scoring import Score
+from megatron_rl.types import Rollout, UserError
+
+MODEL = "model"
+OVERLONG = "overlong"
+SERVICE_FAILURES = "service_failures"
+# Names that metrics of other meaning have, as reward/<name>.
+_RESERVED = (MODEL, OVERLONG, SERVICE_FAILURES, "mean")
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One local source.
+
+    Attributes:
+        name: of its component in the logs.
+        weight: of its score in the sum.
+        target: a rule, "path.py:name", or the URL of a service.
+        setting: where it was given, for errors.
+        function: the loaded rule or function; None for a service.
+    """
+
+    name: str
+    weight: float
+    target: str
+    setting: str
+    function: RewardFunction | None
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """The weighted sum.
+
+    Attributes:
+        sources: local ones: rules, functions, services.
+        model_weight: weight of the reward model, the source "model"; None where it is no part of the sum.
+        is_sum: made from `reward.components`: the raw score of each source is logged by its name.
+        max_response_length: tokens.
+        overlong_buffer_length, overlong_penalty: see `compute_overlong_penalty`; a length of 0 is off.
+    """
+
+    sources: tuple[SourceSpec, ...]
+    model_weight: float | None
+    is_sum: bool
+    max_response_length: int
+    overlong_buffer_length: int
+    overlong_penalty: float
+
+
+def build_reward_plan(config: RewardConfig, max_response_length: int) -> RewardPlan:
+    """Read the reward section and load the functions that it names.
+
+    Args:
+        config: `components`, or else the first of `service_url`, `function` and `rule` that is given.
+        max_response_length: tokens.
+
+    Raises:
+        UserError: a component that is not "WEIGHT SOURCE", an unusable function or URL, two models, or an
+            overlong buffer longer than a response.
+    """
+    if not 0 <= config.overlong_buffer_length <= max_response_length:
+        raise UserError(
+            f"the overlong buffer of {config.overlong_buffer_length} tokens does not fit into a response",
+            source="reward.overlong_buffer_length", expected=f"0 to data.max_response_length = {max_response_length}",
+            hint="DAPO uses a fifth of max_response_length")
+    if config.components:
+        setting = "reward.components"
+        weighted = [(*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]")
+                    for i, text in enumerate(config.components)]
+    else:
+        leaf = next(leaf for leaf in ("service_url", "function", "rule") if getattr(config, leaf) is not None)
+        weighted = [(1.0, getattr(config, leaf), f"reward.{leaf}")]
+    model_weights = [weight for weight, target, _ in weighted if target == MODEL]
+    if len(model_weights) > 1:
+        raise UserError(f'the source "{MODEL}" is given {len(model_weights)} times', source="reward.components",
+                        expected="at most once", hint="add up the weights")
+    sources: list[SourceSpec] = []
+    for weight, target, setting in weighted:
+        if target != MODEL:
+            name = _unique_name(_base_name(target), [source.name for source in sources])
+            sources.append(SourceSpec(name, weight, target, setting, _load(target, setting)))
+    return RewardPlan(
+        tuple(sources), next(iter(model_weights), None), bool(config.components), max_response_length,
+        config.overlong_buffer_length, config.overlong_penalty)
+
+
+def compute_reward(
+    plan: RewardPlan, scores: Sequence[Score], num_response_tokens: int
+) -> tuple[float, dict[str, float]]:
+    """The reward of one response without the model's part, and what is logged of it.
+
+    In a sum each source's raw score is logged by the source's name and its components as
+    "source/component"; a single source's components keep their names.
+
+    Args:
+        plan: the sum.
+        scores: one per local source, in the plan's order.
+        num_response_tokens: length of the response.
+    """
+    reward, components = 0.0, {}
+    for source, score in zip(plan.sources, scores, strict=True):
+        reward += source.weight * score.value
+        if plan.is_sum:
+            components[source.name] = score.value
+        for name, value in score.components.items():
+            is_bare = name == SERVICE_FAILURES or not plan.is_sum
+            key = name if is_bare else f"{source.name}/{name}"
+            components[key] = components.get(key, 0.0) + value
+    if plan.overlong_buffer_length:
+        components[OVERLONG] = compute_overlong_penalty(
+            num_response_tokens, plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
+        reward += components[OVERLONG]
+    return reward, components
+
+
+def compute_overlong_penalty(
+    num_response_tokens: int, max_response_length: int, buffer_length: int, penalty: float
+) -> float:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), times `penalty`.
+
+    0 up to max_response_length - buffer_length tokens, then linear in the length, -penalty at
+    max_response_length and beyond.
+    """
+    excess = num_response_tokens - (max_response_length - buffer_length)
+    return -penalty * min(max(excess / buffer_length, 0.0), 1.0) or 0.0  # not -0.0
+
+
+def add_model_score(plan: RewardPlan, rollout: Rollout, score: float) -> None:
+    """Add the reward model's score to a rollout that `compute_reward` has given its local reward.
+
+    Raises:
+        UserError: the score is not finite.
+    """
+    assert plan.model_weight is not None, "the model is no part of this sum"
+    if not math.isfinite(score):
+        raise UserError(
+            f"the reward model gave {score} to prompt_id {rollout.prompt.prompt_id}, "
+            f"sample_index {rollout.sample_index}", source="reward_model.path", expected="a finite score",
+            hint="check the checkpoint with transformers")
+    rollout.reward += plan.model_weight * score
+    rollout.reward_components[MODEL] = score
+
+
+def is_service(target: str) -> bool:
+    """Whether a source is an HTTP service."""
+    return target.startswith(("http://", "https://"))
+
+
+def _parse_component(text: str, setting: str) -> tuple[float, str]:
+    weight, _, target = text.strip().partition(" ")
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not target.strip():
+        raise UserError(f'"{text}" is not a weight and a source', source=setting, expected="WEIGHT SOURCE",
+                        hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity' or '0.5 model'")
+    return value, target.strip()
+
+
+def _load(target: str, setting: str) -> RewardFunction | None:
+    if not is_service(target):
+        return load_reward_function(target, setting)
+    if not urlsplit(target).hostname:
+        raise UserError(f'"{target}" names no host', source=setting, expected="http://host:port/path",
+                        hint="write the whole URL")
+    return None
+
+
+def _base_name(target: str) -> str:
+    if target in RULES:
+        return target
+    return "service" if is_service(target) else target.rpartition(":")[2]
+
+
+def _unique_name(name: str, taken: Sequence[str]) -> str:
+    used, number = {*taken, *_RESERVED}, 1
+    unique = name
+    while unique in used:
+        number += 1
+        unique = f"{name}_{number}"
+    return unique

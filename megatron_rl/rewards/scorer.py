@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores one rank's rollouts, while they are still being generated where a source can do that.
+
+    groups = hybrid.generate(..., on_finished=scorer.begin)   # workers and services start at once
+    scorer.finish(rollouts of this rank)                      # waits, and fills in the rewards
+
+Invariant: what a rollout gets does not depend on whether or when `begin` was called for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.functions import RewardFunction
+from megatron_rl.rewards.plan import RewardPlan, compute_reward
+from megatron_rl.rewards.scoring import Sample, Score, compute_score
+from megatron_rl.rewards.service import RewardService
+from megatron_rl.rewards.workers import WorkerPool
+from megatron_rl.types import Rollout
+
+
+class RewardSource(Protocol):
+    """Something that scores responses."""
+
+    def begin(self, sample: Sample) -> Callable[[], Score]:
+        """Start scoring one response; the result waits for its score, and raises UserError if there is none.
+
+        Must not raise itself: it is called from inside of the rollout engine.
+        """
+        ...
+
+
+class FunctionInRank:
+    """A rule or function called in this process, when its score is waited for; it cannot be interrupted."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    def begin(self, sample: Sample) -> Callable[[], Score]:
+        """Nothing yet: see the class."""
+        return partial(compute_score, self._function, sample)
+
+
+class FunctionInWorker:
+    """A rule or function in the worker processes."""
+
+    def __init__(self, pool: WorkerPool, index: int) -> None:
+        self._pool, self._index = pool, index
+
+    def begin(self, sample: Sample) -> Callable[[], Score]:
+        """Hand the sample to the next worker that is free."""
+        return self._pool.submit(self._index, sample).result
+
+
+class Scorer:
+    """The local sources of a plan, on one rank; communicates with no other rank.
+
+    With reward.workers=0, rules and functions run in the rank when `finish` is called: a function that
+    hangs there hangs the run until the collective timeout.
+
+    Args:
+        plan: what to add up.
+        config: workers, timeouts and service settings.
+        decode: response tokens -> text.
+
+    Attributes:
+        is_concurrent: whether anything is scored between `begin` and `finish`.
+    """
+
+    def __init__(self, plan: RewardPlan, config: RewardConfig, decode: Callable[[Sequence[int]], str]) -> None:
+        self._plan, self._decode = plan, decode
+        functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
+        self._pool = (
+            WorkerPool(functions, config.workers, config.timeout_seconds) if config.workers and functions else None)
+        self._sources: list[RewardSource] = []
+        for spec in plan.sources:
+            if spec.function is None:
+                self._sources.append(RewardService(spec.target, config, spec.setting))
+            elif self._pool is None:
+                self._sources.append(FunctionInRank(spec.function))
+            else:
+                self._sources.append(FunctionInWorker(self._pool, functions.index((spec.target, spec.setting))))
+        self.is_concurrent = any(not isinstance(source, FunctionInRank) for source in self._sources)
+        self._begun: dict[int, tuple[Rollout, list[Callable[[], Score]]]] = {}
+
+    def begin(self, rollout: Rollout) -> None:
+        """Decode the response and start scoring it; the same object must come to `finish` later."""
+        rollout.response = self._decode(rollout.response_tokens.tolist())
+        sample = Sample.of(rollout)
+        self._begun[id(rollout)] = rollout, [source.begin(sample) for source in self._sources]
+
+    def finish(self, rollouts: Sequence[Rollout]) -> None:
+        """Fill `response`, `reward` and `reward_components` in place, without the reward model's part.
+
+        Args:
+            rollouts: this rank's share; those that were not begun are begun now.
+
+        Raises:
+            UserError: a source has no score for a rollout; the first such one in order.
+        """
+        for rollout in rollouts:
+            if id(rollout) not in self._begun:
+                self.begin(rollout)
+        for rollout in rollouts:
+            _, waits = self._begun.pop(id(rollout))
+            rollout.reward, rollout.reward_components = compute_reward(
+                self._plan, [wait() for wait in waits], len(rollout.response_tokens))
+
+    def close(self) -> None:
+        """End worker processes and requests."""
+        if self._pool is not None:
+            self._pool.close()
+        for source in self._sources:
+            if isinstance(source, RewardService):
+                source.close()

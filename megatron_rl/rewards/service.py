@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client of an HTTP reward service: batches of responses as JSON, retries, and a policy for when they fail.
+
+    POST {"samples": [{"data_source", "prompt", "response", "ground_truth", "extra_info",
+                       "prompt_id", "sample_index"}, ...]}
+    200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
+
+Batches are cut in the order in which responses finish, so a service must score each sample on its own.
+A request is tried again after a connection error, a timeout, 429, 5xx and an answer that is not the JSON
+above; not after another status, which says that the request itself is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import requests
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.plan import SERVICE_FAILURES
+from megatron_rl.rewards.scoring import Sample, Score, parse_score, shorten
+from megatron_rl.types import UserError
+
+_MOST_NAMED_PROMPTS = 8
+
+
+class _RequestFailed(Exception):
+    """One attempt failed; `retry` says whether another one could help."""
+
+    def __init__(self, what: str, *, retry: bool) -> None:
+        super().__init__(what)
+        self.retry = retry
+
+
+class RewardService:
+    """A reward source that asks an HTTP service; requests run in threads.
+
+    Args:
+        url: where batches are posted.
+        config: the service_* settings. `service_timeout_seconds` bounds the connection and each wait for
+            data, as `requests` defines it.
+        setting: where the URL was given, for errors.
+    """
+
+    def __init__(self, url: str, config: RewardConfig, setting: str) -> None:
+        self._url, self._config, self._setting = url, config, setting
+        self._open: list[tuple[Sample, Future[Score]]] = []
+        self._threads = ThreadPoolExecutor(config.service_concurrency, thread_name_prefix="reward-service")
+        self._is_closed = threading.Event()
+
+    def begin(self, sample: Sample) -> Callable[[], Score]:
+        """Put a sample into the open batch, which leaves when it is full, or when one of its scores is waited for."""
+        future: Future[Score] = Future()
+        self._open.append((sample, future))
+        if len(self._open) == self._config.service_batch_size:
+            self._send_open_batch()
+
+        def wait() -> Score:
+            self._send_open_batch()
+            return future.result()
+
+        return wait
+
+    def close(self) -> None:
+        """Drop what is waiting; requests on their way are awaited."""
+        self._is_closed.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _send_open_batch(self) -> None:
+        if self._open:
+            self._threads.submit(self._score_batch, self._open)
+            self._open = []
+
+    def _score_batch(self, batch: list[tuple[Sample, Future[Score]]]) -> None:
+        try:
+            scores = self._request_scores([sample for sample, _ in batch])
+        except Exception as error:  # belongs to those who wait for the scores, not to this thread
+            for _, future in batch:
+                future.set_exception(error)
+        else:
+            for (_, future), score in zip(batch, scores, strict=True):
+                future.set_result(score)
+
+    def _request_scores(self, samples: Sequence[Sample]) -> list[Score]:
+        """Post until it works or must not be tried again; then what `service_on_failure` says."""
+        config, attempt = self._config, 1
+        while True:
+            try:
+                scores = self._post(samples)
+            except _RequestFailed as failure:
+                if not failure.retry or attempt > config.service_retries:
+                    return self._give_up(samples, attempt, failure)
+                if self._is_closed.wait(config.service_backoff_seconds * 2 ** (attempt - 1)):
+                    return self._give_up(samples, attempt, failure)
+                attempt += 1
+            else:
+                return [self._count(score, 0.0) for score in scores]
+
+    def _post(self, samples: Sequence[Sample]) -> list[Score]:
+        body = json.dumps({"samples": [vars(sample) for sample in samples]}, default=_to_json)
+        try:
+            response = requests.post(
+                self._url, data=body.encode(), headers={"Content-Type": "application/json"},
+                timeout=self._config.service_timeout_seconds, allow_redirects=False)
+        except requests.RequestException as error:
+            raise _RequestFailed(f"{type(error).__name__}: {shorten(str(error))}", retry=True) from error
+        if response.status_code != requests.codes.ok:
+            retry = response.status_code == requests.codes.too_many_requests or response.status_code >= 500
+            raise _RequestFailed(f"status {response.status_code}: {shorten(repr(response.text))}", retry=retry)
+        try:
+            return _parse_answer(response.json(), len(samples))
+        except ValueError as error:  # also what `json` raises
+            raise _RequestFailed(f"a bad answer: {error}", retry=True) from error
+
+    def _give_up(self, samples: Sequence[Sample], attempts: int, failure: _RequestFailed) -> list[Score]:
+        ids = sorted({sample.prompt_id for sample in samples})
+        named = ", ".join(map(str, ids[:_MOST_NAMED_PROMPTS])) + (", ..." if len(ids) > _MOST_NAMED_PROMPTS else "")
+        found = (f"the reward service {self._url} gave no scores for {len(samples)} responses in {attempts} "
+                 f"attempt(s); the last one: {failure}\n  prompt ids: {named}")
+        if self._config.service_on_failure == "stop":
+            raise UserError(
+                found, source=self._setting, expected='status 200 and {"scores": [one per sample]}',
+                hint="start or mend the service, raise reward.service_retries, or set "
+                "reward.service_on_failure=fallback") from failure
+        logging.getLogger(__name__).warning("%s; the fallback reward is used", found)
+        return [self._count(Score(self._config.service_fallback_reward), 1.0) for _ in samples]
+
+    def _count(self, score: Score, failures: float) -> Score:
+        """With a fallback, how often it was taken is a component of every response."""
+        if self._config.service_on_failure == "stop":
+            return score
+        return Score(score.value, {**score.components, SERVICE_FAILURES: failures})
+
+
+def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
+    """Raises ValueError, saying what is wrong with the answer."""
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    if not isinstance(scores, list):
+        raise ValueError(f'no list "scores" in {shorten(repr(answer))}')
+    if len(scores) != num_samples:
+        raise ValueError(f"{len(scores)} scores for {num_samples} samples")
+    return [parse_score(score) for score in scores]
+
+
+def _to_json(value: Any) -> Any:
+    """numpy values of a data file as lists and numbers; others, such as dates, as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of validation with one or several responses per prompt; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.rewards.rules import extract_answer
+
+
+def name_answer(response: str) -> str:
+    r"""The answer that a response votes for: what it marks by \boxed{} or ####, else all of it, stripped."""
+    return extract_answer(response) or response.strip()
+
+
+def compute_validation_metrics(
+    rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], correct_from: float = 0.5
+) -> dict[str, float]:
+    """Means over prompts.
+
+    Args:
+        rewards: [num_prompts][k].
+        answers: [num_prompts][k], from `name_answer`; read only for k > 1.
+        correct_from: least reward of a response that counts as correct for pass@k.
+
+    Returns:
+        k = 1: "accuracy", the mean reward. k > 1, with k written as its number: "mean@k", the mean reward, also
+        as "accuracy"; "pass@k", the share of prompts with a correct response (the unbiased estimator of
+        arXiv 2107.03374, equation 1, with n = k samples); "best@k", the mean of the best reward; "maj@k", the
+        mean reward of the answer that most responses name (the one that comes first, where several do).
+    """
+    table = np.asarray(rewards, np.float64)
+    k = table.shape[1]
+    accuracy = float(table.mean())
+    if k == 1:
+        return {"accuracy": accuracy}
+    best = table.max(1)
+    majority = [_reward_of_majority(*prompt) for prompt in zip(rewards, answers, strict=True)]
+    return {
+        "accuracy": accuracy,
+        f"mean@{k}": accuracy,
+        f"pass@{k}": float((best >= correct_from).mean()),
+        f"best@{k}": float(best.mean()),
+        f"maj@{k}": float(np.mean(majority)),
+    }
+
+
+def _reward_of_majority(rewards: Sequence[float], answers: Sequence[str]) -> float:
+    (winner, _), = Counter(answers).most_common(1)  # equal counts come in order of first occurrence
+    return float(rewards[list(answers).index(winner)])

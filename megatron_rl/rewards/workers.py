@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of a rank that compute rules and the user's functions while the rank does other things.
+
+A worker is a new Python interpreter, not a fork: forking a process in which gloo, vLLM or CUDA have
+threads is not safe. It imports this file, the rules and the user's file, nothing else of the package,
+and keeps what the user's module keeps between calls. In the rank, one thread per worker hands it one
+sample at a time and waits for the answer.
+
+Invariants: a sample gets a score or a UserError that names it, also when the function hangs (its worker
+is killed, with the processes that it started) or the worker dies; a worker never outlives its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_rl.rewards.functions import load_reward_function
+from megatron_rl.rewards.scoring import Sample, Score, compute_score
+from megatron_rl.types import UserError
+
+_START_SECONDS = 120.0  # for the imports of the user's file
+_GRACE_SECONDS = 1.0
+
+
+class WorkerPool:
+    """Worker processes of one rank; they are started when there is work for them.
+
+    Args:
+        functions: (name, setting) pairs as `load_reward_function` takes them.
+        num_workers: processes.
+        timeout_seconds: longest time for one sample.
+    """
+
+    def __init__(self, functions: Sequence[tuple[str, str]], num_workers: int, timeout_seconds: float) -> None:
+        self._functions, self._timeout_seconds = list(functions), timeout_seconds
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward-worker")
+        self._of_this_thread = threading.local()
+        self._workers: set[_Worker] = set()
+        self._lock, self._is_closed = threading.Lock(), False
+
+    def submit(self, function: int, sample: Sample) -> Future[Score]:
+        """Score a sample with the function of that index; the future raises UserError where that fails."""
+        return self._threads.submit(self._score, function, sample)
+
+    def close(self) -> None:
+        """Drop what is waiting, end the workers."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.dismiss()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for worker in workers:
+            worker.end(deadline - time.monotonic())
+        self._threads.shutdown(wait=True)
+
+    def _score(self, function: int, sample: Sample) -> Score:
+        worker = getattr(self._of_this_thread, "worker", None) or self._start_worker()
+        self._of_this_thread.worker = worker
+        try:
+            reply = worker.ask((function, sample), self._timeout_seconds)
+        except TimeoutError:
+            raise self._give_up(
+                worker, function, sample, f"was not done after {self._timeout_seconds:g} s", grace=0.0) from None
+        except (EOFError, OSError):
+            raise self._give_up(worker, function, sample, "ended its process", grace=_GRACE_SECONDS) from None
+        if isinstance(reply, UserError):
+            raise reply
+        return reply
+
+    def _start_worker(self) -> _Worker:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the pool is closed")
+            worker = _Worker()
+            self._workers.add(worker)
+        try:
+            error = worker.ask(self._functions, _START_SECONDS)
+        except (TimeoutError, EOFError, OSError) as caught:
+            code = self._end(worker, _GRACE_SECONDS)
+            error = UserError(f"a worker process did not start: {type(caught).__name__}, {_describe_end(code)}",
+                              source=", ".join(setting for _, setting in self._functions),
+                              expected=f"a file that is imported within {_START_SECONDS:g} s",
+                              hint="look at its messages on stderr; reward.workers=0 scores in the rank itself")
+        if error is not None:
+            raise error
+        return worker
+
+    def _end(self, worker: _Worker, grace: float) -> int:
+        code = worker.end(grace)
+        with self._lock:
+            self._workers.discard(worker)
+        return code
+
+    def _give_up(self, worker: _Worker, function: int, sample: Sample, what: str, grace: float) -> UserError:
+        self._of_this_thread.worker = None  # the thread's next sample gets a new one
+        code = self._end(worker, grace)
+        name, setting = self._functions[function]
+        how = f" ({_describe_end(code)})" if grace else ""
+        return UserError(
+            f"the reward function {what}{how}\n{sample.describe()}", source=f"{setting} = {name}",
+            expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
+            hint="make the function accept every text that a policy can write, and bound what it waits for")
+
+
+class _Worker:
+    """The parent's end of one worker process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # In a session of its own, so that what the user's function starts can be killed with it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megatron_rl.rewards.workers", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        self._connection = Connection(ours.detach())
+
+    def ask(self, message: Any, seconds: float) -> Any:
+        """Send and wait; raises TimeoutError, or EOFError or OSError when the process is gone."""
+        self._connection.send(message)
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def dismiss(self) -> None:
+        """Ask the process to leave; an idle one does so at once."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+
+    def end(self, grace: float) -> int:
+        """Wait `grace` seconds for the end of the process, then kill it and what it started; its exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(grace, 0.0))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def _describe_end(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def serve(connection: Connection) -> None:
+    """Be a worker: load the functions that the first message names, then answer sample after sample."""
+    faulthandler.enable()
+    os.set_inheritable(connection.fileno(), False)  # what the user's function starts must not hold it open
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
+    try:
+        functions = [load_reward_function(name, setting) for name, setting in messages.get()]
+    except UserError as error:
+        connection.send(error)
+        return
+    connection.send(None)
+    for function, sample in iter(messages.get, None):
+        try:
+            reply: Score | UserError = compute_score(functions[function], sample)
+        except UserError as error:
+            reply = error
+        connection.send(reply)
+
+
+def _receive(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
+    """Pass messages on; end the process, whatever it is doing, when the rank is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            messages.put(connection.recv())
+    messages.put(None)
+    time.sleep(_GRACE_SECONDS)
+    os.kill(0, signal.SIGKILL)  # the worker's own session
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

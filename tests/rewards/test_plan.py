@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the reward section to a weighted sum, by hand-computed numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.plan import (
+    add_model_score,
+    build_reward_plan,
+    compute_overlong_penalty,
+    compute_reward,
+)
+from megatron_rl.rewards.scoring import Score
+from megatron_rl.types import UserError
+from reward_samples import make_rollout, write_function
+
+URL = "http://localhost:8700/score"
+
+
+@pytest.mark.parametrize("settings, target", [
+    ({}, "math"), ({"rule": "format"}, "format"), ({"function": "F"}, "F"),
+    ({"function": "F", "service_url": URL}, URL)])
+def test_single_source_by_precedence(tmp_path, settings, target):
+    function = write_function(tmp_path, "return 1.0")
+    settings = {name: function if value == "F" else value for name, value in settings.items()}
+    plan = build_reward_plan(RewardConfig(**settings), 100)
+    source, = plan.sources
+    assert source.target == (function if target == "F" else target)
+    assert (source.weight, plan.model_weight, plan.is_sum) == (1.0, None, False)
+    assert (source.function is None) == (target == URL)
+
+
+def test_components_overrule_and_have_unique_names(tmp_path):
+    one = write_function(tmp_path, "return 1.0", "one.py")
+    two = write_function(tmp_path, "return 2.0", "two.py")
+    plan = build_reward_plan(RewardConfig(
+        rule="exact", components=["1.0 math", f"-0.5 {one}", f"  2e-1   {two}", "0.25 model", f"1 {URL}"]), 100)
+    assert [(s.name, s.weight, s.target) for s in plan.sources] == [
+        ("math", 1.0, "math"), ("f", -0.5, one), ("f_2", 0.2, two), ("service", 1.0, URL)]
+    assert plan.sources[2].setting == "reward.components[2]"
+    assert plan.model_weight == 0.25 and plan.is_sum
+
+
+def test_names_of_other_metrics_are_not_taken(tmp_path):
+    (tmp_path / "r.py").write_text("def mean(data_source, solution_str, ground_truth, extra_info): return 1")
+    plan = build_reward_plan(RewardConfig(components=[f"1 {tmp_path / 'r.py'}:mean"]), 100)
+    assert plan.sources[0].name == "mean_2", "reward/mean is the mean reward"
+
+
+@pytest.mark.parametrize("components, message", [
+    (["math"], "not a weight and a source"), (["one math"], "not a weight"), (["nan math"], "not a weight"),
+    (["1.0 "], "not a weight"), (["1 model", "2 model"], "given 2 times"), (["1 maths"], "names no function"),
+    (["1 http:///score"], "names no host"), (["1 nowhere.py:f"], "does not exist")])
+def test_components_that_cannot_be_used(components, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build_reward_plan(RewardConfig(components=components), 100)
+    assert caught.value.source.startswith("reward.components")
+
+
+def test_overlong_buffer_must_fit():
+    with pytest.raises(UserError, match="101 tokens"):
+        build_reward_plan(RewardConfig(overlong_buffer_length=101), 100)
+    with pytest.raises(UserError, match="-1 tokens"):
+        build_reward_plan(RewardConfig(overlong_buffer_length=-1), 100)
+
+
+def test_single_source_logs_its_own_components_only():
+    plan = build_reward_plan(RewardConfig(rule="math"), 100)
+    assert compute_reward(plan, [Score(0.5, {"level": 3.0})], 10) == (0.5, {"level": 3.0})
+
+
+def test_sum_logs_raw_scores_by_source():
+    plan = build_reward_plan(RewardConfig(components=["2 math", "-0.5 format", f"1 {URL}", f"1 {URL}2"]), 100)
+    scores = [Score(0.75), Score(1.0, {"part": 4.0}), Score(0.125, {"service_failures": 1.0}),
+              Score(0.0, {"service_failures": 1.0})]
+    assert compute_reward(plan, scores, 10) == (2 * 0.75 - 0.5 + 0.125, {
+        "math": 0.75, "format": 1.0, "format/part": 4.0, "service": 0.125, "service_2": 0.0, "service_failures": 2.0})
+
+
+def test_model_comes_second():
+    plan = build_reward_plan(RewardConfig(components=["1 math", "0.5 model"]), 100)
+    rollout = make_rollout()
+    rollout.reward, rollout.reward_components = compute_reward(plan, [Score(1.0)], 10)
+    add_model_score(plan, rollout, -3.0)
+    assert (rollout.reward, rollout.reward_components) == (-0.5, {"math": 1.0, "model": -3.0})
+    with pytest.raises(UserError, match="gave nan to prompt_id 17, sample_index 5"):
+        add_model_score(plan, rollout, math.nan)
+    alone = build_reward_plan(RewardConfig(components=["2 model"]), 100)
+    assert alone.sources == () and compute_reward(alone, [], 10) == (0.0, {})
+
+
+@pytest.mark.parametrize("length, expected", [
+    (0, 0.0), (80, 0.0), (81, -0.5 / 20), (90, -0.25), (99, -0.5 * 19 / 20), (100, -0.5), (120, -0.5)])
+def test_overlong_penalty_by_hand(length, expected):
+    """Equation 13 of DAPO with L_max = 100, L_cache = 20, times 0.5."""
+    assert compute_overlong_penalty(length, 100, 20, 0.5) == pytest.approx(expected, abs=1e-15)
+
+
+def test_overlong_penalty_is_added_and_logged():
+    plan = build_reward_plan(RewardConfig(rule="math", overlong_buffer_length=20), 100)
+    assert compute_reward(plan, [Score(1.0)], 95) == (0.25, {"overlong": -0.75})
+    reward, components = compute_reward(plan, [Score(1.0)], 10)
+    assert (reward, components) == (1.0, {"overlong": 0.0}) and math.copysign(1, components["overlong"]) == 1

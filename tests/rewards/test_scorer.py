@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of one rank's rollouts: the same whether or not scoring began early, with every kind of source.
+
+That scoring overlaps a real generation: tests/test_hybrid_streaming.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.plan import build_reward_plan
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.types import Rollout, UserError
+from reward_samples import decode, make_rollout, wait_for_file, write_function
+
+
+@contextmanager
+def open_scorer(max_response_length: int = 10, **settings: Any) -> Iterator[Scorer]:
+    config = RewardConfig(**settings)
+    scorer = Scorer(build_reward_plan(config, max_response_length), config, decode)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+def make_rollouts() -> list[Rollout]:
+    rollouts = [make_rollout(text, sample_index=i) for i, text in enumerate(["82", "#### 82", "83", "", "0082"])]
+    for rollout in rollouts:
+        rollout.response = ""
+    return rollouts
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("num_begun", [0, 3, 5])
+def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_begun):
+    """By hand: math + 0.5 format - 0.1 length, minus the overlong part of responses of more than 6 of 10 tokens."""
+    function = write_function(tmp_path, "return {'score': len(solution_str), 'level': extra_info['level']}")
+    components = ["1 math", "0.5 format", f"-0.1 {function}"]
+    rollouts = make_rollouts()
+    with open_scorer(components=components, workers=workers, overlong_buffer_length=4) as scorer:
+        assert scorer.is_concurrent == (workers > 0)
+        for rollout in reversed(rollouts[:num_begun]):  # responses finish in any order
+            scorer.begin(rollout)
+        scorer.finish(rollouts)
+    assert [r.response for r in rollouts] == ["82", "#### 82", "83", "", "0082"]
+    assert [r.reward for r in rollouts] == pytest.approx([1 - 0.2, 1 + 0.5 - 0.7 - 0.25, -0.2, 0.0, 1 - 0.4])
+    assert rollouts[1].reward_components == {
+        "math": 1.0, "format": 1.0, "f": 7.0, "f/level": 3.0, "overlong": -0.25}
+
+
+def test_single_source_keeps_its_own_components(tmp_path):
+    function = write_function(tmp_path, "return {'score': 2, 'level': extra_info['level']}")
+    rollouts = make_rollouts()[:1]
+    with open_scorer(function=function) as scorer:
+        scorer.finish(rollouts)
+    assert (rollouts[0].reward, rollouts[0].reward_components) == (2.0, {"level": 3.0})
+
+
+def test_only_a_model_leaves_the_reward_to_it():
+    rollouts = make_rollouts()
+    with open_scorer(components=["1.0 model"], workers=2) as scorer:
+        scorer.finish(rollouts)
+        assert not scorer.is_concurrent
+    assert [(r.reward, r.reward_components) for r in rollouts] == [(0.0, {})] * 5
+
+
+def test_workers_score_before_they_are_waited_for(tmp_path):
+    function = write_function(tmp_path, f"open({str(tmp_path / 'seen')!r}, 'w').write(solution_str)\nreturn 1")
+    rollouts = make_rollouts()
+    with open_scorer(function=function, workers=1) as scorer:
+        scorer.begin(rollouts[0])
+        assert wait_for_file(tmp_path / "seen") == "82"
+        assert math.isnan(rollouts[0].reward)
+        scorer.finish(rollouts[:1])
+    assert rollouts[0].reward == 1.0
+
+
+def test_rollouts_of_two_generations_are_kept_apart(tmp_path):
+    """Identity decides, not the prompt id: a prompt can come twice in a step."""
+    function = write_function(tmp_path, "return len(solution_str)")
+    first, second = make_rollout("82"), make_rollout("0082")
+    with open_scorer(function=function, workers=1) as scorer:
+        scorer.begin(first)
+        scorer.begin(second)
+        scorer.finish([second])
+        assert (math.isnan(first.reward), second.reward) == (True, 4.0)
+        scorer.finish([first])
+    assert first.reward == 2.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_first_failure_in_order_is_raised(tmp_path, workers):
+    function = write_function(tmp_path, "if len(solution_str) != 2: raise OSError(len(solution_str))\nreturn 1")
+    rollouts = make_rollouts()
+    with open_scorer(function=function, workers=workers) as scorer:
+        for rollout in reversed(rollouts):
+            scorer.begin(rollout)
+        with pytest.raises(UserError, match="raised OSError: 7") as caught:
+            scorer.finish(rollouts)
+    assert "sample_index 1" in str(caught.value) and math.isnan(rollouts[1].reward)
+
+
+def test_unreachable_service_stops_or_falls_back():
+    """Port 9 (discard) of the loopback: nothing listens there."""
+    settings = dict(
+        components=["1 math", "2 http://127.0.0.1:9/score"], service_retries=1, service_backoff_seconds=0.01)
+    rollouts = make_rollouts()
+    with open_scorer(**settings) as scorer, pytest.raises(UserError, match="in 2 attempt"):
+        scorer.finish(rollouts)
+    assert all(math.isnan(rollout.reward) for rollout in rollouts)
+    with open_scorer(**settings, service_on_failure="fallback", service_fallback_reward=-0.5) as scorer:
+        scorer.finish(rollouts)
+    assert rollouts[0].reward == 0.0
+    assert rollouts[0].reward_components == {"math": 1.0, "service": -0.5, "service_failures": 1.0}

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client against a real uvicorn service: batches, retries, both failure policies. No network but the loopback."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.scoring import Sample, Score
+from megatron_rl.rewards.service import RewardService
+from megatron_rl.types import UserError
+from reward_samples import make_sample
+
+SERVICE = Path(__file__).with_name("misbehaving_service.py")
+QUICK = RewardConfig(service_batch_size=4, service_retries=2, service_backoff_seconds=0.02)
+
+
+def start_service() -> tuple[subprocess.Popen[bytes], str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVICE), str(port)])
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return process, f"http://127.0.0.1:{port}"
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, "the service did not start"
+            time.sleep(0.02)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[str]:
+    process, url = start_service()
+    yield url
+    stop(process)
+
+
+def ask(url: str, config: RewardConfig, samples: list[Sample]) -> list[Score]:
+    client = RewardService(url, config, "reward.service_url")
+    try:
+        waits = [client.begin(sample) for sample in samples]
+        return [wait() for wait in waits]
+    finally:
+        client.close()
+
+
+def samples_of(count: int) -> list[Sample]:
+    return [make_sample("x" * n, prompt_id=100 + n, sample_index=n) for n in range(count)]
+
+
+def seen(service: str, test: str) -> dict[str, int]:
+    return requests.get(f"{service}/seen/{test}", timeout=20).json()
+
+
+def test_batches_come_back_in_order(service):
+    scores = ask(f"{service}/score/order", QUICK, samples_of(10))
+    assert scores == [Score(float(n), {"prompt_id": 100.0 + n}) for n in range(10)]
+    assert seen(service, "order")["requests"] == 3  # 4 + 4 + 2
+
+
+def test_service_is_told_everything(service):
+    """numpy values, as parquet files give them, included."""
+    sample = replace(make_sample(), extra_info={"level": np.float32(2.5), "options": np.arange(3)})
+    assert ask(f"{service}/echo/told", QUICK, [sample]) == [Score(5.0, {"level": 2.5, "keys": 7.0})]
+
+
+def test_full_batches_leave_before_they_are_waited_for(service):
+    client = RewardService(f"{service}/score/early", QUICK, "reward.service_url")
+    waits = [client.begin(sample) for sample in samples_of(6)]
+    deadline = time.monotonic() + 20
+    while seen(service, "early")["requests"] < 1:
+        assert time.monotonic() < deadline
+    assert seen(service, "early")["requests"] == 1, "two samples are in the open batch"
+    assert [wait().value for wait in waits] == [0, 1, 2, 3, 4, 5]
+    assert seen(service, "early")["requests"] == 2
+    client.close()
+
+
+def test_concurrency_is_bounded(service):
+    config = replace(QUICK, service_batch_size=1, service_concurrency=3)
+    ask(f"{service}/slow-0.2/bounded", config, samples_of(9))
+    assert seen(service, "bounded")["requests"] == 9 and 1 < seen(service, "bounded")["most_busy"] <= 3
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_passing_trouble_is_retried(service, code):
+    assert [s.value for s in ask(f"{service}/flaky-{code}-2/passing{code}", QUICK, samples_of(3))] == [0, 1, 2]
+    assert seen(service, f"passing{code}")["requests"] == 3
+
+
+def test_pauses_double(service):
+    """The lower bound only: 0.2 + 0.4 s; how late a thread wakes is the machine's business."""
+    start = time.monotonic()
+    ask(f"{service}/flaky-500-2/pauses", replace(QUICK, service_backoff_seconds=0.2), samples_of(1))
+    assert time.monotonic() - start >= 0.6
+
+
+@pytest.mark.parametrize("behaviour, message, attempts", [
+    ("status-503", "status 503: 'not today'", 3), ("status-422", "status 422", 1), ("status-404", "status 404", 1),
+    ("status-307", "status 307", 1), ("text", "a bad answer", 3), ("short", "0 scores for 1 samples", 3),
+    ("words", "'good' \\(str\\) as the score", 3), ("nan", "nan \\(float\\) as the score", 3),
+    ("slow-3", "ReadTimeout", 3)])
+def test_lasting_trouble_stops_the_run(service, behaviour, message, attempts):
+    url = f"{service}/{behaviour}/lasting-{behaviour}"
+    with pytest.raises(UserError, match=message) as caught:
+        ask(url, replace(QUICK, service_timeout_seconds=0.3), [make_sample()])
+    assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
+    assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.service_url"
+    assert seen(service, f"lasting-{behaviour}")["requests"] == attempts
+
+
+def test_fallback_is_counted_and_logged(service, caplog):
+    config = replace(QUICK, service_on_failure="fallback", service_fallback_reward=-2.0, service_retries=1)
+    with caplog.at_level(logging.WARNING, logger="megatron_rl"):
+        scores = ask(f"{service}/flaky-500-2/fallback", replace(config, service_concurrency=1), samples_of(6))
+    assert scores[:4] == [Score(-2.0, {"service_failures": 1.0})] * 4, "both attempts of the first batch failed"
+    assert scores[4:] == [Score(4.0, {"prompt_id": 104.0, "service_failures": 0.0}),
+                          Score(5.0, {"prompt_id": 105.0, "service_failures": 0.0})]
+    assert "prompt ids: 100, 101, 102, 103; the fallback reward is used" in caplog.text
+
+
+def test_fallback_does_not_hide_other_errors(service):
+    """What is no failure of the service, here a sample that JSON cannot hold, is raised with either policy."""
+    with pytest.raises(TypeError, match="keys must be str"):
+        ask(f"{service}/score/keys", replace(QUICK, service_on_failure="fallback"),
+            [replace(make_sample(), extra_info={(1, 2): 3})])
+
+
+@pytest.mark.parametrize("policy", ["stop", "fallback"])
+def test_service_killed_in_the_middle(policy):
+    """The batch on its way and those after it fail by the policy; the batch before keeps its scores."""
+    process, url = start_service()
+    config = replace(QUICK, service_on_failure=policy, service_fallback_reward=-1.0, service_concurrency=1)
+    try:
+        fast, slow = (RewardService(f"{url}/{path}/kill", config, "reward.service_url")
+                      for path in ("score", "slow-20"))
+        assert [wait().value for wait in [fast.begin(s) for s in samples_of(4)]] == [0, 1, 2, 3]
+        waits = [slow.begin(sample) for sample in samples_of(8)]
+        deadline = time.monotonic() + 20
+        while seen(url, "kill")["most_busy"] < 1:
+            assert time.monotonic() < deadline
+    finally:
+        stop(process)
+    if policy == "fallback":
+        assert [wait() for wait in waits] == [Score(-1.0, {"service_failures": 1.0})] * 8
+    else:
+        for wait in (waits[0], waits[7]):
+            with pytest.raises(UserError, match=r"in 3 attempt\(s\); the last one: ConnectionError"):
+                wait()
+    fast.close()
+    slow.close()
+
+
+def test_close_does_not_wait_for_retries(service):
+    config = replace(QUICK, service_backoff_seconds=1000.0)
+    client = RewardService(f"{service}/status-500/close", config, "reward.service_url")
+    for sample in samples_of(4):
+        wait = client.begin(sample)
+    deadline = time.monotonic() + 20
+    while seen(service, "close")["requests"] < 1:
+        assert time.monotonic() < deadline
+    client.close()
+    with pytest.raises(UserError, match="status 500"):
+        wait()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation metrics against numbers by hand, and pass@k against the estimator's formula."""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from megatron_rl.rewards.validation import compute_validation_metrics, name_answer
+
+
+@pytest.mark.parametrize("response, answer", [
+    (r"so \boxed{42}", "42"), ("x\n#### 7 \n", "7"), ("  82\n", "82"), (r"\boxed{open", r"\boxed{open")])
+def test_name_answer(response, answer):
+    assert name_answer(response) == answer
+
+
+def test_one_response_has_an_accuracy_only():
+    assert compute_validation_metrics([[1.0], [0.0], [0.5]], [["a"], ["b"], ["c"]]) == {"accuracy": 0.5}
+
+
+def test_several_responses_by_hand():
+    rewards = [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
+    answers = [["3", "5", "5", "4"], ["1", "1", "2", "3"], ["", "", "", ""], ["7", "8", "8", "7"]]
+    assert compute_validation_metrics(rewards, answers) == {
+        "accuracy": 5 / 16, "mean@4": 5 / 16, "pass@4": 0.75, "best@4": 0.75,
+        "maj@4": 0.5}  # 5 is right, 1 is not, "" is not, 7 comes before 8 and is right
+
+
+def test_a_tie_goes_to_the_first_answer():
+    assert compute_validation_metrics([[1.0, 0.0]], [["a", "b"]])["maj@2"] == 1.0
+    assert compute_validation_metrics([[0.0, 1.0]], [["a", "b"]])["maj@2"] == 0.0
+
+
+def test_graded_rewards():
+    """A mark for the form alone is not a pass; rewards of -1 and 1 work as well."""
+    metrics = compute_validation_metrics([[0.1, 0.2], [-1.0, 1.0]], [["a", "a"], ["b", "c"]])
+    assert (metrics["pass@2"], metrics["best@2"], metrics["mean@2"]) == (0.5, 0.6, pytest.approx(0.075))
+
+
+def test_pass_at_k_is_the_unbiased_estimator():
+    """1 - C(n - c, k) / C(n, k) for k = n, over random counts of correct responses."""
+    rewards = (np.random.default_rng(0).random((50, 6)) < 0.2).astype(float)
+    expected = np.mean([1 - comb(6 - int(row.sum()), 6) / comb(6, 6) for row in rewards])
+    assert 0 < expected < 1
+    assert compute_validation_metrics(rewards.tolist(), [["x"] * 6] * 50)["pass@6"] == pytest.approx(expected)

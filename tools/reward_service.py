@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward service to start from: POST /score with the math rule, as `reward.service_url` asks it.
+
+    python tools/reward_service.py --port 8700
+    torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.service_url=http://localhost:8700/score
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from megatron_rl.rewards.rules import marks_answer, math_equal
+
+app = FastAPI(title="Reward service")
+
+
+class Sample(BaseModel):
+    """One response to score."""
+
+    prompt_id: int
+    sample_index: int
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    extra_info: dict[str, Any] = {}
+
+
+class Batch(BaseModel):
+    """One request."""
+
+    samples: list[Sample]
+
+
+@app.post("/score")
+async def score(batch: Batch) -> dict[str, list[dict[str, float]]]:
+    """One score per sample, in order, and whether the answer was marked as a component of its own."""
+    # Async, and so in the main thread: math-verify's time limit is a signal. `uvicorn --workers` adds processes.
+    return {"scores": [
+        {"score": math_equal(sample.response, sample.ground_truth), "format": marks_answer(sample.response)}
+        for sample in batch.samples]}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Serve the math rule over HTTP; Ctrl-C or SIGTERM ends it.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8700, help="port to listen on (default: %(default)s)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; serves until it is told to end."""
+    options = build_parser().parse_args(arguments)
+    # uvicorn shuts down on these and then raises them again, which would end the process with an error.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
