@@ -4,7 +4,10 @@
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
 a microbatch is a slice of them, so `batch.old_logprobs = actor.compute_logprobs(batch)` is aligned by
 construction. Each microbatch ends in a padding sequence where its length must be a multiple of
-something (TP sequence parallelism) or would be zero; padding enters no loss and no metric.
+something (TP sequence parallelism, context parallelism) or would be zero; padding enters no loss and no metric.
+
+Where prompts are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
+segments of their own: position and predecessor of their first token go on from the prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import numpy as np
 import torch
 
 from megatron_rl.data.packing import MicrobatchPlan
+from megatron_rl.data.prefix import SegmentKeys, build_segment_keys
+from megatron_rl.types import LossLedger
 
 
 @dataclass(frozen=True)
@@ -26,21 +31,36 @@ class PackedSequence:
         tokens: [s] prompt and response.
         num_prompt_tokens: leading tokens that do not enter the loss.
         rollout_logprobs: [s - num_prompt_tokens] as the engine reported them; zeros if there are none.
+        in_loss: False keeps its response out of the loss (a truncated one that is masked).
     """
 
     tokens: np.ndarray
     num_prompt_tokens: int
     rollout_logprobs: np.ndarray
+    in_loss: bool = True
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that enter the loss."""
+        return len(self.tokens) - max(self.num_prompt_tokens, 1) if self.in_loss else 0
 
 
 @dataclass(frozen=True)
 class MicrobatchSlice:
-    """Where a microbatch lies in the flat tensors; `cu_seqlens` is relative to its start."""
+    """Where a microbatch lies in the flat tensors; `cu_seqlens` and `keys` are relative to its start.
+
+    Attributes:
+        start, stop: its rows.
+        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or a response behind a shared prompt.
+        max_seqlen: length of the longest segment.
+        keys: what each segment attends to, where some see a shared prompt; None: every segment itself.
+    """
 
     start: int
     stop: int
-    cu_seqlens: torch.Tensor  # [num_seqs + 1] int32
+    cu_seqlens: torch.Tensor
     max_seqlen: int
+    keys: SegmentKeys | None = None
 
 
 @dataclass
@@ -49,19 +69,25 @@ class TrainBatch:
 
     Attributes:
         tokens: int64.
-        position_ids: int64, position inside the sequence.
+        position_ids: int64, position inside the sequence (also where its prompt is packed elsewhere).
+        predecessors: int64, row of the same microbatch, relative to its start, whose hidden state predicts this token:
+            the row before, or the last one of a shared prompt. Position 0 of a sequence names itself: a valid row
+            whose prediction means nothing.
         loss_mask: bool, True on response tokens.
         loss_weights: float32, what each token's loss counts for: `sum(loss_weights * loss)` over all
             microbatches and DP ranks of a minibatch is the loss of that optimizer step.
         sequence_ids: int64, index of the rollout in the step's list; -1 on padding.
         rollout_logprobs: float32, from the engine.
-        old_logprobs, ref_logprobs, advantages: float32, filled in along the step.
+        old_logprobs, ref_logprobs, advantages, values, returns, importance_weights: float32, filled in along the
+            step.
         slices: one per microbatch.
         minibatch_sizes: microbatches of each minibatch.
+        ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
     """
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
+    predecessors: torch.Tensor
     loss_mask: torch.Tensor
     loss_weights: torch.Tensor
     sequence_ids: torch.Tensor
@@ -71,12 +97,16 @@ class TrainBatch:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    importance_weights: torch.Tensor | None = None
+    ledgers: Sequence[LossLedger] = ()
 
     def minibatches(self) -> Iterator[TrainBatch]:
         """One batch per optimizer step; tensors are views."""
         first = 0
-        for size in self.minibatch_sizes:
-            yield self._part(self.slices[first : first + size])
+        for index, size in enumerate(self.minibatch_sizes):
+            yield replace(self._part(self.slices[first : first + size]), ledgers=self.ledgers[index : index + 1])
             first += size
 
     def microbatches(self) -> list[TrainBatch]:
@@ -108,6 +138,7 @@ def build_train_batch(
     dp_rank: int,
     pad_multiple: int,
     device: torch.device,
+    group_of: Sequence[int] | None = None,
 ) -> TrainBatch:
     """Pack the sequences of one DP rank.
 
@@ -118,55 +149,92 @@ def build_train_batch(
         dp_rank: whose microbatches to build.
         pad_multiple: every microbatch's length becomes a multiple of this, and at least this.
         device: where the tensors live.
+        group_of: a number per sequence; sequences of one number that follow each other in a microbatch share their
+            prompt. None packs every sequence with its own.
     """
+    rows = _Rows()
     slices: list[MicrobatchSlice] = []
     members_of: list[list[int]] = []
     for indices, plan in minibatch_plans:
         members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("tokens", "positions", "mask", "ids", "logprobs")}
-    start = 0
     for members in members_of:
-        lengths = _append(columns, sequences, members, pad_multiple)
-        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        stop = start + int(cu_seqlens[-1])
-        slices.append(MicrobatchSlice(start, stop, torch.from_numpy(cu_seqlens).to(device), max(lengths)))
-        start = stop
-    flat = {name: torch.from_numpy(np.concatenate(pieces)).to(device) for name, pieces in columns.items()}
+        first = rows.begin_microbatch()
+        previous = None
+        for index in members:
+            is_shared = group_of is not None and previous is not None and group_of[previous] == group_of[index]
+            if is_shared:
+                assert _have_same_prompt(sequences[previous], sequences[index]), "a group has one prompt"
+            rows.append(sequences[index], index, shares_prompt=is_shared)
+            previous = index
+        rows.pad(pad_multiple)
+        bounds = np.cumsum([0, *rows.lengths])
+        slices.append(MicrobatchSlice(
+            first, first + int(bounds[-1]), torch.from_numpy(bounds.astype(np.int32)).to(device), max(rows.lengths),
+            build_segment_keys(bounds, rows.prefixes, device)))
+    flat = {name: torch.from_numpy(np.concatenate(pieces)).to(device) for name, pieces in rows.columns.items()}
     batch = TrainBatch(
-        tokens=flat["tokens"], position_ids=flat["positions"], loss_mask=flat["mask"], loss_weights=flat["logprobs"],
-        sequence_ids=flat["ids"], rollout_logprobs=flat["logprobs"], slices=slices,
+        tokens=flat["tokens"], position_ids=flat["positions"], predecessors=flat["predecessors"],
+        loss_mask=flat["mask"], loss_weights=flat["logprobs"], sequence_ids=flat["ids"],
+        rollout_logprobs=flat["logprobs"], slices=slices,
         minibatch_sizes=[len(plan[dp_rank]) for _, plan in minibatch_plans],
     )
     batch.loss_weights = expand_to_tokens(sequence_weights, batch) * batch.loss_mask
     return batch
 
 
-def _append(
-    columns: dict[str, list[np.ndarray]], sequences: Sequence[PackedSequence], members: list[int], pad_multiple: int
-) -> list[int]:
-    """Append one microbatch to the columns; returns the lengths of its sequences, padding last."""
-    lengths = []
-    for index in members:
-        sequence = sequences[index]
+def _have_same_prompt(first: PackedSequence, second: PackedSequence) -> bool:
+    return np.array_equal(first.tokens[: first.num_prompt_tokens], second.tokens[: second.num_prompt_tokens])
+
+
+class _Rows:
+    """Columns that grow by a segment at a time, and the segments of the current microbatch."""
+
+    def __init__(self) -> None:
+        names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
+        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        self.lengths: list[int] = []
+        self.prefixes: list[tuple[int, int]] = []
+        self._total = self._first = self._prompt_start = 0
+
+    def begin_microbatch(self) -> int:
+        """Forget the segments; returns the row it starts at."""
+        self.lengths, self.prefixes, self._first = [], [], self._total
+        return self._total
+
+    def append(self, sequence: PackedSequence, index: int, *, shares_prompt: bool) -> None:
+        """A sequence, without its prompt if the one before has brought it."""
         s, prompt = len(sequence.tokens), sequence.num_prompt_tokens
-        mask = np.arange(s) >= max(prompt, 1)
+        start = self._total - self._first
+        if not shares_prompt:
+            self._prompt_start = start
+        skipped = prompt if shares_prompt else 0
+        rows = slice(skipped, s)
         logprobs = np.zeros(s, np.float32)
         logprobs[prompt:] = sequence.rollout_logprobs
-        _append_row(columns, sequence.tokens, mask, np.full(s, index), logprobs)
-        lengths.append(s)
-    padding = max(-sum(lengths) % pad_multiple, 0 if lengths else pad_multiple)
-    if padding:
-        nothing = np.zeros(padding)
-        _append_row(columns, nothing, nothing.astype(bool), np.full(padding, -1), nothing)
-        lengths.append(padding)
-    return lengths
+        predecessors = np.arange(start - 1, start - 1 + s - skipped)
+        predecessors[:1] = self._prompt_start + skipped - 1 if skipped else start
+        mask = (np.arange(s) >= max(prompt, 1)) & sequence.in_loss
+        self._append_segment(
+            sequence.tokens[rows], np.arange(skipped, s), predecessors, mask[rows], np.full(s - skipped, index),
+            logprobs[rows], prefix=(self._prompt_start, self._prompt_start + skipped))
 
+    def pad(self, multiple: int) -> None:
+        """A segment of nothing, where the microbatch's length asks for one."""
+        start = self._total - self._first
+        padding = max(-start % multiple, 0 if start else multiple)
+        if padding:
+            nothing = np.zeros(padding)
+            predecessors = np.maximum(np.arange(start - 1, start - 1 + padding), start)
+            self._append_segment(
+                nothing, np.arange(padding), predecessors, nothing.astype(bool), np.full(padding, -1), nothing,
+                prefix=(start, start))
 
-def _append_row(
-    columns: dict[str, list[np.ndarray]], tokens: np.ndarray, mask: np.ndarray, ids: np.ndarray, logprobs: np.ndarray
-) -> None:
-    columns["tokens"].append(np.asarray(tokens, np.int64))
-    columns["positions"].append(np.arange(len(tokens), dtype=np.int64))
-    columns["mask"].append(mask)
-    columns["ids"].append(np.asarray(ids, np.int64))
-    columns["logprobs"].append(np.asarray(logprobs, np.float32))
+    def _append_segment(self, *values: np.ndarray, prefix: tuple[int, int]) -> None:
+        types = (np.int64, np.int64, np.int64, bool, np.int64, np.float32)
+        for column, piece, dtype in zip(self.columns.values(), values, types, strict=True):
+            column.append(np.asarray(piece, dtype))
+        length = len(values[0])
+        if length:
+            self.lengths.append(length)
+            self.prefixes.append(prefix)
+            self._total += length

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-attention for megatron-core layer specs: fused QKV in rollout order; packed, causal core attention.
 
-megatron-core's local `DotProductAttention` refuses packed sequences. This one takes them
-(`qkv_format="thd"`): one causal `scaled_dot_product_attention` per sequence, which equals a
-block-diagonal causal mask without ever making a mask. Plain `[s, b, np, d]` input is the same with
-every batch column as one sequence.
+megatron-core's local `DotProductAttention` refuses packed sequences and context parallelism, and its rotary embedding
+knows neither contiguous shards nor shared prompts. This core attention does all of it (`position_embedding_type="none"`
+keeps megatron-core from rotating as well); under selective recomputation all of it is recomputed.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+
+from megatron_rl.models.attention_backends import attend
+from megatron_rl.models.packed_sequences import PackedSequences
+from megatron_rl.models.rotary import rotate
+from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 
 
 class BlockedSelfAttention(SelfAttention):
@@ -48,7 +50,11 @@ class BlockedSelfAttention(SelfAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention over packed sequences; the constructor signature is megatron-core's."""
+    """Causal self-attention over packed sequences; the constructor signature is megatron-core's.
+
+    Rotates query and key by their positions, brings whole sequences together over the context parallel ranks of
+    `pg_collection.cp`, and attends with the backend that the microbatch was prepared for.
+    """
 
     def __init__(
         self,
@@ -64,8 +70,9 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         assert dropout == 0.0, "RL scores what it sampled: attention dropout must be 0"
-        assert config.context_parallel_size == 1, "context parallelism is refused when the config is checked"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._cp_group = pg_collection.cp if pg_collection is not None else None
+        self._cp_size = self._cp_group.size() if self._cp_group is not None else 1
 
     def forward(
         self,
@@ -75,35 +82,23 @@ class PackedAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
         """Attend.
 
         Args:
-            query: [t, np, d] packed, or [s, b, np, d]; key and value likewise with ng/tp heads.
-            packed_seq_params: boundaries of the packed sequences; None for the plain format.
+            query: [t/cp, np, d], not rotated; key and value likewise with ng/tp heads.
+            packed_seq_params: of the microbatch, from `build_packed_sequences`.
 
         Returns:
-            [t, np * d], or [s, b, np * d].
+            [t/cp, np * d].
         """
         assert attention_mask is None and attention_bias is None, "causal attention only"
-        if packed_seq_params is not None:
-            return self._attend(query, key, value, packed_seq_params.cu_seqlens_q.tolist())
-        s, b, np_, d = query.shape
-        flat = [x.transpose(0, 1).reshape(b * s, x.shape[2], d) for x in (query, key, value)]  # [b*s, heads, d]
-        out = self._attend(*flat, cu_seqlens=list(range(0, b * s + 1, s)))  # [b*s, np*d]
-        return out.view(b, s, np_ * d).transpose(0, 1).contiguous()
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int]
-    ) -> torch.Tensor:
-        outputs = []
-        for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-            if start == stop:
-                continue
-            q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, s, d]
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outputs.append(out[0].transpose(0, 1))  # [s, np, d]
-        return torch.cat(outputs).flatten(1)  # [t, np*d]
+        assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"
+        query, key = (rotate(x, *packed_seq_params.rotary_table) for x in (query, key))
+        if self._cp_size > 1:
+            query, key, value = exchange_to_heads(query, key, value, self._cp_group)
+        output = attend(query, key, value, packed_seq_params.segments, self.scale)
+        if self._cp_size > 1:
+            output = exchange_to_tokens(output, self._cp_group)
+        return output.flatten(1)

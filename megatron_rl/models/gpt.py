@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build this rank's stages of a megatron-core GPTModel.
+"""Build this rank's stages of a megatron-core GPTModel that ends in hidden states.
+
+The last stage holds the head's weight but does not apply it: what becomes of the hidden states is decided in
+`heads.py` and `training/`, where logits exist for a few tokens at a time only.
 
 The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism), our
-order of the fused QKV rows and our packed core attention. Where Transformer Engine is used, its modules
-take the same places under the same parameter names (norms are not fused into the linears), so one
-placement table serves both. A mixture of experts is megatron-core's SequentialMLP.
+order of the fused QKV rows and our packed core attention. Where Transformer Engine is used, its linears
+and norms take the same places under the same parameter names (norms are not fused into the linears), so one
+placement table serves both; the core attention is ours either way. A mixture of experts is megatron-core's
+SequentialMLP.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
+from megatron_rl.models.heads import ScoreHead
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -44,6 +49,32 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class HiddenStatesModel(GPTModel):
+    """GPTModel whose last stage returns the final hidden states: [t, 1, h], or [t/tp, 1, h] under TP-SP.
+
+    The output layer is a parameter as in GPTModel, under the same name and tied in the same way.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> torch.nn.Parameter:
+        """This rank's rows [v/tp, h] of the output layer, which may be the embedding; last stage only."""
+        is_tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+
+
+class ScoreModel(HiddenStatesModel):
+    """The same with a `ScoreHead` named `score` in place of the output layer."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        if self.post_process:
+            del self.output_layer
+            self.score = ScoreHead(config, self.pg_collection.tp)
 
 
 def choose_transformer_impl(requested: str) -> str:
@@ -74,7 +105,7 @@ def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> Module
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te  # optional dependency
 
-        norm, attention.core_attention = te.TENorm, te.TEDotProductAttention
+        norm = te.TENorm
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -95,24 +126,23 @@ def build_gpt_stages(
         transformer_impl: "local" or "transformer_engine", see `choose_transformer_impl`.
 
     Returns:
-        `vpp_size` GPTModels. Logits come out as [1, t, v/tp], vocabulary-parallel.
+        `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
     layout, layer_spec = groups.layout, build_layer_spec(config, transformer_impl)
     block_norm = layer_spec.submodules.input_layernorm
+    model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
     chunks = []
     for chunk in range(layout.vpp_size):
         num_layers = len(stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk))
-        model = GPTModel(
+        model = model_class(
             config,
             TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=block_norm),
             vocab_size=padded_vocab_size(shape.vocab_size, layout.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.is_first_stage and chunk == 0,
             post_process=groups.is_last_stage and chunk == layout.vpp_size - 1,
-            parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
+            position_embedding_type="none",  # PackedAttention rotates, by positions of its own
             pg_collection=groups.collection,
             vp_stage=chunk if layout.vpp_size > 1 else None,
         )

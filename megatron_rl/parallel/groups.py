@@ -56,6 +56,11 @@ class ParallelGroups:
         return self.at.pp == self.layout.pp_size - 1
 
     @property
+    def is_replica_leader(self) -> bool:
+        """True on one rank of each model replica: the first of its TP, CP and PP ranks."""
+        return self.at.tp == self.at.cp == self.at.pp == 0
+
+    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage in this rank's pipeline."""
         at = self.at

@@ -1,78 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy from logits whose vocabulary is split over the TP group.
+"""Log-probs and entropy of a softmax whose vocabulary is split over the TP group.
 
-The vocabulary is never gathered: a maximum, a sum of exponentials, the target's logit and (for the
-entropy) a weighted sum cross the group, `[t]` numbers each. With z the temperature-scaled logits:
+The vocabulary is never gathered. Each rank sums up its own columns of the logits in four numbers per token; these
+summaries are gathered once and merged in the same order on every rank, so all ranks get the same bits. With z the
+temperature-scaled logits:
 
     lse = log sum_v exp(z_v)        logprob = z_target - lse        H = lse - sum_v p_v z_v
     d logprob / d z_v = 1[v = target] - p_v                         d H / d z_v = -p_v (log p_v + H)
 
-Rows that pad the vocabulary take no part: they get no probability and no gradient.
+Columns that pad the vocabulary are no part of a shard: they get no probability and no gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-
-class _LogprobsAndEntropy(torch.autograd.Function):
-    """Forward keeps the probabilities `[t, v/tp]`; backward is one fused expression."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, temperature: float, group: dist.ProcessGroup
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        z = logits.float() / temperature  # [t, v/tp]
-        t, width = z.shape
-        high = z.max(-1).values if width else z.new_full((t,), float("-inf"))
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        z = z - high[:, None]
-        exp_z = z.exp()
-        local = targets - start
-        is_mine = (local >= 0) & (local < width)
-        safe = torch.where(is_mine, local, 0)
-        target_z = z.gather(1, safe[:, None])[:, 0] if width else z.new_zeros(t)
-        # One reduction for the three sums: [3, t].
-        sums = torch.stack([exp_z.sum(-1), torch.where(is_mine, target_z, 0.0), (exp_z * z).sum(-1)])
-        dist.all_reduce(sums, group=group)
-        total, target_z, weighted = sums
-        log_total = total.log()
-        logprobs = target_z - log_total
-        entropy = log_total - weighted / total
-        probs = exp_z.div_(total[:, None])
-        ctx.save_for_backward(probs, z, log_total, entropy, is_mine, safe)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
-        probs, z, log_total, entropy, is_mine, safe = ctx.saved_tensors
-        log_probs_plus_entropy = z - (log_total - entropy)[:, None]
-        grad = -(grad_logprobs[:, None] + grad_entropy[:, None] * log_probs_plus_entropy) * probs
-        if grad.shape[1]:
-            grad.scatter_add_(1, safe[:, None], (grad_logprobs * is_mine)[:, None])
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None
+from megatron_rl.parallel.collectives import gather_rows
 
 
-def compute_logprobs_and_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each distribution; collective over `tp_group`.
+@dataclass(frozen=True)
+class VocabShard:
+    """The tokens `[start, start + width)` of the vocabulary: one rank's columns without padding."""
+
+    start: int
+    width: int
+
+    def locate(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[t] token ids -> [t, 1] columns in this shard (0 where it is elsewhere) and [t] whether it is here."""
+        local = targets - self.start
+        is_mine = (local >= 0) & (local < self.width)
+        return torch.where(is_mine, local, 0)[:, None], is_mine
+
+
+def find_vocab_shard(vocab_size: int, num_columns: int, tp_rank: int) -> VocabShard:
+    """The part of a vocabulary of `vocab_size` that a rank's `num_columns` (padding included) hold."""
+    start = tp_rank * num_columns
+    return VocabShard(start, max(0, min(vocab_size - start, num_columns)))
+
+
+def compute_summary(z: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Sum up one shard; overwrites `z`.
 
     Args:
-        logits: [t, v/tp] this rank's columns of the (padded) vocabulary, any float type.
-        targets: [t] int64 token ids, 0 <= id < vocab_size.
-        vocab_size: size without padding; columns at or beyond it are ignored.
-        temperature: divides the logits (the policy that was sampled from).
-        tp_group: the group over which the vocabulary is split evenly, in rank order.
+        z: [t, width] temperature-scaled logits of the shard, float32 or float64.
+        targets: [t] token ids of the whole vocabulary.
 
     Returns:
-        logprobs [t] float32 and entropy [t] float32, the same on every rank of the group; both are
-        differentiable with respect to `logits`.
+        [4, t]: m = max_v z_v; sum_v exp(z_v - m); sum_v exp(z_v - m) (z_v - m); z_target, or 0 where it is elsewhere.
     """
-    start = tp_group.rank() * logits.shape[1]
-    width = max(0, min(vocab_size - start, logits.shape[1]))
-    return _LogprobsAndEntropy.apply(logits[:, :width], targets, start, temperature, tp_group)
+    if shard.width == 0:  # a finite maximum: it is subtracted from others
+        summary = z.new_zeros(4, len(z))
+        summary[0] = torch.finfo(z.dtype).min
+        return summary
+    high = z.amax(-1)
+    columns, is_mine = shard.locate(targets)
+    target_z = torch.where(is_mine, z.gather(1, columns)[:, 0], 0.0)
+    z.sub_(high[:, None])
+    exp_z = z.exp()
+    return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), target_z])
+
+
+def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """[4, t] of this rank -> [tp, 4, t] of all."""
+    return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
+
+
+def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[tp, 4, t] -> logprobs, entropy and lse, [t] each."""
+    highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
+    high = highs.amax(0)
+    scale = (highs - high).exp()
+    total = (totals * scale).sum(0)
+    # sum exp(z - high) (z - high), from sums that were taken about each shard's own maximum.
+    weighted = ((weighted + totals * (highs - high)) * scale).sum(0)
+    log_total = total.log()
+    return target_z.sum(0) - high - log_total, log_total - weighted / total, high + log_total
+
+
+def compute_logits_gradient(
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    shard: VocabShard,
+    *,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """[t, width] gradient with respect to `z`, which is overwritten.
+
+    Args:
+        z, targets, shard: as in `compute_summary`.
+        lse, entropy: [t] of the whole vocabulary.
+        grad_logprobs: [t].
+        grad_entropy: [t], or None where the entropy has no gradient (saves a pass over the logits).
+    """
+    if shard.width == 0:
+        return z
+    log_probs = z.sub_(lse[:, None])
+    probs = log_probs.exp()
+    if grad_entropy is None:
+        gradient = probs.mul_(-grad_logprobs[:, None])
+    else:
+        slope = log_probs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+        gradient = slope.mul_(probs).neg_()
+    columns, is_mine = shard.locate(targets)
+    return gradient.scatter_add_(1, columns, (grad_logprobs * is_mine)[:, None])

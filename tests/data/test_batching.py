@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.data.prefix import SharedPrompts
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,7 @@ def test_flat_tensors_by_hand(batch: TrainBatch) -> None:
     """Microbatch 1 holds 3 + 4 tokens and 1 of padding, microbatch 2 is 4 of padding, microbatch 3 is 2 + 2."""
     assert batch.tokens.tolist() == [10, 11, 12, 20, 21, 22, 23, 0, 0, 0, 0, 0, 30, 31, 0, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 0, 1]
+    assert batch.predecessors.tolist() == [0, 0, 1, 3, 3, 4, 5, 7, 0, 0, 1, 2, 0, 0, 2, 2]
     assert batch.loss_mask.int().tolist() == [0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1, -1, 2, 2, -1, -1]
     assert batch.loss_weights.tolist() == [0, 0.5, 0.5, 0, 0, 0.25, 0.25, 0, 0, 0, 0, 0, 0, 0.125, 0, 0]
@@ -43,7 +45,8 @@ def test_flat_tensors_by_hand(batch: TrainBatch) -> None:
 
 
 def test_types(batch: TrainBatch) -> None:
-    assert {batch.tokens.dtype, batch.position_ids.dtype, batch.sequence_ids.dtype} == {torch.int64}
+    integers = (batch.tokens, batch.position_ids, batch.predecessors, batch.sequence_ids)
+    assert {x.dtype for x in integers} == {torch.int64}
     assert {batch.loss_weights.dtype, batch.rollout_logprobs.dtype} == {torch.float32}
     assert batch.loss_mask.dtype == torch.bool
     assert {piece.cu_seqlens.dtype for piece in batch.slices} == {torch.int32}
@@ -105,6 +108,97 @@ def test_expand_to_tokens(batch: TrainBatch) -> None:
     assert found.dtype == torch.float32
     assert found.tolist() == [1.5] * 3 + [-2.0] * 4 + [0.0] * 5 + [3.0] * 2 + [0.0] * 2
     assert expand_to_tokens([1.5, -2.0, 3.0], list(batch.minibatches())[1]).tolist() == [3.0, 3.0, 0.0, 0.0]
+
+
+SHARED = [
+    make_sequence([1, 2, 3, 40, 41], 3), make_sequence([1, 2, 3, 50], 3), make_sequence([7, 8, 60], 2),
+    make_sequence([1, 2, 3, 70, 71], 3)]
+
+
+def test_shared_prompts_by_hand() -> None:
+    """Responses 40 41, 50 and 70 71 to prompt 1 2 3; 60 to 7 8; row 4 of 50's prediction is the prompt's last."""
+    batch = build_train_batch(
+        SHARED, [1.0, 2.0, 3.0, 4.0], [(range(4), [[[0, 1, 3, 2]]])], dp_rank=0, pad_multiple=4, device=CPU,
+        group_of=[5, 5, 6, 5])
+    assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 50, 70, 71, 7, 8, 60, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 0, 1, 2, 0]
+    assert batch.predecessors.tolist() == [0, 0, 1, 2, 3, 2, 2, 6, 8, 8, 9, 11]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 3, 3, 2, 2, 2, -1]
+    assert batch.loss_weights.tolist() == [0, 0, 0, 1, 1, 2, 4, 4, 0, 0, 3, 0]
+    assert batch.rollout_logprobs.tolist() == [0, 0, 0, -40, -41, -50, -70, -71, 0, 0, -60, 0]
+    (piece,) = batch.slices
+    assert piece.cu_seqlens.tolist() == [0, 5, 6, 8, 11, 12] and piece.max_seqlen == 5
+    assert piece.keys.cu_seqlens.tolist() == [0, 5, 9, 14, 17, 18] and piece.keys.max_seqlen == 5
+    assert piece.keys.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 0, 1, 2, 6, 7, 8, 9, 10, 11]
+
+
+def test_a_prompt_is_shared_within_a_microbatch_only() -> None:
+    """Parts of a group in two microbatches have a copy each, and keys only where a part has two members."""
+    batch = build_train_batch(
+        SHARED, [1.0] * 4, [((0, 1, 3), [[[0], [1, 2]]])], dp_rank=0, pad_multiple=1, device=CPU, group_of=[5, 5, 6, 5])
+    assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 1, 2, 3, 50, 70, 71]
+    assert [s.keys is None for s in batch.slices] == [True, False]
+    assert batch.slices[1].keys.index.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5]
+
+
+def test_shared_prompts_without_tokens() -> None:
+    """An empty prompt brings nothing: each response is a sequence; an empty response is no segment."""
+    sequences = [make_sequence([5, 6], 0), make_sequence([7], 0), make_sequence([9], 1), make_sequence([9], 1)]
+    batch = build_train_batch(
+        sequences, [1.0] * 4, [(range(4), [[[0, 1, 2, 3]]])], dp_rank=0, pad_multiple=1, device=CPU,
+        group_of=[0, 0, 1, 1])
+    assert batch.tokens.tolist() == [5, 6, 7, 9] and batch.predecessors.tolist() == [0, 0, 2, 3]
+    assert batch.slices[0].keys is None and batch.slices[0].cu_seqlens.tolist() == [0, 2, 3, 4]
+
+
+def test_different_prompts_in_a_group_are_refused() -> None:
+    with pytest.raises(AssertionError, match="a group has one prompt"):
+        build_train_batch(
+            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, pad_multiple=1, device=CPU, group_of=[0, 0, 0])
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 10), min_size=1, max_size=4)), min_size=1,
+                    max_size=6),
+    dp_size=st.integers(1, 3), pad_multiple=st.integers(1, 4),
+)
+def test_shared_prompts_give_back_what_went_in(
+    groups: list[tuple[int, list[int]]], dp_size: int, pad_multiple: int
+) -> None:
+    """Over all ranks: each response is there once, in order, and its tokens can be read back along its predecessors."""
+    rng = np.random.default_rng(0)
+    sequences, group_of = [], []
+    for group, (prompt, responses) in enumerate(groups):
+        shared = rng.integers(1, 99, size=prompt).tolist()
+        sequences += [make_sequence(shared + rng.integers(1, 99, size=n).tolist(), prompt) for n in responses]
+        group_of += [group] * len(responses)
+    plan = plan_microbatches(
+        [len(s.tokens) for s in sequences], dp_size=dp_size, max_tokens=20,
+        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]))
+    found: dict[int, list[int]] = {}
+    for dp_rank in range(dp_size):
+        batch = build_train_batch(
+            sequences, [1.0] * len(sequences), [(range(len(sequences)), plan)], dp_rank=dp_rank,
+            pad_multiple=pad_multiple, device=CPU, group_of=group_of)
+        for part in batch.microbatches():
+            assert len(part.tokens) % pad_multiple == 0 and part.slices[0].cu_seqlens[-1] == len(part.tokens)
+            for index in part.sequence_ids[part.loss_mask].unique().tolist():
+                assert index not in found
+                found[index] = _read_backwards(part, index)
+    expected = {i: s.tokens.tolist() for i, s in enumerate(sequences) if len(s.tokens) > max(s.num_prompt_tokens, 1)}
+    assert found == expected
+
+
+def _read_backwards(part: TrainBatch, index: int) -> list[int]:
+    """Tokens of a sequence from its last one along the predecessors; positions count down to 0."""
+    rows = ((part.sequence_ids == index) & part.loss_mask).nonzero()[:, 0]
+    row, tokens = int(rows[-1]), []
+    for position in range(int(part.position_ids[row]), -1, -1):
+        assert part.position_ids[row] == position
+        tokens.append(int(part.tokens[row]))
+        previous, row = row, int(part.predecessors[row])
+    assert row == previous, "position 0 names itself"
+    return tokens[::-1]
 
 
 @given(

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PackedAttention against a softmax with an explicit block-diagonal causal mask, forward and backward."""
+"""PackedAttention is rotation and attention over the segments of a microbatch, on one rank.
+
+The two are tested by themselves in test_rotary.py and test_attention_backends.py, several context parallel ranks in
+test_context_parallel.py; the projections are compared with transformers in test_gpt.py.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import megatron_rl.parallel  # noqa: F401  the CPU runtime comes before megatron.core  # isort: skip
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_rl.data.batching import PackedSequence, build_train_batch
 from megatron_rl.models.attention import PackedAttention
+from megatron_rl.models.attention_backends import attend
+from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
+from megatron_rl.models.rotary import compute_rotary_table, rotate
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape
@@ -30,81 +38,69 @@ def make_attention(**changes: float) -> PackedAttention:
     return PackedAttention(config, 1, AttnMaskType.causal, "self", **changes)
 
 
-def draw_heads(*sizes: int, heads: int, kv_heads: int) -> list[torch.Tensor]:
-    """Query, key and value with these leading dimensions."""
-    torch.manual_seed(0)
-    return [torch.randn(*sizes, n, HEAD_DIM, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+def draw_heads(t: int) -> list[torch.Tensor]:
+    """Query, key and value [t, heads, d]."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t, n, HEAD_DIM, generator=generator) for n in (4, 2, 2)]
 
 
-def attend_with_mask(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: list[int], scale: float
-) -> torch.Tensor:
-    """[t, heads, d] -> [t, heads * d], where a token sees those before it that are of its own sequence."""
-    t, heads = query.shape[:2]
-    repeat = heads // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    ids, position = torch.tensor(sequence), torch.arange(t)
-    is_seen = (ids[:, None] == ids[None]) & (position[:, None] >= position[None])
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    probs = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", probs, value).reshape(t, -1)
+def make_packed(group_of: list[int] | None, **shard: int) -> tuple[PackedSequences, torch.Tensor]:
+    """A prompt of 3 with responses of 2 and 4, and its positions; shared where `group_of` says so."""
+    sequences = [PackedSequence(np.arange(3 + n), 3, np.zeros(n, np.float32)) for n in (2, 4)]
+    batch = build_train_batch(
+        sequences, [1.0, 1.0], [((0, 1), [[[0, 1]]])], dp_rank=0, pad_multiple=1, device=torch.device("cpu"),
+        group_of=group_of)
+    packed = build_packed_sequences(
+        batch.slices[0], batch.position_ids, head_dim=HEAD_DIM, rope_theta=1e4, dtype=torch.float32, **shard)
+    return packed, batch.position_ids
 
 
-def assert_same_with_gradients(found: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    direction = torch.randn_like(found)
-    for got, want in zip(
-        torch.autograd.grad(found, inputs, direction), torch.autograd.grad(expected, inputs, direction), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("group_of", [None, [0, 0]])
+def test_rotates_and_attends(group_of: list[int] | None, scale: float | None) -> None:
+    packed, positions = make_packed(group_of)
+    query, key, value = draw_heads(len(positions))
+    found = make_attention(softmax_scale=scale)(query, key, value, packed_seq_params=packed)
+    table = compute_rotary_table(positions, head_dim=HEAD_DIM, theta=1e4, dtype=torch.float32)
+    expected = attend(
+        rotate(query, *table), rotate(key, *table), value, packed.segments, scale or 1 / math.sqrt(HEAD_DIM))
+    assert found.shape == (len(positions), 4 * HEAD_DIM) and torch.equal(found, expected.flatten(1))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("lengths", [[7], [1, 5, 3], [4, 0, 1, 6]])
-def test_packed_equals_the_masked_softmax(lengths: list[int], heads: int, kv_heads: int) -> None:
-    """Sequences of several lengths, of one token and of none; grouped-query attention down to one KV head."""
-    inputs = draw_heads(sum(lengths), heads=heads, kv_heads=kv_heads)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-    found = make_attention()(*inputs, attention_mask=None, packed_seq_params=packed)
-    sequence = [i for i, n in enumerate(lengths) for _ in range(n)]
-    assert found.shape == (sum(lengths), heads * HEAD_DIM)
-    assert_same_with_gradients(found, attend_with_mask(*inputs, sequence, 1 / math.sqrt(HEAD_DIM)), inputs)
+def test_shared_prompt_gives_what_a_prompt_of_ones_own_gives() -> None:
+    """Outputs of the second response, whose prompt is packed with the first."""
+    plain, positions = make_packed(None)  # [prompt 2] [prompt 4]
+    shared, shared_positions = make_packed([0, 0])  # [prompt 2] [4]
+    heads = draw_heads(len(positions))
+    for x in heads:
+        x[5:8] = x[:3]  # both prompts are the same
+    rows = [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    assert shared_positions.tolist() == positions[rows].tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6]
+    found = make_attention()(*(x[rows] for x in heads), packed_seq_params=shared)
+    torch.testing.assert_close(found, make_attention()(*heads, packed_seq_params=plain)[rows], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_plain_format_equals_the_masked_softmax(batch: int, heads: int, kv_heads: int) -> None:
-    inputs = draw_heads(5, batch, heads=heads, kv_heads=kv_heads)
-    found = make_attention()(*inputs)
-    columns = [
-        attend_with_mask(*(x[:, column] for x in inputs), [0] * 5, 1 / math.sqrt(HEAD_DIM)) for column in range(batch)
-    ]
-    assert found.shape == (5, batch, heads * HEAD_DIM)
-    assert_same_with_gradients(found, torch.stack(columns, 1), inputs)
+def test_rotary_table_is_that_of_the_shard() -> None:
+    """A context parallel rank rotates its own rows, and attends over the whole row."""
+    whole, positions = make_packed(None)
+    parts = [make_packed(None, cp_size=3, cp_rank=rank)[0] for rank in range(3)]
+    for i in range(2):
+        assert torch.equal(torch.cat([p.rotary_table[i] for p in parts]), whole.rotary_table[i])
+    assert all(p.segments.lengths == whole.segments.lengths == ((5, 5), (7, 7)) for p in parts)
 
 
-def test_given_scale_is_used() -> None:
-    inputs = draw_heads(6, 1, heads=4, kv_heads=2)
-    found = make_attention(softmax_scale=0.7)(*inputs)
-    expected = attend_with_mask(*(x[:, 0] for x in inputs), [0] * 6, 0.7)
-    torch.testing.assert_close(found[:, 0], expected, rtol=1e-5, atol=1e-6)
+def test_parameters_of_megatron_core_are_filled_in() -> None:
+    packed, _ = make_packed([0, 0])
+    assert packed.qkv_format == "thd" and (packed.max_seqlen_q, packed.max_seqlen_kv) == (5, 7)
+    assert packed.cu_seqlens_q.tolist() == [0, 5, 9] and packed.cu_seqlens_kv.tolist() == [0, 5, 12]
 
 
-def test_other_sequences_have_no_influence() -> None:
-    """Bitwise: what is packed before and after a sequence does not touch its output."""
-    query, key, value = (x.detach() for x in draw_heads(9, heads=4, kv_heads=2))
-    cu_seqlens = torch.tensor([0, 2, 6, 9], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-    alone = replace(packed, cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32))
-    attention = make_attention()
-    together = attention(query, key, value, packed_seq_params=packed)[2:6]
-    assert torch.equal(together, attention(query[2:6], key[2:6], value[2:6], packed_seq_params=alone))
-
-
-def test_dropout_mask_and_bias_are_refused() -> None:
+def test_dropout_mask_and_missing_positions_are_refused() -> None:
     with pytest.raises(AssertionError, match="dropout must be 0"):
         make_attention(attention_dropout=0.1)
-    inputs = draw_heads(2, 1, heads=4, kv_heads=2)
+    packed, positions = make_packed(None)
+    heads = draw_heads(len(positions))
     with pytest.raises(AssertionError, match="causal attention only"):
-        make_attention()(*inputs, attention_mask=torch.ones(2, 2, dtype=torch.bool))
+        make_attention()(*heads, attention_mask=torch.ones(2, 2, dtype=torch.bool), packed_seq_params=packed)
+    with pytest.raises(AssertionError, match="with positions only"):
+        make_attention()(*heads, packed_seq_params=PackedSeqParams(qkv_format="thd"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our Megatron models compute what transformers computes: logits at every position, on every layout.
 
-Ragged sequences are packed into several microbatches; the logits of the last stage are gathered over TP and compared
-with transformers run on one sequence after the other. Not covered: data parallelism (it does not touch a forward;
-tests/training/test_actor.py) and Transformer Engine (GPU).
+Ragged sequences are packed into several microbatches; the hidden states of the last stage times its output weight,
+gathered over TP, are compared with transformers run on one sequence after the other. Not covered: data parallelism
+(it does not touch a forward; tests/training/test_actor.py) and Transformer Engine (GPU).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from megatron_rl.config.schema import ActorConfig, ModelConfig
 from megatron_rl.data.batching import PackedSequence, build_train_batch
 from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
+from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.policy import Policy
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.families import Head, load_model_shape
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
 LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]
@@ -135,7 +136,7 @@ def collect_logits(
 
 
 def _run_policy(policy: Policy) -> list[torch.Tensor] | None:
-    """Run the pipeline; what the last stage returns is caught on its way to the scoring."""
+    """Run the pipeline; the hidden states of the last stage are caught on their way to the scoring."""
     sequences = [PackedSequence(tokens, 1, np.zeros(len(tokens) - 1, np.float32)) for tokens in draw_tokens(LENGTHS)]
     plan = plan_microbatches(LENGTHS, dp_size=1, max_tokens=32, count_multiple=policy.microbatch_count_multiple)
     batch = build_train_batch(
@@ -147,7 +148,11 @@ def _run_policy(policy: Policy) -> list[torch.Tensor] | None:
     policy.compute_logprobs(batch)
     if not policy.groups.is_last_stage:
         return None
-    local = torch.cat([logits[0] for logits in caught]).float()  # [t, v/tp]
+    hidden = [
+        gather_for_vocab_shards(x, sequence_parallel=policy.config.sequence_parallel, tp_group=policy.groups.tp)
+        for x in caught]  # [t, h] each
+    with torch.no_grad():
+        local = (torch.cat(hidden) @ policy.stages[-1].output_weight.t()).float()  # [t, v/tp]
     parts = [torch.empty_like(local) for _ in range(policy.groups.tp.size())]
     dist.all_gather(parts, local, group=policy.groups.tp)
     full = torch.cat(parts, -1)[:, :VOCAB_SIZE]
@@ -209,9 +214,9 @@ def test_bfloat16_is_as_good_as_transformers_bfloat16(name: str, references: dic
     assert all(errors[model] <= limits[model] for model in MODELS), (errors, limits)
 
 
-def _describe_parameters(rank: int, world_size: int, path: Path) -> dict[str, tuple[bool, bool]]:
+def _describe_parameters(rank: int, world_size: int, path: Path, head: Head) -> dict[str, tuple[bool, bool]]:
     groups = build_groups(ParallelLayout(world_size, tp_size=2))
-    shape = load_model_shape(path)
+    shape = load_model_shape(path, head)
     config = build_transformer_config(shape, groups.layout, dtype=torch.float32, sequence_parallel=True)
     stages = build_gpt_stages(shape, config, groups)
     return {
@@ -220,13 +225,18 @@ def _describe_parameters(rank: int, world_size: int, path: Path) -> dict[str, tu
     }
 
 
+@pytest.mark.parametrize("head", ["lm", "score"])
 @pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_parameters_tell_megatron_how_they_are_split(model: str, references: dict[str, Reference]) -> None:
-    """Matrices and QKV biases are shards; norms and routers are replicas with partial gradients under SP."""
-    for found in run_ranks(_describe_parameters, 2, references[model].path, timeout=60):
-        expected = {
-            name: (False, True) if "norm" in name or "router" in name else (True, False) for name in found}
+def test_parameters_tell_megatron_how_they_are_split(
+    model: str, head: str, references: dict[str, Reference]
+) -> None:
+    """Matrices and QKV biases are shards; norms, routers and score heads are replicas with partial gradients."""
+    for found in run_ranks(_describe_parameters, 2, references[model].path, head, timeout=60):
+        replicas = ("norm", "router", "score")
+        expected = {name: (False, True) if any(x in name for x in replicas) else (True, False) for name in found}
         assert found == expected
+        assert ("0.score.weight" in found) is (head == "score")
+        assert not (head == "score" and "0.output_layer.weight" in found)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what a machine without CUDA does")

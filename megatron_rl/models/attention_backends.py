@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention over the segments of a packed row: one call, the fastest backend that is here.
+
+A segment is a run of queries; its keys are its own rows, behind those of a prefix (a shared prompt) where it has one.
+So with n queries and k keys, query i sees keys 0 .. k - n + i: "causal, aligned at the bottom right". Keys and values
+are brought into that order by one gather when there are prefixes. Every backend computes exactly this:
+
+* flash-attn, torch-varlen: one kernel over all segments, CUDA with 16-bit types;
+* sdpa: one `scaled_dot_product_attention` per segment, everywhere. A segment without a prefix needs no mask; the
+  others share one [longest, keys] mask per microbatch, of which each takes a corner.
+
+No backend ever makes a [t, t] mask.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.data.prefix import SegmentKeys
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Who attends to whom in a packed row.
+
+    Attributes:
+        backend: name of the backend that they were prepared for.
+        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32, boundaries of queries and keys.
+        max_seqlen_q, max_seqlen_k: the longest of each.
+        key_index: [k] int64, rows whose keys and values are read, in order; None: all rows as they are.
+        lengths: queries and keys of each segment on the host (sdpa only).
+        mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes only).
+    """
+
+    backend: str
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_index: torch.Tensor | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    mask: torch.Tensor | None = None
+
+
+@cache
+def choose_attention_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Name of the backend for tensors of this kind: "flash-attn", "torch-varlen" or "sdpa"."""
+    is_fit = device.type == "cuda" and dtype in _KERNEL_DTYPES
+    if not is_fit or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return "sdpa"
+    if importlib.util.find_spec("flash_attn") is not None:
+        return "flash-attn"
+    return "torch-varlen" if _has_torch_varlen() else "sdpa"
+
+
+def _has_torch_varlen() -> bool:
+    """torch 2.10 brought `varlen_attn`; grouped queries and the scale came later."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10
+
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def build_segments(
+    cu_seqlens: torch.Tensor, max_seqlen: int, keys: SegmentKeys | None, dtype: torch.dtype, backend: str | None = None
+) -> Segments:
+    """Prepare the segments of a microbatch for a backend.
+
+    Args:
+        cu_seqlens: [num_segments + 1] int32.
+        max_seqlen: the longest segment.
+        keys: what each segment sees; None: itself.
+        dtype: of query, key and value.
+        backend: default: `choose_attention_backend`.
+    """
+    backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
+    cu_seqlens_k = cu_seqlens if keys is None else keys.cu_seqlens
+    segments = Segments(
+        backend, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen if keys is None else keys.max_seqlen,
+        None if keys is None else keys.index)
+    return _prepare_for_sdpa(segments, dtype) if backend == "sdpa" else segments
+
+
+def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
+    lengths = tuple(zip(
+        segments.cu_seqlens_q.diff().tolist(), segments.cu_seqlens_k.diff().tolist(), strict=True))
+    mask, behind_prefix = None, [(n, k - n) for n, k in lengths if k > n]
+    if behind_prefix:
+        rows, prefix = (max(sizes) for sizes in zip(*behind_prefix, strict=True))
+        # Row i sees the prefix and i + 1 own keys. Other sizes are a corner: fewer rows, and a prefix cut off its left.
+        hidden = torch.full((rows, prefix + rows), float("-inf"), dtype=dtype, device=segments.cu_seqlens_q.device)
+        mask = hidden.triu(prefix + 1)
+    return replace(segments, lengths=lengths, mask=mask)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Softmax attention of every segment.
+
+    Args:
+        query: [t, n, d]; key and value [t, ng, d], n a multiple of ng.
+        segments: of these t rows.
+        scale: factor of the scores.
+
+    Returns:
+        [t, n, d].
+    """
+    if segments.key_index is not None:
+        key, value = (x.index_select(0, segments.key_index) for x in (key, value))
+    return _BACKENDS[segments.backend](query, key, value, segments, scale)
+
+
+def _attend_flash_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func  # optional dependency
+
+    return flash_attn_varlen_func(
+        query, key, value, segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k,
+        softmax_scale=scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+def _attend_torch_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10
+
+    return varlen_attn(
+        query, key, value, segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k,
+        scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1])
+
+
+def _attend_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    num_queries, num_keys = zip(*segments.lengths, strict=True)
+    outputs = []
+    # One split, not slices: the gradient of a slice is as large as the whole row.
+    for q, k, v in zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True):
+        if len(q) == 0:
+            continue
+        outputs.append(F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)),  # [1, heads, s, d]
+            attn_mask=_cut_mask(segments.mask, len(q), len(k)), is_causal=len(q) == len(k), scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1])[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> torch.Tensor | None:
+    if num_queries == num_keys:
+        return None
+    left = mask.shape[1] - mask.shape[0] - (num_keys - num_queries)
+    return mask[:num_queries, left : left + num_keys]
+
+
+_BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+    "flash-attn": _attend_flash_attn, "torch-varlen": _attend_torch_varlen, "sdpa": _attend_sdpa}

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention must know of a microbatch; it travels through megatron-core's layers as their `packed_seq_params`.
+
+It is made once per microbatch and pipeline stage: positions are turned into rotary tables here, and all layers and
+recomputations read the same tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_rl.data.batching import MicrobatchSlice
+from megatron_rl.models.attention_backends import Segments, build_segments
+from megatron_rl.models.rotary import compute_rotary_table
+from megatron_rl.parallel.ulysses import shard_rows
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """megatron-core's parameters with positions and shared prompts.
+
+    Attributes:
+        segments: who attends to whom in the whole row, all context parallel shards together.
+        rotary_table: cosine and sine [t/cp, 1, d/2] of the rows of this rank's shard.
+    """
+
+    segments: Segments
+    rotary_table: tuple[torch.Tensor, torch.Tensor]
+
+
+def build_packed_sequences(
+    piece: MicrobatchSlice, position_ids: torch.Tensor, *, head_dim: int, rope_theta: float, dtype: torch.dtype,
+    cp_size: int = 1, cp_rank: int = 0,
+) -> PackedSequences:
+    """Describe a microbatch to the layers of a stage.
+
+    Args:
+        piece: its slice.
+        position_ids: [t] of the whole microbatch, whatever the shard.
+        head_dim, rope_theta: of the model.
+        dtype: of the activations.
+        cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
+    """
+    mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
+    segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype)
+    return PackedSequences(
+        qkv_format="thd", segments=segments,
+        cu_seqlens_q=segments.cu_seqlens_q, cu_seqlens_kv=segments.cu_seqlens_k,
+        max_seqlen_q=segments.max_seqlen_q, max_seqlen_kv=segments.max_seqlen_k,
+        rotary_table=compute_rotary_table(mine, head_dim=head_dim, theta=rope_theta, dtype=dtype))

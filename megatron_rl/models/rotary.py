@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding from explicit positions (RoFormer, arXiv 2104.09864, equation 34; halves, as in Llama).
+
+megatron-core rotates by the row inside of a packed sequence, and under context parallelism by its own zigzag cut.
+Here a token's position is given: that serves contiguous shards and responses behind a shared prompt alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def compute_rotary_table(
+    position_ids: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of every position's angles.
+
+    Args:
+        position_ids: [t] int64.
+        head_dim: d, even.
+        theta: base of the frequencies theta^(-2i/d).
+        dtype: of the result; angles are computed in float32, as transformers does.
+
+    Returns:
+        cosine and sine, [t, 1, d/2] each.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
+    angles = torch.outer(position_ids.float(), 1.0 / theta**exponents)[:, None]  # [t, 1, d/2]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (x_i, x_{i + d/2}) of [t, heads, d] by the angles of a `compute_rotary_table`."""
+    first, second = heads.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs and entropy straight from hidden states: the logits of a chunk of tokens exist at a time, never all.
+
+Forward loops over chunks of tokens and keeps four numbers per token; backward makes each chunk's logits again, turns
+them into their gradient in place and multiplies it away. Memory is `chunk_tokens * v/tp` instead of `t * v/tp`; the
+price is one more product with the output weight. TP ranks exchange four numbers per token, once, in forward;
+backward has no communication.
+
+Gradients: that of the weight is complete. That of the hidden states is this rank's part of the sum over the
+vocabulary; the region function that brought the hidden states to all TP ranks adds the parts up in its backward
+(`models/heads.py`): an all-reduce, or a reduce-scatter under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.parallel.vocab_parallel import (
+    VocabShard,
+    compute_logits_gradient,
+    compute_summary,
+    find_vocab_shard,
+    gather_summaries,
+    merge_summaries,
+)
+
+
+def compute_linear_logprobs_and_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of each distribution `softmax(hidden @ weight.T / temperature)`.
+
+    Collective over `tp_group`. Logits are products in the dtype of `hidden`; everything after them is float32
+    (float64 for float64). An output that enters no loss costs nothing in backward.
+
+    Args:
+        hidden: [t, h], the same on every rank of the group.
+        weight: [v/tp, h] this rank's rows of the (padded) output layer, same dtype.
+        targets: [t] int64 token ids, 0 <= id < vocab_size.
+        vocab_size: size without padding; rows at or beyond it get no probability and a gradient of zero.
+        temperature: divides the logits (the policy that was sampled from).
+        tp_group: the group over which the vocabulary is split evenly, in rank order.
+        chunk_tokens: tokens whose logits exist at once.
+
+    Returns:
+        logprobs [t] and entropy [t], the same bits on every rank of the group; differentiable with respect to
+        `hidden` (this rank's part of the sum over the vocabulary, see above) and `weight`.
+    """
+    shard = find_vocab_shard(vocab_size, len(weight), tp_group.rank())
+    return _LinearLogprobs.apply(hidden, weight, targets, shard, temperature, tp_group, chunk_tokens)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: VocabShard,
+        temperature: float, group: dist.ProcessGroup, chunk_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = weight[: shard.width]
+        summary = torch.cat([
+            compute_summary(_scale_logits(x, rows, temperature), y, shard)
+            for x, y in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        ], dim=1)
+        logprobs, entropy, lse = merge_summaries(gather_summaries(summary, group))
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        sum_over_chunks = _WeightGradient(weight, len(hidden) <= ctx.chunk_tokens) if ctx.needs_input_grad[1] else None
+        rows = weight[: ctx.shard.width]
+        for start in range(0, len(hidden), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            x = hidden[part]
+            # d/d logits = d/dz / temperature: the division is made on the [t] factors.
+            gradient = compute_logits_gradient(
+                _scale_logits(x, rows, ctx.temperature), targets[part], ctx.shard, lse=lse[part],
+                entropy=entropy[part], grad_logprobs=grad_logprobs[part] / ctx.temperature,
+                grad_entropy=None if grad_entropy is None else grad_entropy[part] / ctx.temperature,
+            ).to(hidden.dtype)
+            if hidden_gradient is not None:
+                torch.mm(gradient, rows, out=hidden_gradient[part])
+            if sum_over_chunks is not None:
+                sum_over_chunks.add(gradient, x)
+        weight_gradient = None if sum_over_chunks is None else sum_over_chunks.total.to(weight.dtype)
+        return hidden_gradient, weight_gradient, None, None, None, None, None
+
+
+class _WeightGradient:
+    """Sum over chunks of `gradient.T @ hidden`, in float32 where several chunks of a shorter type add up."""
+
+    def __init__(self, weight: torch.Tensor, is_single_chunk: bool) -> None:
+        dtype = weight.dtype if is_single_chunk else torch.promote_types(weight.dtype, torch.float32)
+        self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+    def add(self, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add one chunk: gradient [c, width], hidden [c, h]."""
+        rows = self.total[: gradient.shape[1]]
+        if rows.dtype == hidden.dtype:
+            rows.addmm_(gradient.t(), hidden)
+        else:
+            rows.add_(gradient.t() @ hidden)
+
+
+def _scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[c, h] and [width, h] -> [c, width] logits over the temperature, in a new tensor that may be overwritten."""
+    logits = hidden @ rows.t()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)

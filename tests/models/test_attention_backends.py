@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every attention backend against a softmax with an explicit mask, forward and backward.
+
+Segments are plain sequences and responses behind a shared prompt. On CPU there is one backend; the others need a GPU
+(marked), where they are compared with the same formula in float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.data.prefix import build_segment_keys
+from megatron_rl.models.attention_backends import Segments, attend, build_segments, choose_attention_backend
+
+HEAD_DIM = 16
+CPU = torch.device("cpu")
+NONE = (0, 0)
+# name -> lengths of the segments, and the [start, stop) of their prefixes
+LAYOUTS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
+    "one": ([7], [NONE]),
+    "ragged": ([1, 5, 3], [NONE] * 3),
+    "empty": ([4, 0, 1, 6], [NONE] * 4),
+    # Prompt of 4 with responses of 3, 5 and 1; a sequence of its own; prompt of 1 with responses of 2 and 6; padding.
+    "shared": ([7, 5, 1, 4, 3, 6, 2], [NONE, (0, 4), (0, 4), NONE, NONE, (17, 18), NONE]),
+    "long prefix": ([40, 2, 30], [NONE, (0, 37), (0, 37)]),
+}
+HEADS = [(4, 4), (4, 2), (6, 1)]
+GPU_BACKENDS = ["torch-varlen", "sdpa", *(["flash-attn"] if importlib.util.find_spec("flash_attn") else [])]
+
+
+def make_segments(
+    name: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, backend: str | None = None
+) -> Segments:
+    lengths, prefixes = LAYOUTS[name]
+    bounds = np.cumsum([0, *lengths])
+    return build_segments(
+        torch.from_numpy(bounds.astype(np.int32)).to(device), max(lengths),
+        build_segment_keys(bounds, prefixes, device), dtype, backend)
+
+
+def draw_inputs(name: str, heads: int, kv_heads: int) -> list[torch.Tensor]:
+    """Query, key and value [t, heads, d] float32."""
+    generator, t = torch.Generator().manual_seed(0), sum(LAYOUTS[name][0])
+    return [torch.randn(t, n, HEAD_DIM, generator=generator) for n in (heads, kv_heads, kv_heads)]
+
+
+def make_visible(name: str) -> torch.Tensor:
+    """[t, t] bool: which key a query sees, straight from the definition of a segment."""
+    lengths, prefixes = LAYOUTS[name]
+    visible, start = torch.zeros(sum(lengths), sum(lengths), dtype=torch.bool), 0
+    for n, (low, high) in zip(lengths, prefixes, strict=True):
+        visible[start : start + n, start : start + n] = torch.ones(n, n).tril()
+        visible[start : start + n, low:high] = True
+        start += n
+    return visible
+
+
+def attend_with_mask(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", probs, value)
+
+
+def run_backward(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of a fixed random direction, preceded by the output itself; float32 on the CPU."""
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [x.detach().float().cpu() for x in (output, *torch.autograd.grad(output, inputs, direction))]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_the_masked_softmax(name: str, heads: int, kv_heads: int) -> None:
+    """Forward and all gradients to 1e-5 of the largest value; grouped queries down to one KV head."""
+    inputs = [x.requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
+    found = run_backward(attend(*inputs, make_segments(name), 0.3), inputs)
+    expected = run_backward(attend_with_mask(*inputs, make_visible(name), 0.3), inputs)
+    for got, want in zip(found, expected, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_comparison_sees_a_wrong_prefix() -> None:
+    """One prompt token less changes the outputs a thousand times more than the tolerance."""
+    inputs = draw_inputs("shared", 4, 2)
+    visible = make_visible("shared")
+    visible[7:12, 3] = False
+    gap = attend(*inputs, make_segments("shared"), 0.3) - attend_with_mask(*inputs, visible, 0.3)
+    assert gap.abs().max() > 1e-2
+
+
+def test_other_segments_have_no_influence() -> None:
+    """Bitwise: what is packed before and after a sequence does not touch its output."""
+    query, key, value = draw_inputs("ragged", 4, 2)
+    alone = build_segments(torch.tensor([0, 5], dtype=torch.int32), 5, None, torch.float32)
+    together = attend(query, key, value, make_segments("ragged"), 0.3)[1:6]
+    assert torch.equal(together, attend(query[1:6], key[1:6], value[1:6], alone, 0.3))
+
+
+def test_mask_is_as_large_as_its_longest_segment() -> None:
+    """28 tokens: 6 rows and 4 + 6 columns; without prefixes there is none."""
+    assert make_segments("shared").mask.shape == (6, 10)
+    assert make_segments("ragged").mask is None and make_segments("ragged").key_index is None
+
+
+def test_cpu_has_one_backend() -> None:
+    assert choose_attention_backend(CPU, torch.float32) == choose_attention_backend(CPU, torch.bfloat16) == "sdpa"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("name", ["ragged", "shared", "long prefix"])
+def test_gpu_backends_equal_the_masked_softmax(name: str, heads: int, kv_heads: int, backend: str) -> None:
+    """bfloat16 keeps 8 bits: 2e-2 of the largest value."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    inputs = [x.to(device, dtype).requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
+    found = run_backward(attend(*inputs, make_segments(name, device, dtype, backend), 0.3), inputs)
+    exact = [x.detach().float().cpu().requires_grad_() for x in inputs]
+    expected = run_backward(attend_with_mask(*exact, make_visible(name), 0.3), exact)
+    for got, want in zip(found, expected, strict=True):
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max()
