@@ -108,3 +108,22 @@ class RolloutGroup:
     def group_size(self) -> int:
         """Number of responses."""
         return len(self.rollouts)
+
+
+@dataclass(frozen=True)
+class LossLedger:
+    """Global counts of one minibatch: what its loss must have divided by.
+
+    Attributes:
+        mode: `algorithm.loss_agg_mode`.
+        num_tokens: tokens in the loss.
+        num_sequences: responses, those without a token in the loss included.
+        denominator: what the sum over tokens (for seq-mean-token-mean: the sum of sequence means) is divided by.
+        weight_sum: sum of `loss_weights` over the tokens in the loss.
+    """
+
+    mode: str
+    num_tokens: int
+    num_sequences: int
+    denominator: float
+    weight_sum: float

@@ -22,8 +22,9 @@ from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
 from megatron_rl.training.actor import Actor
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weights.experts import split_huggingface_experts
-from megatron_rl.weights.families import load_model_shape, model_shape_from_config
+from megatron_rl.weights.families import Head, load_model_shape, model_shape_from_config
 from megatron_rl.weights.placement import box_slices
 from tiny_models import VOCAB_SIZE, draw_tokens
 
@@ -56,7 +57,7 @@ class Measured:
     """One run: two updates, on one minibatch twice or on two of them.
 
     Attributes:
-        before, after: [s - 1] logprobs of each rollout, all positions but the first, before and after.
+        before, after: logprobs of the response tokens of each rollout, before and after.
         metrics: of each update.
         weights: HF tensors after the first update.
         num_microbatches: on each DP rank.
@@ -83,8 +84,8 @@ def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10) -> Acto
         groups, path=path, temperature=case.temperature, seed=1, total_optimizer_steps=total_optimizer_steps)
 
 
-def build_batch(actor: Actor, case: Case, advantages: list[float] | None = None) -> TrainBatch:
-    """The batch of this rank, complete but for the old logprobs."""
+def build_batch(actor: PackedModel, case: Case, advantages: list[float] | None = None) -> TrainBatch:
+    """The batch of this rank for any role, complete but for the old logprobs, values and returns."""
     sequences = [
         PackedSequence(tokens, NUM_PROMPT_TOKENS, np.zeros(len(tokens) - NUM_PROMPT_TOKENS, np.float32))
         for tokens in draw_tokens(LENGTHS)
@@ -105,12 +106,17 @@ def build_batch(actor: Actor, case: Case, advantages: list[float] | None = None)
 
 
 def split_by_rollout(values: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
-    """[t] -> rollout -> [s - 1]: without padding and without each sequence's first position."""
+    """[t] -> rollout -> [tokens of the response]."""
     ids = sorted(set(batch.sequence_ids.tolist()) - {-1})
-    return {i: values[batch.sequence_ids == i][1:].clone() for i in ids}
+    return {i: values[(batch.sequence_ids == i) & batch.loss_mask].clone() for i in ids}
 
 
-def list_pieces(actor: Actor) -> list[Piece]:
+def cut_responses(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """[s - 1] of each rollout, from its second token on -> [tokens of the response]."""
+    return [x[NUM_PROMPT_TOKENS - 1 :] for x in values]
+
+
+def list_pieces(actor: PackedModel) -> list[Piece]:
     """This rank's weights in HF coordinates."""
     at = actor.groups.at
     rank = actor.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
@@ -146,13 +152,14 @@ def merge(ranks: list[dict[str, Any]], path: Path) -> Measured:
         assert found["metrics"] == first["metrics"] and found["version"] == 2
         assert found["num_microbatches"] == first["num_microbatches"]
     return Measured(
-        before=_merge_rollouts([(r["at"], r["before"]) for r in ranks]),
-        after=_merge_rollouts([(r["at"], r["after"]) for r in ranks]),
+        before=merge_rollouts([(r["at"], r["before"]) for r in ranks]),
+        after=merge_rollouts([(r["at"], r["after"]) for r in ranks]),
         metrics=first["metrics"], weights=merge_weights([r["pieces"] for r in ranks], path),
         num_microbatches=first["num_microbatches"])
 
 
-def _merge_rollouts(parts: list[tuple[Coordinates, dict[int, torch.Tensor]]]) -> list[torch.Tensor]:
+def merge_rollouts(parts: list[tuple[Coordinates, dict[int, torch.Tensor]]]) -> list[torch.Tensor]:
+    """Response tokens of every rollout from what all ranks have; the ranks of a replica must have the same bits."""
     by_replica: dict[int, dict[int, torch.Tensor]] = {}
     for at, values in parts:
         known = by_replica.setdefault(at.dp, values)
@@ -163,9 +170,9 @@ def _merge_rollouts(parts: list[tuple[Coordinates, dict[int, torch.Tensor]]]) ->
     return [merged[i] for i in range(len(LENGTHS))]
 
 
-def merge_weights(ranks: list[list[Piece]], path: Path) -> dict[str, torch.Tensor]:
+def merge_weights(ranks: list[list[Piece]], path: Path, head: Head = "lm") -> dict[str, torch.Tensor]:
     """Full HF tensors; every element is written, and by all of its owners with the same bits."""
-    shapes = load_model_shape(path).logical_tensors()
+    shapes = load_model_shape(path, head).logical_tensors()
     full = {name: torch.full(size, float("nan")) for name, size in shapes.items()}
     for pieces in ranks:
         for name, index, values in pieces:
@@ -207,7 +214,7 @@ def train_with_transformers(model: torch.nn.Module) -> Measured:
                 shape, {name: p.detach().clone() for name, p in model.named_parameters()})
     with torch.no_grad():
         after = [logprobs for logprobs, _ in score_with_transformers(model)]
-    return Measured(before, after, metrics, weights, num_microbatches=len(LENGTHS))
+    return Measured(cut_responses(before), cut_responses(after), metrics, weights, num_microbatches=len(LENGTHS))
 
 
 def _step_with_transformers(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -54,7 +55,7 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "qwen3_moe" (QK norm) or
             "mixtral"; the last two have four experts, two per token.
         rope_theta: base of the rotary positions.
-        **changes: further settings of the HF config.
+        **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """
     sizes = dict(
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8,
@@ -62,7 +63,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
     config = CONFIGS[family](**(sizes | _FAMILY_SIZES[family] | changes))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    auto_class = AutoModelForSequenceClassification if "num_labels" in changes else AutoModelForCausalLM
+    model = auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -4,6 +4,8 @@
 Loading streams: each rank reads just the boxes that its parameters hold; the extra host memory is one
 box. Writing collects one file's worth of logical tensors at a time on rank 0 and renames the finished
 directory into place, so that a half-written model is never mistaken for a whole one.
+
+A model with a score head (critic, reward model) is transformers' `*ForSequenceClassification` with one label.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.executor import Resharder
 from megatron_rl.resharding.planner import Shard, plan_rank
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.placement import Placement, box_slices, full_box
 
 _INDEX = "model.safetensors.index.json"
@@ -54,15 +57,19 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     return files
 
 
-def check_checkpoint(directory: str | Path, shape: ModelShape) -> None:
+def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
     """Compare names and shapes of the files with what the config promises; reads headers only.
 
+    Args:
+        may_lack: tensors that need not be there; `load_huggingface` then makes them zero (a new value head).
+
     Raises:
-        UserError: naming the first tensors that are missing or have another shape.
+        UserError: naming the first tensors that are missing or have another shape, or a head of another kind.
     """
     directory = Path(directory)
     files = index_safetensors(directory)
-    wrong = [f"{name} is missing" for name in shape.logical_tensors() if name not in files]
+    _check_head(directory, files, shape, may_lack)
+    wrong = [f"{name} is missing" for name in shape.logical_tensors() if name not in files and name not in may_lack]
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as handle:
             for name, expected in shape.logical_tensors().items():
@@ -74,9 +81,42 @@ def check_checkpoint(directory: str | Path, shape: ModelShape) -> None:
             expected="the tensors that config.json describes", hint="config.json and weights belong to two models")
 
 
+def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, may_lack: Collection[str]) -> None:
+    """Refuse a head of another kind, which would be left out silently, or whose absence would look like damage."""
+    family, source = FAMILIES[shape.family], str(directory)
+    if not shape.has_score_head:
+        if SCORE_HEAD in files:
+            raise UserError(
+                f"there is a {SCORE_HEAD}: this model scores and does not generate", source=source,
+                expected=f"a {family.architecture}", hint="a reward model or critic belongs to reward_model.path "
+                "or critic.path")
+        return
+    if SCORE_HEAD not in files:
+        if SCORE_HEAD not in may_lack:
+            raise UserError(
+                f"there is no {SCORE_HEAD}", source=source,
+                expected=f"a {family.scoring_architecture} with one label", hint="a language model gives no scores")
+        return
+    with safe_open(files[SCORE_HEAD], framework="pt") as handle:
+        size = list(handle.get_slice(SCORE_HEAD).get_shape())
+    if size != [1, shape.hidden_size]:
+        raise UserError(
+            f"{SCORE_HEAD} is {size}", source=source, expected=f"one label: [1, {shape.hidden_size}]",
+            hint="save the model with num_labels=1")
+    bias = SCORE_HEAD.replace("weight", "bias")
+    if bias in files:
+        with safe_open(files[bias], framework="pt") as handle:
+            value = handle.get_tensor(bias)
+        if value.any():
+            raise UserError(
+                f"{bias} is {value.tolist()}", source=source, expected=f"a {family.scoring_architecture}, without bias",
+                hint="this head has no bias; without it all scores would be shifted")
+
+
 @torch.no_grad()
 def load_huggingface(
-    directory: str | Path, placements: Iterable[Placement], params: Mapping[str, torch.Tensor]
+    directory: str | Path, placements: Iterable[Placement], params: Mapping[str, torch.Tensor],
+    *, may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
 
@@ -84,10 +124,13 @@ def load_huggingface(
         directory: HF model directory.
         placements: table of this rank.
         params: this rank's parameters by name.
+        may_lack: tensors that become zero when the checkpoint does not have them.
     """
     files = index_safetensors(Path(directory))
     by_file: dict[Path, list[Placement]] = {}
     for placement in placements:
+        if placement.hf_name in may_lack and placement.hf_name not in files:
+            continue
         by_file.setdefault(files[placement.hf_name], []).append(placement)
     for tensor in params.values():
         tensor.zero_()
@@ -110,6 +153,8 @@ def save_huggingface(
     max_file_bytes: int = 4 << 30,
 ) -> Path:
     """Write the model in HF format; collective over `group`, rank 0 writes.
+
+    A model with a score head becomes a `*ForSequenceClassification` with one label, whatever `side_files_from` is.
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
@@ -148,7 +193,7 @@ def save_huggingface(
         weight_map |= dict.fromkeys(batch, name)
     if rank == 0 and error is None:
         try:
-            _finish_directory(partial, directory, weight_map, len(batches), Path(side_files_from))
+            _finish_directory(partial, directory, shape, weight_map, len(batches), Path(side_files_from))
         except OSError as caught:
             error = caught
     raise_together(error, group)
@@ -185,13 +230,26 @@ def _collect(
 
 
 def _finish_directory(
-    partial: Path, directory: Path, weight_map: dict[str, str], num_files: int, side_files_from: Path
+    partial: Path, directory: Path, shape: ModelShape, weight_map: dict[str, str], num_files: int,
+    side_files_from: Path,
 ) -> None:
     if num_files > 1:
         (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
     for name in _SIDE_FILES:
         if (side_files_from / name).is_file():
             shutil.copy(side_files_from / name, partial / name)
+    if shape.has_score_head:
+        file = partial / "config.json"
+        config = make_scoring_config(json.loads(file.read_text()), shape)
+        file.write_text(json.dumps(config, indent=2) + "\n")
     if directory.exists():
         shutil.rmtree(directory)
     os.replace(partial, directory)
+
+
+def make_scoring_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """A language model's config.json -> that of the same model with one score (transformers counts `id2label`)."""
+    return config | {
+        "architectures": [FAMILIES[shape.family].scoring_architecture], "num_labels": 1,
+        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+    }

@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl settings that only have a meaning together, and what each combination means here.
 
-A group takes the settings of its names that were given and returns ours, plus notes. The rules
-follow what verl does with the combination: `kl_loss_coef` without `use_kl_loss` has no effect
-there, `filter_overlong_prompts` runs before `truncation`, `do_sample=False` overrules the
-validation temperature.
+A group takes the settings of its names that were given and returns ours, plus notes. The rules follow what verl
+does with the combination: `kl_loss_coef` counts with `use_kl_loss`, `filter_overlong_prompts` runs before
+`truncation`, `do_sample=False` overrules the validation temperature, and a micro batch counted in sequences holds
+at most that many of the longest ones. KL and losses are in `alias_kl.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from megatron_rl.config.sources import ASSUMED, Setting
+from megatron_rl.config.alias_kl import (
+    KL_NAMES,
+    LOSS_NAMES,
+    Combined,
+    Parts,
+    combine_kl,
+    combine_policy_loss,
+    describe,
+    note,
+    read_boolean,
+)
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.sources import Setting
 from megatron_rl.types import UserError
 
-Parts = dict[str, Setting]
-Combined = tuple[list[Setting], list[str]]
-
-_USE_KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
-_KL_LOSS_COEF = "actor_rollout_ref.actor.kl_loss_coef"
-_USE_KL_IN_REWARD = "algorithm.use_kl_in_reward"
-_KL_CTRL_COEF = "algorithm.kl_ctrl.kl_coef"
 _REWARD_PATH, _REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
 _TRUNCATION, _FILTER = "data.truncation", "data.filter_overlong_prompts"
 _DO_SAMPLE = "actor_rollout_ref.rollout.val_kwargs.do_sample"
 _VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
 _CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
-_VERL_KL_LOSS_COEF = 0.001
+_MODEL_REWARD, _MODEL_REWARD_PATH = "reward_model.enable", "reward_model.model.path"
+_RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
+_PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
 _VERL_REWARD_NAME = "compute_score"
 
 
@@ -37,52 +44,24 @@ class AliasGroup:
 
     Attributes:
         names: verl names.
-        meaning: what they become, for `--help`.
+        meaning: what they become, for `--help` and the table of names.
         combine: the rule.
+        reads: names that `combine` looks at as well, and that keep their own meaning.
+        targets: our setting of a name that means one, for flags without a value.
     """
 
     names: tuple[str, ...]
     meaning: str
     combine: Callable[[Parts], Combined]
-
-
-def _combine_kl(parts: Parts) -> Combined:
-    """KL in the loss is the only KL there is; verl's two switches decide which coefficient counts."""
-    use_loss, coef, ctrl = parts.get(_USE_KL_LOSS), parts.get(_KL_LOSS_COEF), parts.get(_KL_CTRL_COEF)
-    in_reward = parts.get(_USE_KL_IN_REWARD)
-    notes = []
-    if in_reward is not None:
-        if _boolean(in_reward):
-            raise UserError(
-                f"{_USE_KL_IN_REWARD} = true is not supported", source=in_reward.source,
-                expected="false: the KL term is in the loss", hint="set algorithm.kl_coef instead",
-            )
-        notes.append(_note(in_reward, "the KL term is in the loss"))
-    if ctrl is not None and not (use_loss or coef or in_reward):
-        notes.append(f"read as algorithm.kl_coef: {_describe(ctrl)}, the KL term is in the loss")
-        return [replace(ctrl, name="algorithm.kl_coef")], notes
-    if ctrl is not None:
-        notes.append(_note(ctrl, "it is the coefficient of a KL term in the reward"))
-    settings, more = _combine_kl_loss(use_loss, coef)
-    return settings, notes + more
-
-
-def _combine_kl_loss(use_loss: Setting | None, coef: Setting | None) -> Combined:
-    if use_loss is None:
-        return ([] if coef is None else [replace(coef, name="algorithm.kl_coef")]), []
-    if not _boolean(use_loss):
-        note = [] if coef is None else [_note(coef, f"{_USE_KL_LOSS} is false")]
-        return [replace(use_loss, name="algorithm.kl_coef", value=0.0)], note
-    if coef is not None:
-        return [replace(coef, name="algorithm.kl_coef")], []
-    note = f"assumed: {_KL_LOSS_COEF}={_VERL_KL_LOSS_COEF} unless algorithm.kl_coef is given, because of {_USE_KL_LOSS}"
-    return [replace(use_loss, name="algorithm.kl_coef", value=_VERL_KL_LOSS_COEF, layer=ASSUMED)], [note]
+    reads: tuple[str, ...] = ()
+    targets: Mapping[str, str] = field(default_factory=dict)
 
 
 def _combine_reward(parts: Parts) -> Combined:
     path, name = parts.get(_REWARD_PATH), parts.get(_REWARD_NAME)
     if path is None or path.value is None:
-        return [], [_note(setting, "no custom_reward_function.path is given") for setting in parts.values()]
+        given = [setting for setting in parts.values() if setting.value is not None]
+        return [], [note(setting, "no custom_reward_function.path is given") for setting in given]
     function = _VERL_REWARD_NAME if name is None else name.value
     for setting, value in ((path, path.value), (name, function)):
         if not isinstance(value, str):
@@ -95,15 +74,28 @@ def _combine_reward(parts: Parts) -> Combined:
     return [replace(latest, name="reward.function", value=f"{path.value}:{function}", text=None)], []
 
 
+def _combine_reward_model(parts: Parts) -> Combined:
+    enable, path = parts.get(_MODEL_REWARD), parts.get(_MODEL_REWARD_PATH)
+    if enable is None or not read_boolean(enable):
+        unused = path is not None and path.value is not None
+        return [], [note(path, f"{_MODEL_REWARD} is not true")] if unused else []
+    if path is None or path.value is None:
+        raise UserError(
+            f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}", source=enable.source,
+            expected="the directory of a reward model in HF format", hint=f"give {_MODEL_REWARD_PATH}",
+        )
+    components = replace(enable, name="reward.components", value=["1.0 model"], text=None, weak=True)
+    return [replace(path, name="reward_model.path"), components], []
+
+
 def _combine_overlong(parts: Parts) -> Combined:
     """Filtering runs before truncation, so with it no prompt is ever truncated or refused."""
     truncation, filtering = parts.get(_TRUNCATION), parts.get(_FILTER)
-    if filtering is not None and _boolean(filtering):
-        notes = [] if truncation is None else [_note(truncation, f"{_FILTER} drops long prompts first")]
+    if filtering is not None and read_boolean(filtering):
+        notes = [] if truncation is None else [note(truncation, f"{_FILTER} drops long prompts first")]
         return [replace(filtering, name="data.overlong_prompts", value="drop", text=None)], notes
-    notes = [] if filtering is None else [_note(filtering, "data.overlong_prompts decides")]
     if truncation is None:
-        return [], notes
+        return [], []
     policies = {"error": "error", "right": "truncate", "left": "truncate"}
     if truncation.value not in ("error", "left", "right"):
         raise UserError(
@@ -111,17 +103,18 @@ def _combine_overlong(parts: Parts) -> Combined:
             expected="error, left or right", hint="set data.overlong_prompts: error, truncate or drop",
         )
     policy = policies[truncation.value]
-    return [replace(truncation, name="data.overlong_prompts", value=policy, text=None)], notes
+    return [replace(truncation, name="data.overlong_prompts", value=policy, text=None)], []
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
     sampling, temperature = parts.get(_DO_SAMPLE), parts.get(_VAL_TEMPERATURE)
-    if sampling is not None and not _boolean(sampling):
-        notes = [] if temperature is None else [_note(temperature, f"{_DO_SAMPLE} is false")]
+    if sampling is not None and not read_boolean(sampling):
+        greedy = temperature is None or temperature.value == 0
+        notes = [] if greedy else [note(temperature, f"{_DO_SAMPLE} is false")]
         return [replace(sampling, name="rollout.validation_temperature", value=0.0, text=None)], notes
-    notes = [] if sampling is None else [_note(sampling, "rollout.validation_temperature decides")]
-    settings = [] if temperature is None else [replace(temperature, name="rollout.validation_temperature")]
-    return settings, notes
+    if temperature is None:
+        return [], [note(sampling, "rollout.validation_temperature decides")] if sampling is not None else []
+    return [replace(temperature, name="rollout.validation_temperature")], []
 
 
 def _combine_clip(parts: Parts) -> Combined:
@@ -130,27 +123,129 @@ def _combine_clip(parts: Parts) -> Combined:
     return [replace(ratio, name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high")], []
 
 
-def _boolean(setting: Setting) -> bool:
-    if isinstance(setting.value, bool):
-        return setting.value
-    raise UserError(
-        f"{setting.name} = {setting.value!r} is not accepted", source=setting.source,
-        expected="true or false", hint=f"write {setting.name}=true",
-    )
+def _combine_resume(parts: Parts) -> Combined:
+    mode, path = parts.get(_RESUME_MODE), parts.get(_RESUME_PATH)
+    is_given = path is not None and path.value not in (None, False)
+    if mode is not None and mode.value == "resume_path":
+        if not is_given:
+            raise UserError(f"{_RESUME_MODE} = 'resume_path' without {_RESUME_PATH}", source=mode.source,
+                            expected="the directory of a checkpoint", hint=f"give {_RESUME_PATH}")
+        return [replace(path, name="checkpoint.resume")], []
+    notes = [note(path, f"{_RESUME_MODE} is not 'resume_path'")] if is_given else []
+    if mode is None:
+        return [], notes
+    modes = {"auto": "auto", "disable": "never"}
+    if mode.value not in modes:
+        raise UserError(f"{_RESUME_MODE} = {mode.value!r} is not known", source=mode.source,
+                        expected="auto, disable or resume_path", hint="set checkpoint.resume instead, see --help")
+    return [replace(mode, name="checkpoint.resume", value=modes[mode.value], text=None)], notes
 
 
-def _describe(setting: Setting) -> str:
-    return f"{setting.name}={setting.value!r} ({setting.source})"
+def _budget_group(prefix: str, role: str) -> AliasGroup:
+    """The token budget of a role: given in tokens, or as a number of sequences."""
+    tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
+    sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
+
+    def combine(parts: Parts) -> Combined:
+        given = {name: parts[name] for name in (tokens, sequences) if name in parts and parts[name].value is not None}
+        is_dynamic = dynamic in parts and read_boolean(parts[dynamic])
+        if sequences not in given or (is_dynamic and tokens in given):
+            notes = [note(given[sequences], f"{dynamic} is true")] if sequences in given else []
+            return ([replace(given[tokens], name=target)] if tokens in given else []), notes
+        count = given[sequences]
+        lengths = [parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2])
+                   for name in (_PROMPT, _RESPONSE)]
+        if not all(isinstance(number, int) and number > 0 for number in (count.value, *lengths)):
+            raise UserError(
+                f"{sequences} = {count.value!r} with {_PROMPT} = {lengths[0]!r} and {_RESPONSE} = {lengths[1]!r}",
+                source=count.source, expected="integers of 1 or more", hint=f"set {target} instead")
+        budget = count.value * sum(lengths)
+        notes = [f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
+                 f"{describe(count)} of the longest sequences"]
+        if tokens in given:
+            notes.append(note(given[tokens], f"{dynamic} is not true"))
+        return [replace(count, name=target, value=budget, text=None, weak=True)], notes
+
+    return AliasGroup(
+        (tokens, dynamic, sequences),
+        f"{target}: the number of tokens, or that of sequences times the longest prompt and response",
+        combine, reads=(_PROMPT, _RESPONSE))
 
 
-def _note(setting: Setting, reason: str) -> str:
-    return f"ignored: {_describe(setting)}, {reason}"
+def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
+    """verl switches it on whatever the TP size; without TP it has no meaning."""
+    name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
+    sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
+
+    def combine(parts: Parts) -> Combined:
+        given = parts[name]
+        size = max((parts[size] for size in sizes if size in parts), key=lambda part: part.layer, default=None)
+        if read_boolean(given) and (size is None or size.value == 1):
+            return [], [note(given, "there is one tensor parallel rank")]
+        return [replace(given, name=target)], []
+
+    return AliasGroup((name,), f"{target}, where there is tensor parallelism", combine, reads=sizes,
+                      targets={name: target})
 
 
+def _betas_group(prefix: str, role: str) -> AliasGroup:
+    name = f"{prefix}.optim.betas"
+
+    def combine(parts: Parts) -> Combined:
+        given = parts[name]
+        if not isinstance(given.value, list) or len(given.value) != 2:
+            raise UserError(f"{name} = {given.value!r}", source=given.source, expected="two numbers",
+                            hint=f"set {role}.adam_beta1 and {role}.adam_beta2")
+        return [replace(given, name=f"{role}.adam_beta{i}", value=beta, text=None)
+                for i, beta in enumerate(given.value, start=1)], []
+
+    return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
+
+
+def _overlong_buffer_group(prefix: str) -> AliasGroup:
+    """DAPO's soft overlong punishment; recipes and the current version keep it in different places."""
+    enable, length, penalty, log = (f"{prefix}.{leaf}" for leaf in ("enable", "len", "penalty_factor", "log"))
+
+    def combine(parts: Parts) -> Combined:
+        logs = [note(parts[log], "the reward lost is always logged")] if log in parts else []
+        if enable not in parts or not read_boolean(parts[enable]):
+            unused = [parts[name] for name in (length, penalty) if name in parts]
+            return [], [note(setting, f"{enable} is not true") for setting in unused] + logs
+        targets = {length: "reward.overlong_buffer_length", penalty: "reward.overlong_penalty"}
+        if length not in parts:
+            raise UserError(f"{enable} = true without {length}", source=parts[enable].source,
+                            expected="the tokens before max_response_length that are punished", hint=f"give {length}")
+        return [replace(parts[name], name=target) for name, target in targets.items() if name in parts], logs
+
+    return AliasGroup((enable, length, penalty, log), "reward.overlong_buffer_length and reward.overlong_penalty",
+                      combine)
+
+
+_ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
-    AliasGroup((_USE_KL_LOSS, _KL_LOSS_COEF, _USE_KL_IN_REWARD, _KL_CTRL_COEF), "algorithm.kl_coef", _combine_kl),
+    AliasGroup(KL_NAMES, "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target and kl_horizon", combine_kl),
+    AliasGroup(LOSS_NAMES, "algorithm.policy_loss and algorithm.dual_clip", combine_policy_loss),
+    AliasGroup((_CLIP_RATIO,), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_clip),
     AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
+    AliasGroup((_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'",
+               _combine_reward_model),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
-    AliasGroup((_CLIP_RATIO,), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_clip),
+    AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),
+    *(_overlong_buffer_group(f"reward_model.{place}")
+      for place in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")),
+    *(_budget_group(prefix, role) for prefix, role in _ROLES),
+    *(_betas_group(prefix, role) for prefix, role in _ROLES),
+    *(_sequence_parallel_group(prefix, role) for prefix, role in (*_ROLES, ("reward_model", "reward_model"))),
 )
+
+
+def own_name(name: str) -> str | None:
+    """Our setting of a name in a group that means exactly one, else None."""
+    return next((group.targets[name] for group in GROUPS if name in group.targets), None)
+
+
+def take_parts(group: AliasGroup, latest: dict[str, Setting]) -> Parts:
+    """Take the group's settings out of `latest`, with those it reads; empty if none was given."""
+    parts = {name: latest.pop(name) for name in group.names if name in latest}
+    return parts and parts | {name: latest[name] for name in group.reads if name in latest}

@@ -1,178 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that verl users know, and what they mean here.
+"""Turn the names that verl users know into ours.
 
-One table: a verl name is `Renamed` to a setting of ours (with a value table where the values are
-called differently), `Ignored` with the reason, or accepted `Only` with the values that mean what
-this program does anyway. Names whose meaning depends on each other (`use_kl_loss` and
-`kl_loss_coef`, ...) are read together in `alias_groups.py`. Invariant: nothing is dropped silently;
-whatever has no effect comes back as a note, and whatever would change the result is an error.
+The tables are in `alias_tables.py` (one name at a time) and `alias_groups.py` (names that are read together);
+`docs/verl_keys.md` is made from both. Invariant: nothing is dropped silently; whatever has no effect comes back as a
+note, and whatever would change the result is an error.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.config.alias_groups import GROUPS
+from megatron_rl.config.alias_groups import GROUPS, own_name, take_parts
+from megatron_rl.config.alias_kl import describe, note
+from megatron_rl.config.alias_tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting
 from megatron_rl.types import UserError
 
+__all__ = ["ALIASES", "GROUPS", "PATTERNS", "Ignored", "Only", "Renamed", "SameAs", "alias_names", "alias_target",
+           "find_ranks", "translate"]
 
-@dataclass(frozen=True)
-class Renamed:
-    """Another name for `target`. `values` maps (verl value, our value); with `closed`, no other value is known."""
-
-    target: str
-    values: tuple[tuple[Any, Any], ...] = ()
-    closed: bool = False
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """A name without a meaning here, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Only:
-    """A name that is accepted with the values that change nothing here, and why."""
-
-    allowed: tuple[Any, ...]
-    reason: str
-
-
-Alias = Renamed | Ignored | Only
-
-_OFF = ((-1, 0),)
-_RUNS = "torchrun decides the number of ranks"
-_BUDGET = "actor.max_tokens_per_microbatch bounds every forward pass"
-_PACKED = "sequences are always packed"
-_TRACKING = "metrics go to metrics.jsonl and TensorBoard"
-_GRPO = "GRPO does not use it"
-_REFERENCE = "the reference model has the layout of the actor"
-_OFFLOAD = "offloading is not supported"
-_KL_TYPES = (("low_var_kl", "k3"), ("k3", "k3"), ("kl", "k1"), ("k1", "k1"), ("mse", "k2"), ("k2", "k2"))
-_AGGREGATIONS = (
-    ("token-mean", "token-mean"), ("seq-mean-token-mean", "seq-mean-token-mean"),
-    ("seq-mean-token-sum", "seq-mean-token-sum"), ("seq-mean-token-sum-norm", "constant"),
-)
-_LAYOUT_LEAVES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
-)
-
-_ACTOR: dict[str, Alias] = {
-    "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
-    "ppo_epochs": Renamed("actor.ppo_epochs"),
-    "ppo_max_token_len_per_gpu": Renamed("actor.max_tokens_per_microbatch"),
-    "grad_clip": Renamed("actor.clip_grad"),
-    "entropy_coeff": Renamed("algorithm.entropy_coef"),
-    "kl_loss_type": Renamed("algorithm.kl_type", _KL_TYPES, closed=True),
-    "loss_agg_mode": Renamed("algorithm.loss_agg_mode", _AGGREGATIONS, closed=True),
-    "clip_ratio_low": Renamed("algorithm.clip_eps_low"),
-    "clip_ratio_high": Renamed("algorithm.clip_eps_high"),
-    "clip_ratio_c": Ignored("there is no dual clipping; the loss of negative advantages has no second bound"),
-    "optim.lr": Renamed("actor.lr"),
-    "optim.min_lr": Renamed("actor.min_lr"),
-    "optim.lr_warmup_steps": Renamed("actor.lr_warmup_steps", _OFF),
-    "optim.lr_warmup_steps_ratio": Only((0,), "give the warm-up in steps: actor.lr_warmup_steps"),
-    "optim.lr_decay_style": Renamed("actor.lr_decay_style"),
-    "optim.lr_scheduler_type": Renamed("actor.lr_decay_style"),
-    "optim.warmup_style": Renamed("actor.lr_decay_style"),
-    "optim.weight_decay": Renamed("actor.weight_decay"),
-    "optim.clip_grad": Renamed("actor.clip_grad"),
-    "optim.total_training_steps": Ignored("it follows from the batch plan"),
-    "strategy": Ignored("the actor always runs on megatron-core"),
-    "ppo_micro_batch_size": Ignored(_BUDGET),
-    "ppo_micro_batch_size_per_gpu": Ignored(_BUDGET),
-    "use_dynamic_bsz": Ignored(_BUDGET),
-    "ulysses_sequence_parallel_size": Renamed("actor.context_parallel_size"),
-    "use_torch_compile": Ignored("the actor is not compiled"),
-    "fsdp_config.param_offload": Only((False,), _OFFLOAD),
-    "fsdp_config.optimizer_offload": Only((False,), _OFFLOAD),
-    "megatron.param_offload": Only((False,), _OFFLOAD),
-    "megatron.grad_offload": Only((False,), _OFFLOAD),
-    "megatron.optimizer_offload": Only((False,), _OFFLOAD),
-    "megatron.use_distributed_optimizer": Renamed("actor.use_distributed_optimizer"),
-    "megatron.use_mbridge": Ignored("weights are converted by this package"),
-    "megatron.seed": Renamed("trainer.seed"),
-} | {f"megatron.{leaf}": Renamed(f"actor.{leaf}") for leaf in _LAYOUT_LEAVES}
-
-_ROLLOUT: dict[str, Alias] = {
-    leaf: Renamed(f"rollout.{leaf}") for leaf in (
-        "n", "temperature", "top_p", "top_k", "tensor_model_parallel_size", "gpu_memory_utilization",
-        "enforce_eager", "max_num_seqs",
-    )
-} | {
-    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("hf", "hf")), closed=True),
-    "mode": Ignored("rollout and training alternate in one program"),
-    "val_kwargs.n": Only((1,), "one response per validation prompt"),
-    "val_kwargs.top_p": Only((1.0,), "validation samples from the full softmax"),
-    "val_kwargs.top_k": Only((-1,), "validation samples from the full softmax"),
-    "dtype": Ignored("the engine takes model.dtype"),
-    "load_format": Ignored("the engine takes the weights of the actor"),
-    "free_cache_engine": Ignored("the engine decides"),
-    "disable_log_stats": Ignored("the engine decides"),
-    "enable_chunked_prefill": Ignored("the engine decides"),
-    "max_num_batched_tokens": Ignored("the engine decides"),
-    "log_prob_micro_batch_size": Ignored(_BUDGET),
-    "log_prob_micro_batch_size_per_gpu": Ignored(_BUDGET),
-    "log_prob_max_token_len_per_gpu": Ignored(_BUDGET),
-    "log_prob_use_dynamic_bsz": Ignored(_BUDGET),
-}
-
-_REF: dict[str, Alias] = {
-    "model.path": Renamed("reference.path"),
-    "strategy": Ignored("the reference model always runs on megatron-core"),
-    "log_prob_micro_batch_size": Ignored(_BUDGET),
-    "log_prob_micro_batch_size_per_gpu": Ignored(_BUDGET),
-    "log_prob_max_token_len_per_gpu": Ignored(_BUDGET),
-    "log_prob_use_dynamic_bsz": Ignored(_BUDGET),
-    "fsdp_config.param_offload": Only((False,), _OFFLOAD),
-    "megatron.param_offload": Only((False,), _OFFLOAD),
-} | {f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in _LAYOUT_LEAVES}
-
-ALIASES: Mapping[str, Alias] = {
-    "actor_rollout_ref.model.path": Renamed("model.path"),
-    "actor_rollout_ref.model.use_remove_padding": Ignored(_PACKED),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": Renamed(
-        "actor.recompute_granularity", ((True, "full"), (False, "none")), closed=True),
-    "actor_rollout_ref.model.trust_remote_code": Only((False,), "code of a model directory is never run"),
-    "actor_rollout_ref.hybrid_engine": Only((True,), "training and rollout share the ranks"),
-    **{f"actor_rollout_ref.actor.{name}": alias for name, alias in _ACTOR.items()},
-    **{f"actor_rollout_ref.rollout.{name}": alias for name, alias in _ROLLOUT.items()},
-    **{f"actor_rollout_ref.ref.{name}": alias for name, alias in _REF.items()},
-    "data.val_files": Renamed("data.validation_files"),
-    "data.val_batch_size": Renamed("data.validation_batch_size"),
-    "data.tokenizer": Renamed("model.tokenizer"),
-    "data.seed": Renamed("trainer.seed"),
-    "data.return_raw_chat": Ignored("the chat template is applied when the prompts are read"),
-    "data.reward_fn_key": Only(("data_source",), "rewards are chosen by the column data_source"),
-    "algorithm.norm_adv_by_std_in_grpo": Renamed("algorithm.norm_adv_by_std"),
-    "algorithm.gamma": Ignored(_GRPO),
-    "algorithm.lam": Ignored(_GRPO),
-    "algorithm.kl_penalty": Ignored("the KL term is in the loss, not in the reward"),
-    "algorithm.kl_ctrl.type": Only(("fixed",), "the KL coefficient is constant"),
-    "trainer.total_training_steps": Renamed("trainer.total_steps"),
-    "trainer.test_freq": Renamed("trainer.test_freq", _OFF),
-    "trainer.save_freq": Renamed("trainer.save_freq", _OFF),
-    "trainer.default_local_dir": Renamed("trainer.run_dir"),
-    "trainer.critic_warmup": Only((0,), "there is no critic yet"),
-    "trainer.val_only": Only((False,), "this program trains"),
-    "trainer.resume_mode": Only(("disable",), "resuming is not supported yet"),
-    "trainer.nnodes": Ignored(_RUNS),
-    "trainer.n_gpus_per_node": Ignored(_RUNS),
-    "trainer.device": Ignored("the device is found at start"),
-    "trainer.balance_batch": Ignored("batches are always balanced over the DP ranks"),
-    "trainer.project_name": Ignored("the run directory names the run"),
-    "trainer.experiment_name": Ignored("the run directory names the run"),
-    "trainer.logger": Ignored(_TRACKING),
-    "trainer.log_val_generations": Ignored("trainer.log_rollouts decides"),
-    "reward_model.enable": Only((False,), "rewards come from a rule or a function"),
-}
+# Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
+_NOTHING = ("???", {})
 
 
 def alias_names() -> list[str]:
@@ -183,7 +36,15 @@ def alias_names() -> list[str]:
 def alias_target(name: str) -> str | None:
     """Our name of a verl name that is simply renamed, else None."""
     alias = ALIASES.get(name)
-    return alias.target if isinstance(alias, Renamed) else None
+    return alias.target if isinstance(alias, Renamed) else own_name(name)
+
+
+def find_ranks(settings: Sequence[Setting]) -> int | None:
+    """The ranks that a verl recipe asks for, `trainer.nnodes * trainer.n_gpus_per_node`, or None."""
+    values = {setting.name: setting.value for setting in settings}
+    nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
+    counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
+    return nodes * gpus if counted else None
 
 
 def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> tuple[list[Setting], list[str]]:
@@ -202,49 +63,115 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
     latest: dict[str, Setting] = {}
     for setting in settings:
         latest.pop(setting.name, None)  # the later one also takes the later place
-        latest[setting.name] = setting
+        if setting.value not in _NOTHING:
+            latest[setting.name] = replace(setting, value=_expand_home(setting.value))
     translated: list[Setting] = []
     notes: list[str] = []
     for group in GROUPS:
-        parts = {name: latest.pop(name) for name in group.names if name in latest}
+        parts = take_parts(group, latest)
         if parts:
             more, more_notes = group.combine(parts)
             translated += more
             notes += more_notes
+    repeated: list[tuple[Setting, SameAs]] = []
+    below: dict[str, list[Setting]] = {}
     for setting in latest.values():
         alias = ALIASES.get(setting.name)
         if isinstance(alias, Renamed):
-            translated.append(_rename(setting, alias))
-        elif isinstance(alias, Ignored | Only):
-            notes.append(_ignore(setting, alias))
+            translated += _rename(setting, alias, fields)
+        elif isinstance(alias, SameAs):
+            repeated.append((setting, alias))
+        elif alias is not None:
+            notes += _ignore(setting, alias)
         elif setting.name in fields:
             translated.append(setting)
         else:
-            raise unknown_key_error(setting.name, setting.source, fields, alias_names())
-    return translated, notes
+            pattern = _find_pattern(setting, fields)
+            if setting.value is not None:
+                below.setdefault(pattern, []).append(setting)
+    notes += [text for setting, alias in repeated for text in _compare(setting, alias, translated)]
+    notes += [_ignore_all(pattern, members) for pattern, members in below.items()]
+    return translated, _find_contradictions(translated) + notes
 
 
-def _rename(setting: Setting, alias: Renamed) -> Setting:
+def _expand_home(value: Any) -> Any:
+    """`~/data` names a file of the user's in verl's recipes."""
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -> list[Setting]:
     for theirs, ours in alias.values:
         if _same(setting.value, theirs):
-            return replace(setting, name=alias.target, value=ours, text=None)
+            return [replace(setting, name=alias.target, value=ours, text=None)]
+    if setting.value is None and setting.name != alias.target and not fields[alias.target].accepts_none:
+        return []  # verl's "not given"
     if alias.closed:
         known = ", ".join(repr(theirs) for theirs, _ in alias.values)
         raise UserError(
             f"{setting.name} = {setting.value!r} is not known", source=setting.source,
             expected=f"one of {known} (read as {alias.target})", hint=f"set {alias.target} instead, see --help",
         )
-    return replace(setting, name=alias.target)
+    return [replace(setting, name=alias.target)]
 
 
-def _ignore(setting: Setting, alias: Ignored | Only) -> str:
-    if isinstance(alias, Only) and not any(_same(setting.value, allowed) for allowed in alias.allowed):
-        accepted = " or ".join(repr(allowed) for allowed in alias.allowed)
-        raise UserError(
-            f"{setting.name} = {setting.value!r} is not supported", source=setting.source,
-            expected=f"{accepted}: {alias.reason}", hint=f"remove {setting.name}",
-        )
-    return f"ignored: {setting.name}={setting.value!r} ({setting.source}), {alias.reason}"
+def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
+    if setting.value is None:
+        return []
+    if isinstance(alias, Ignored):
+        return [note(setting, alias.reason)]
+    if any(_same(setting.value, allowed) for allowed in alias.allowed):
+        return []
+    accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))
+    raise UserError(
+        f"{setting.name} = {setting.value!r} is not supported", source=setting.source,
+        expected=f"{accepted}: {alias.reason}", hint=f"remove {setting.name}",
+    )
+
+
+def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> list[str]:
+    """Accept a repetition; refuse a contradiction."""
+    value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
+    strongest = max((other for other in translated if other.name == alias.target),
+                    key=lambda other: (other.layer, not other.weak), default=None)
+    if value is None or (strongest is not None and _same(value, strongest.value)):
+        return []
+    if strongest is None or strongest.layer != setting.layer:
+        return [note(setting, f"{alias.target} decides")]
+    raise UserError(
+        f"{setting.name} = {setting.value!r}, but {describe(strongest)}", source=setting.source,
+        expected=f"the value of {alias.target}: both mean the same here", hint=f"remove {setting.name}",
+    )
+
+
+def _find_pattern(setting: Setting, fields: Mapping[str, FieldInfo]) -> str:
+    for pattern in PATTERNS:
+        if fnmatchcase(setting.name, pattern):
+            return pattern
+    raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+
+
+def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
+    if len(members) == 1:
+        return note(members[0], PATTERNS[pattern].reason)
+    return f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {PATTERNS[pattern].reason}"
+
+
+def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
+    """GAE needs a critic; groups of responses and a critic that is switched off speak for a run without one."""
+    values = {setting.name: setting for setting in translated}
+    estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
+    if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
+        return []
+    if critic is not None and critic.value is False:
+        sign = f"{describe(critic)} switches it off"
+    elif n is not None and isinstance(n.value, int) and n.value > 1:
+        sign = f"{describe(n)} asks for groups, as runs without a critic do"
+    else:
+        return []
+    return [f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
+            "run without a critic, or critic.enable=true to train one (the default with gae)"]
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
+GROUP_RELATIVE_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
@@ -83,9 +85,10 @@ class BatchPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        check_actor_ranks(cfg, world_size)
+        for section in _sections_in_use(cfg):
+            check_ranks(cfg, world_size, section)
+            check_longest_sequence(cfg, section)
         _check_engine_ranks(cfg, world_size)
-        check_longest_sequence(cfg)
         _check_batches(cfg, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
@@ -181,19 +184,25 @@ def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def check_actor_ranks(cfg: RunConfig, world_size: int) -> None:
-    """Refuse a world size that the actor's layout does not divide (UserError)."""
-    actor = cfg.actor
-    sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.context_parallel_size)
+def _sections_in_use(cfg: RunConfig) -> list[str]:
+    """The roles with a layout of their own."""
+    has_critic = cfg.critic.enable or (cfg.critic.enable is None and cfg.algorithm.adv_estimator == "gae")
+    return ["actor", *(["critic"] if has_critic else []), *(["reward_model"] if cfg.reward_model.path else [])]
+
+
+def check_ranks(cfg: RunConfig, world_size: int, section: str = "actor") -> None:
+    """Refuse a world size that the layout of a role does not divide (UserError)."""
+    role = getattr(cfg, section)
+    sizes = (role.tensor_model_parallel_size, role.pipeline_model_parallel_size, role.context_parallel_size)
     model_size = math.prod(sizes)
     if world_size % model_size:
         tp_size, pp_size, cp_size = sizes
         raise UserError(
             f"world_size {world_size} is no multiple of tp * pp * cp = {tp_size} * {pp_size} * {cp_size} = "
             f"{model_size}",
-            source="world size (torchrun) and the actor's layout",
+            source=f"world size (torchrun) and the layout of the section {section}",
             expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
-            hint="change --nproc-per-node, or actor.tensor_model_parallel_size and its neighbours",
+            hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbours",
         )
 
 
@@ -220,9 +229,9 @@ def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
             f"{_either(_nearest_multiples(batch, mini))}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
-    if cfg.algorithm.adv_estimator == "grpo" and cfg.rollout.n == 1:
+    if cfg.algorithm.adv_estimator in GROUP_RELATIVE_ESTIMATORS and cfg.rollout.n == 1:
         raise UserError(
-            "rollout.n = 1 with algorithm.adv_estimator = 'grpo': every advantage would be 0",
+            f"rollout.n = 1 with algorithm.adv_estimator = {cfg.algorithm.adv_estimator!r}: every advantage would be 0",
             source="rollout.n", expected="2 responses per prompt or more",
             hint="set rollout.n=8; the other responses of the group are the baseline",
         )
@@ -235,17 +244,17 @@ def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
         )
 
 
-def check_longest_sequence(cfg: RunConfig) -> None:
-    """Refuse a token budget that the longest sequence does not fit into (UserError)."""
-    data, actor = cfg.data, cfg.actor
+def check_longest_sequence(cfg: RunConfig, section: str = "actor") -> None:
+    """Refuse a role's token budget that the longest sequence does not fit into (UserError)."""
+    data, budget = cfg.data, getattr(cfg, section).max_tokens_per_microbatch
     longest = data.max_prompt_length + data.max_response_length
-    if longest > actor.max_tokens_per_microbatch:
+    if longest > budget:
+        name = f"{section}.max_tokens_per_microbatch"
         raise UserError(
             f"the longest sequence, max_prompt_length {data.max_prompt_length} + max_response_length "
-            f"{data.max_response_length} = {longest} tokens, does not fit into actor.max_tokens_per_microbatch "
-            f"{actor.max_tokens_per_microbatch}",
-            source="actor.max_tokens_per_microbatch", expected=f"{longest} tokens or more",
-            hint=f"set actor.max_tokens_per_microbatch={longest}, or shorten prompts or responses",
+            f"{data.max_response_length} = {longest} tokens, does not fit into {name} {budget}",
+            source=name, expected=f"{longest} tokens or more",
+            hint=f"set {name}={longest}, or shorten prompts or responses",
         )
 
 

@@ -16,27 +16,40 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
-ADV_ESTIMATORS = ("grpo",)
 ROLLOUT_ENGINES = ("vllm", "hf")
+
+_LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
+_LAYOUT_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "max_tokens_per_microbatch", "logprob_chunk_tokens",
+)
+_OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
+_TRAINED = ("actor", "critic")
 
 _AT_LEAST_ONE = (
     "data.train_batch_size", "data.validation_batch_size", "data.validation_limit", "data.max_prompt_length",
-    "data.max_response_length", "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size",
-    "actor.virtual_pipeline_model_parallel_size", "actor.context_parallel_size",
-    "actor.expert_model_parallel_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
-    "actor.max_tokens_per_microbatch", "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs",
+    "data.max_response_length", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
+    "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs", "rollout.validation_n",
+    "reward.service_batch_size", "reward.service_concurrency", "algorithm.max_sampling_rounds",
     "trainer.total_steps", "trainer.total_epochs", "observability.console_every",
+    *(f"{section}.{leaf}" for section in _LAYOUT_SECTIONS for leaf in _LAYOUT_SIZES),
 )
 _POSITIVE = (
-    "actor.adam_eps", "rollout.temperature", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization",
-    "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high", "trainer.timeout_minutes",
+    "rollout.temperature", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "reward.timeout_seconds",
+    "reward.service_timeout_seconds", "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high",
+    "algorithm.kl_target", "algorithm.kl_horizon", "algorithm.importance_high", "algorithm.reject_sequence_above",
+    "critic.value_clip", "trainer.timeout_minutes", *(f"{section}.adam_eps" for section in _TRAINED),
 )
 _NOT_NEGATIVE = (
-    "actor.lr", "actor.min_lr", "actor.lr_warmup_steps", "actor.weight_decay", "actor.adam_beta1",
-    "actor.adam_beta2", "actor.clip_grad", "rollout.validation_temperature", "algorithm.kl_coef",
-    "algorithm.entropy_coef", "trainer.test_freq", "trainer.save_freq", "trainer.seed",
+    "rollout.validation_temperature", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_coef",
+    "algorithm.entropy_coef", "algorithm.importance_low", "reward.workers", "reward.service_retries",
+    "reward.service_backoff_seconds", "reward.overlong_buffer_length", "reward.overlong_penalty",
+    "trainer.test_freq", "trainer.save_freq", "trainer.seed", "trainer.critic_warmup",
+    *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
-_BELOW_ONE = ("actor.adam_beta1", "actor.adam_beta2", "algorithm.clip_eps_low")
+_AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda")
+_BELOW_ONE = (
+    "algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
 _HINTS = {
     "rollout.temperature": "greedy sampling gives every response of a group the same reward; use 1.0",
     "trainer.test_freq": "0 switches it off",
@@ -80,8 +93,10 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     config = _Config(cfg, sources or {})
     _check_bounds(config)
     _check_data(config)
-    _check_layout(config)
+    for section in _LAYOUT_SECTIONS:
+        _check_layout(config, section)
     _check_rollout(config)
+    _check_reward(config)
     _check_algorithm(config)
 
 
@@ -96,18 +111,26 @@ def _check_bounds(config: _Config) -> None:
         config.require(config.get(name) >= 0, name, "is negative", expected=">= 0", hint=_hint(name, "0"))
     for name in _BELOW_ONE:
         config.require(config.get(name) < 1, name, "is too large", expected="< 1", hint=_hint(name, "< 1"))
-    config.require(
-        not config.get("actor.offload_optimizer") or config.get("model.dtype") == "bfloat16", "actor.offload_optimizer",
-        "needs model.dtype=bfloat16", expected="float32 main weights that are not the model's own",
-        hint="with model.dtype=float32 the optimizer works on the weights that the engine needs")
+    for name in _AT_MOST_ONE:
+        config.require(config.get(name) <= 1, name, "is too large", expected="<= 1", hint=f"set {name}=1")
+    for section in _TRAINED:
+        _check_optimizer(config, section)
     name = "rollout.gpu_memory_utilization"
     config.require(config.get(name) <= 1, name, "is more than all of it", expected="0 < share <= 1", hint="use 0.5")
     name = "trainer.log_rollouts"
     config.require(config.get(name) >= -1, name, "is negative", expected=">= -1", hint="-1 writes all of them")
+
+
+def _check_optimizer(config: _Config, section: str) -> None:
+    name = f"{section}.offload_optimizer"
     config.require(
-        config.get("actor.min_lr") <= config.get("actor.lr"), "actor.min_lr",
-        f"is above the peak actor.lr = {config.get('actor.lr')!r}", expected="min_lr <= lr", hint="lower actor.min_lr",
-    )
+        not config.get(name) or config.get("model.dtype") == "bfloat16", name,
+        "needs model.dtype=bfloat16", expected="float32 main weights that are not the model's own",
+        hint="with model.dtype=float32 the optimizer works on the weights themselves")
+    lr = config.get(f"{section}.lr")
+    name = f"{section}.min_lr"
+    config.require(config.get(name) <= lr, name, f"is above the peak {section}.lr = {lr!r}",
+                   expected="min_lr <= lr", hint=f"lower {name}")
 
 
 def _hint(name: str, value: str) -> str:
@@ -138,23 +161,21 @@ def _check_data(config: _Config) -> None:
     )
 
 
-def _check_layout(config: _Config) -> None:
-    tp_size = config.get("actor.tensor_model_parallel_size")
-    pp_size = config.get("actor.pipeline_model_parallel_size")
-    vpp_size = config.get("actor.virtual_pipeline_model_parallel_size")
-    name = "actor.context_parallel_size"
+def _check_layout(config: _Config, section: str) -> None:
+    tp_size = config.get(f"{section}.tensor_model_parallel_size")
+    pp_size = config.get(f"{section}.pipeline_model_parallel_size")
+    vpp_size = config.get(f"{section}.virtual_pipeline_model_parallel_size")
+    name = f"{section}.sequence_parallel"
     config.require(
-        config.get(name) == 1, name, "is not supported yet (context parallelism)", expected="1",
-        hint=f"set {name}=1 and use tensor, pipeline or data parallelism",
+        not config.get(name) or tp_size > 1, name,
+        f"has no effect with {section}.tensor_model_parallel_size = {tp_size}",
+        expected="tensor parallelism of 2 or more",
+        hint=f"set {name}=false or raise {section}.tensor_model_parallel_size",
     )
+    name = f"{section}.virtual_pipeline_model_parallel_size"
     config.require(
-        not config.get("actor.sequence_parallel") or tp_size > 1, "actor.sequence_parallel",
-        f"has no effect with actor.tensor_model_parallel_size = {tp_size}", expected="tensor parallelism of 2 or more",
-        hint="set actor.sequence_parallel=false or raise actor.tensor_model_parallel_size",
-    )
-    name = "actor.virtual_pipeline_model_parallel_size"
-    config.require(
-        vpp_size is None or pp_size > 1, name, f"needs a pipeline, but actor.pipeline_model_parallel_size = {pp_size}",
+        vpp_size is None or pp_size > 1, name,
+        f"needs a pipeline, but {section}.pipeline_model_parallel_size = {pp_size}",
         expected="null, or pipeline_model_parallel_size of 2 or more", hint=f"remove {name} or raise the pipeline size",
     )
     config.require(
@@ -181,14 +202,55 @@ def _check_rollout(config: _Config) -> None:
         )
 
 
-def _check_algorithm(config: _Config) -> None:
-    config.require(
-        config.get("algorithm.adv_estimator") in ADV_ESTIMATORS, "algorithm.adv_estimator", "is not known",
-        expected=" or ".join(ADV_ESTIMATORS), hint=f"set algorithm.adv_estimator={ADV_ESTIMATORS[0]}",
-    )
+def _check_reward(config: _Config) -> None:
     function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
         function is None or bool(path and name.isidentifier()), "reward.function", "does not name a function in a file",
         expected="path.py:name", hint="write e.g. reward.function=my_reward.py:compute_score",
     )
+    limit = config.get("data.max_response_length")
+    config.require(
+        config.get("reward.overlong_buffer_length") <= limit, "reward.overlong_buffer_length",
+        f"is more than data.max_response_length = {limit}", expected=f"at most {limit}", hint="give a shorter buffer",
+    )
+    uses_model = any(entry.split()[1:] == ["model"] for entry in config.get("reward.components"))
+    has_model = config.get("reward_model.path") is not None
+    config.require(
+        has_model or not uses_model, "reward.components", "uses the reward model, but reward_model.path is null",
+        expected="the directory of a reward model", hint="set reward_model.path",
+    )
+    config.require(
+        uses_model or not has_model or not config.get("reward.components"), "reward_model.path",
+        "has no effect: reward.components does not use 'model'", expected="a component 'WEIGHT model'",
+        hint="add '1.0 model' to reward.components, or remove reward_model.path",
+    )
+
+
+def _check_algorithm(config: _Config) -> None:
+    is_gae = config.get("algorithm.adv_estimator") == "gae"
+    config.require(
+        config.get("critic.enable") is not False or not is_gae, "critic.enable",
+        "contradicts algorithm.adv_estimator = 'gae', which needs the values of a critic", expected="true, or null",
+        hint="remove critic.enable, or set algorithm.adv_estimator=grpo for a run without a critic",
+    )
+    config.require(
+        config.get("trainer.critic_warmup") == 0 or is_gae or config.get("critic.enable"), "trainer.critic_warmup",
+        "has no effect without a critic", expected="0, or a critic", hint="set algorithm.adv_estimator=gae",
+    )
+    dual = config.get("algorithm.dual_clip")
+    config.require(
+        dual is None or dual > 1, "algorithm.dual_clip", "would clip every negative advantage", expected="> 1, or null",
+        hint="3.0 is the value of the paper",
+    )
+    low, high = config.get("algorithm.importance_low"), config.get("algorithm.importance_high")
+    config.require(
+        low < high, "algorithm.importance_low", f"is not below algorithm.importance_high = {high!r}",
+        expected="importance_low < importance_high", hint="the defaults are 0.5 and 2.0",
+    )
+    for name, default in (("algorithm.kl_controller", "fixed"), ("algorithm.kl_in", "loss")):
+        config.require(
+            config.get(name) == default or config.get("algorithm.kl_coef") > 0, name,
+            "has no effect with algorithm.kl_coef = 0", expected=f"{default!r}, or a kl_coef above 0",
+            hint="set algorithm.kl_coef",
+        )

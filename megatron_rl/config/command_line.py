@@ -30,7 +30,8 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
                        leaf: --tensor-model-parallel-size 2
   --dry-run            print the resolved config and the batch plan, and exit
   --json               with --dry-run: as one JSON object
-  --world-size N       with --dry-run outside of torchrun: number of ranks to plan for
+  --world-size N       with --dry-run outside of torchrun: number of ranks to plan for (default: those that
+                       a verl recipe asks for, else 1)
   --help               this text with every setting
 """
 
@@ -72,7 +73,7 @@ def run_command(
         for note in loaded.notes:
             _say(f"note: {note}", is_first, stream=sys.stderr)
         if "--dry-run" in flags:
-            plan = build_plan(loaded.config, _world_size(flags))
+            plan = build_plan(loaded.config, _world_size(flags, loaded.num_ranks))
             _say(_render_plan(loaded, plan, "--json" in flags), is_first)
             return 0
         _silence_libraries()
@@ -104,9 +105,9 @@ def _split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return flags, argv
 
 
-def _world_size(flags: dict[str, str]) -> int:
-    """From torchrun's environment, else from --world-size, else 1."""
-    text = flags.get("--world-size") or os.environ.get("WORLD_SIZE", "1")
+def _world_size(flags: dict[str, str], asked: int | None) -> int:
+    """From --world-size, else from torchrun's environment, else what a verl recipe asks for, else 1."""
+    text = flags.get("--world-size") or os.environ.get("WORLD_SIZE") or str(asked or 1)
     if not text.isdigit() or int(text) < 1:
         raise UserError(f"--world-size {text!r}", source="command line", expected="a number of ranks, 1 or more",
                         hint="for example --world-size 8")

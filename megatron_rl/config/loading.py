@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recipe and a command line to a checked `RunConfig`.
 
-Road of a setting: read with its place (`sources.py`), verl names translated (`aliases.py`), the
-command line put over the recipe, type checked (`fields.py`), sections built, sanity checked
-(`checks.py`). Every refusal names the value, its setting, its place and what would be accepted.
+Road of a setting: read with its place (`sources.py`), references resolved (`references.py`), verl
+names translated (`aliases.py`), the command line put over the recipe, type checked (`fields.py`),
+sections built, sanity checked (`checks.py`). Every refusal names the value, its setting, its place and
+what would be accepted.
 Nothing here imports torch, so that a dry run starts at once.
 """
 
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.aliases import alias_names, alias_target, translate
+from megatron_rl.config.aliases import alias_names, alias_target, find_ranks, translate
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
+from megatron_rl.config.references import resolve_references
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sources import RECIPE, Setting, read_overrides, read_recipe
@@ -33,11 +35,13 @@ class LoadedConfig:
         config: the resolved config.
         notes: one line for each given setting that has no effect here (verl names); print them.
         sources: full name -> file:line or "command line", for the settings that were given.
+        num_ranks: ranks that a verl recipe asks for (nodes times GPUs per node), where it does; torchrun decides.
     """
 
     config: RunConfig
     notes: list[str]
     sources: dict[str, str]
+    num_ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
         overrides, fields, _boolean_names(fields),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
     )
-    settings = _without_empty_sections(settings)
+    settings = resolve_references(_without_empty_sections(settings))
     translated, notes = translate(settings, fields)
     chosen = _choose(translated, fields)
     _require_all(chosen, fields, recipe)
@@ -73,7 +77,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
     sources = {name: choice.setting.source for name, choice in chosen.items()}
     config = RunConfig(**sections)
     check_config(config, sources)
-    return LoadedConfig(config, notes, sources)
+    return LoadedConfig(config, notes, sources, find_ranks(settings))
 
 
 def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:

@@ -84,6 +84,6 @@ def _describe_aliases(width: int) -> str:
     for name, target in sorted(pairs):
         lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
     others = sorted(name for name, alias in ALIASES.items() if not isinstance(alias, Renamed))
-    text = f"Without effect here, accepted and reported: {', '.join(others)}."
+    text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
     lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines) + "\n"

@@ -64,8 +64,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
-    """The policy in training: its layout, its batches, its optimizer."""
+class LayoutConfig:
+    """How one role's model is spread over the ranks, and how much it takes at once."""
 
     tensor_model_parallel_size: int = option(1, "Ranks that share each matrix (TP).", "ranks")
     pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks")
@@ -74,11 +74,19 @@ class ActorConfig:
     context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks")
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
-    ppo_mini_batch_size: int | None = option(
-        None, "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
-        "prompts")
-    ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
+    logprob_chunk_tokens: int = option(
+        1024, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
+    share_prompts: bool = option(
+        True, "Compute the prompt of a group once per microbatch instead of once per response.")
+    recompute_granularity: Literal["none", "selective", "full"] = option(
+        "none", "Activation recomputation: none, core attention only, or whole layers.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainableConfig(LayoutConfig):
+    """A role with an optimizer."""
+
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     lr: float = option(1e-6, "Peak learning rate.")
     min_lr: float = option(0.0, "Final learning rate of the decay.")
@@ -92,8 +100,29 @@ class ActorConfig:
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
         False, "Keep optimizer states and float32 weights on the host while the engine generates (bfloat16 only).")
-    recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Activation recomputation: none, core attention only, or whole layers.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(TrainableConfig):
+    """The policy in training: its layout, its batches, its optimizer."""
+
+    ppo_mini_batch_size: int | None = option(
+        None, "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
+        "prompts")
+    ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(TrainableConfig):
+    """The value model of PPO, in a layout of its own; it takes the actor's minibatches and passes."""
+
+    enable: bool | None = option(None, "Train a critic; default: when algorithm.adv_estimator needs values (gae).")
+    path: str | None = option(
+        None, "Directory of its initial weights in HF format (its own score head is used if it has one); "
+        "default: model.path with a value head of zeros.")
+    lr: float = option(1e-5, "Peak learning rate.")
+    value_clip: float | None = option(
+        0.5, "New values are clipped to this distance from the old ones in the value loss; null: no clipping.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +136,8 @@ class RolloutConfig:
     top_p: float = option(1.0, "Nucleus sampling; training scores the full softmax, so only 1.0 is accepted.")
     top_k: int = option(-1, "Top-k sampling; training scores the full softmax, so only -1 (off) is accepted.")
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
+    validation_n: int = option(
+        1, "Responses per validation prompt; more than one gives mean@k, pass@k and maj@k.", "responses")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
         None, "KV cache of one engine rank; default: enough for max_num_seqs on CPU (at most 1), "
@@ -121,7 +152,7 @@ class HybridConfig:
 
     transport: Literal["auto", "pull", "buckets"] = option(
         "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible.")
-    bucket_bytes: int = option(16 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
+    bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
     alias_weights: bool = option(
         True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy.")
     verify: Literal["off", "sample", "full"] = option(
@@ -138,27 +169,87 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How responses are scored."""
+    """How responses are scored: a weighted sum of sources, each logged by its name."""
 
-    rule: Literal["exact", "math"] = option(
-        "math", "Rule used when no function is given: exact match, or math equivalence (math-verify).")
+    rule: Literal["exact", "math", "format"] = option(
+        "math", "Rule used when nothing else is given: exact match, math equivalence (math-verify), or whether the "
+        "answer is marked by \\boxed{} or ####.")
     function: str | None = option(
         None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info).")
+    components: list[str] = option(
+        [], "Weighted sum of several sources, each 'WEIGHT SOURCE' with a rule, path.py:name, an http(s) URL, or "
+        "'model'; overrules rule, function and service_url.")
+    workers: int = option(
+        0, "Processes per rank that compute rules and functions beside generation; 0: in the rank itself.", "processes")
+    timeout_seconds: float = option(
+        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds")
+    service_url: str | None = option(None, "HTTP reward service: batches of responses are posted to it as JSON.")
+    service_batch_size: int = option(64, "Responses per request.", "responses")
+    service_concurrency: int = option(4, "Requests of one rank at a time.", "requests")
+    service_timeout_seconds: float = option(60.0, "Time limit of one request.", "seconds")
+    service_retries: int = option(4, "Further attempts after a failed request, with exponential backoff.", "attempts")
+    service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds")
+    service_on_failure: Literal["stop", "fallback"] = option(
+        "stop", "When all attempts failed: end the run, or give service_fallback_reward and count it.")
+    service_fallback_reward: float = option(0.0, "Reward of a response that the service failed on (fallback only).")
+    overlong_buffer_length: int = option(
+        0, "Soft overlong punishment (DAPO): responses in the last N tokens before max_response_length lose reward "
+        "linearly; 0: off.", "tokens")
+    overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong punishment.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(LayoutConfig):
+    """An HF sequence-classification model with one label on megatron-core, the reward source 'model'."""
+
+    path: str | None = option(None, "Directory of the reward model in HF format; null: none is built.")
+    offload: bool = option(False, "Keep its weights on the host except while it scores.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Advantages, loss, KL."""
 
-    adv_estimator: str = option("grpo", "Advantage estimator.")
+    plugins: list[str] = option(
+        [], "Python files imported at start; they register advantage estimators and losses of yours.")
+    adv_estimator: str = option(
+        "grpo", "Advantage estimator: gae, grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, "
+        "remax, or one that a plugin registers.")
     norm_adv_by_std: bool = option(True, "GRPO: divide by the group's standard deviation (False: Dr. GRPO).")
+    gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
+    gae_lambda: float = option(1.0, "Lambda of generalised advantage estimation.")
+    policy_loss: str = option(
+        "ppo", "Policy loss: ppo (clipped ratio per token), gspo (ratio per sequence), cispo, policy_gradient, or one "
+        "that a plugin registers.")
     clip_eps_low: float = option(0.2, "The ratio is clipped below at 1 - this.")
     clip_eps_high: float = option(0.2, "The ratio is clipped above at 1 + this.")
+    dual_clip: float | None = option(
+        None, "Dual clip: with a negative advantage the loss per token is at most this times |advantage|; null: off.")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = option(
         "token-mean", "Denominator of the loss, global over microbatches and ranks.")
-    kl_coef: float = option(0.0, "Weight of the KL term in the loss; 0: no reference model is built.")
+    kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")
     kl_type: Literal["k1", "k2", "k3"] = option("k3", "KL estimator (Schulman, Approximating KL divergence).")
+    kl_in: Literal["loss", "reward"] = option("loss", "Where the KL term enters: the loss, or each token's reward.")
+    kl_controller: Literal["fixed", "adaptive"] = option(
+        "fixed", "Keep kl_coef, or move it so that the measured KL approaches kl_target (adaptive).")
+    kl_target: float = option(0.1, "KL per response that the adaptive controller aims at.", "nats")
+    kl_horizon: float = option(10000.0, "Responses over which the adaptive controller acts.", "responses")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).")
+    mask_truncated: bool = option(False, "Responses cut at max_response_length enter no loss (DAPO).")
+    dynamic_sampling: bool = option(
+        False, "Resample until data.train_batch_size groups have responses of different reward (DAPO).")
+    max_sampling_rounds: int = option(
+        10, "Most generation rounds of a step with dynamic_sampling; then groups without a signal fill the batch.",
+        "rounds")
+    importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = option(
+        "none", "Correction of the gap between the engine's and the trainer's log-probs: weight "
+        "exp(old_logprobs - rollout_logprobs) per token or per sequence (geometric mean), truncated at "
+        "importance_high, or masked outside of [importance_low, importance_high].")
+    importance_low: float = option(0.5, "Weights below it are masked (mask modes).")
+    importance_high: float = option(2.0, "Weights above it are truncated or masked.")
+    reject_sequence_above: float | None = option(
+        None, "A response with a token whose |old_logprobs - rollout_logprobs| is larger has no policy-gradient "
+        "term; null: off.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +260,10 @@ class TrainerConfig:
     total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes")
     test_freq: int = option(0, "Validate every N steps (0: only before and after training).", "steps")
     val_before_train: bool = option(True, "Validate before the first step.")
+    critic_warmup: int = option(0, "Steps in which only the critic is trained.", "steps")
+    best_metric: str | None = option(
+        None, "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is "
+        "better.")
     save_freq: int = option(0, "Write the model in HF format every N steps (0: only at the end).", "steps")
     save_final: bool = option(True, "Write the model in HF format after the last step.")
     seed: int = option(1, "Seed of data order, sampling and initialisation.")
@@ -176,6 +271,21 @@ class TrainerConfig:
     log_rollouts: int = option(
         4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts")
     timeout_minutes: float = option(30.0, "A collective that waits longer than this ends the run.", "minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Training checkpoints (written every trainer.save_freq steps) and what a run does with those it finds."""
+
+    resume: str = option(
+        "auto", "auto: go on from the newest valid checkpoint in trainer.run_dir, if there is one; must: end the run "
+        "where there is none; never: start anew; or the directory of a checkpoint to start from.")
+    save_optimizer: bool = option(
+        True, "Save optimizer states, schedule, random numbers and data position; false: weights only, no resume.")
+    async_save: bool = option(True, "Write in the background while training goes on (one copy in host memory).")
+    keep_last: int | None = option(None, "Keep the newest N checkpoints and delete older ones; null: all.",
+                                   "checkpoints")
+    keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +304,13 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     actor: ActorConfig
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     hybrid: HybridConfig = dataclasses.field(default_factory=HybridConfig)
     reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)

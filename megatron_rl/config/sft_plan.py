@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.batch_plan import check_actor_ranks, check_longest_sequence
+from megatron_rl.config.batch_plan import check_longest_sequence, check_ranks
 from megatron_rl.config.schema import RunConfig
 
 
@@ -29,7 +29,7 @@ class SftPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        check_actor_ranks(cfg, world_size)
+        check_ranks(cfg, world_size)
         check_longest_sequence(cfg)
         actor, steps = cfg.actor, cfg.trainer.total_steps
         if steps is None and num_examples is not None:

@@ -53,7 +53,7 @@ def read_recipe(path: Path) -> list[Setting]:
     """Read a recipe: nested mappings become dotted names.
 
     Raises:
-        UserError: no such file, malformed YAML, a key that stands twice, a `${...}` interpolation.
+        UserError: no such file, malformed YAML, a key that stands twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -99,8 +99,6 @@ class _Walker:
             value = self.loader.construct_object(node, deep=True)
         except ValueError as error:  # e.g. a date that does not exist
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
-        if isinstance(value, str) and "${" in value:
-            raise _interpolation_error(prefix, value, source)
         return [Setting(prefix, value, source, RECIPE)]
 
     def _walk_mapping(self, node: yaml.MappingNode, prefix: str, depth: int) -> list[Setting]:
@@ -140,13 +138,6 @@ def _repeated_error(name: str, first: str, second: str) -> UserError:
     )
 
 
-def _interpolation_error(name: str, value: str, source: str) -> UserError:
-    return UserError(
-        f"{name} = {value!r} contains an interpolation", source=source,
-        expected="a plain value; ${...} is not resolved", hint="write the value itself",
-    )
-
-
 def read_overrides(
     arguments: Sequence[str],
     fields: Mapping[str, FieldInfo],
@@ -182,6 +173,9 @@ def read_overrides(
     return settings
 
 
+_ROLES_LIKE_THE_ACTOR = ("critic", "reward_model")
+
+
 def _flag_name(flag: str, fields: Mapping[str, FieldInfo], unknown: Callable[[str, str], UserError]) -> str:
     name = flag[2:].replace("-", "_")
     if "." in name:
@@ -189,6 +183,8 @@ def _flag_name(flag: str, fields: Mapping[str, FieldInfo], unknown: Callable[[st
     candidates = leaf_candidates(name, fields)
     if not candidates:
         raise unknown(name, "command line")
+    if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained
+        candidates = [full for full in candidates if full.partition(".")[0] not in _ROLES_LIKE_THE_ACTOR]
     if len(candidates) > 1:
         raise UserError(
             f"{flag} is ambiguous: {' and '.join(candidates)} end in it", source="command line",
@@ -209,8 +205,8 @@ def _take_value(name: str, rest: deque[str], boolean_names: Collection[str]) -> 
 
 
 def _parse_value(name: str, text: str) -> Any:
-    if "${" in text:
-        raise _interpolation_error(name, text, "command line")
+    if text.startswith("${"):
+        return text  # YAML would read a mapping
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:

@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.schema import TrainableConfig
 from megatron_rl.parallel.groups import ParallelGroups
 
 
@@ -74,12 +74,12 @@ class TrainableModel:
         if not succeeded or not torch.isfinite(torch.tensor(grad_norm)):
             raise FloatingPointError(
                 f"gradient norm is {grad_norm}: the weights of this process are no longer usable; "
-                "lower actor.lr, or look at the last lines of metrics.jsonl for a growing mismatch or loss")
+                "lower the learning rate, or look at the last lines of metrics.jsonl for a growing mismatch or loss")
         return grad_norm, float(self.optimizer.param_groups[0]["lr"])
 
 
 def build_trainable(
-    stages: torch.nn.ModuleList, config: TransformerConfig, groups: ParallelGroups, actor: ActorConfig,
+    stages: torch.nn.ModuleList, config: TransformerConfig, groups: ParallelGroups, role: TrainableConfig,
     *, total_optimizer_steps: int,
 ) -> TrainableModel:
     """Wrap model chunks in DDP and build their optimizer; collective over the role.
@@ -87,7 +87,7 @@ def build_trainable(
     Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
     """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=actor.use_distributed_optimizer)
+        grad_reduce_in_fp32=True, use_distributed_optimizer=role.use_distributed_optimizer)
     modules = [
         DistributedDataParallel(config, ddp_config, stage, disable_bucketing=index > 0,
                                 pg_collection=groups.collection)
@@ -96,21 +96,21 @@ def build_trainable(
     config.finalize_model_grads_func = _finalize_summed_grads
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=actor.lr, min_lr=actor.min_lr, weight_decay=actor.weight_decay,
-            adam_beta1=actor.adam_beta1, adam_beta2=actor.adam_beta2, adam_eps=actor.adam_eps,
-            clip_grad=actor.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
-            use_distributed_optimizer=actor.use_distributed_optimizer),
+            optimizer="adam", lr=role.lr, min_lr=role.min_lr, weight_decay=role.weight_decay,
+            adam_beta1=role.adam_beta1, adam_beta2=role.adam_beta2, adam_eps=role.adam_eps,
+            clip_grad=role.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            use_distributed_optimizer=role.use_distributed_optimizer),
         modules, use_gloo_process_groups=False, pg_collection=groups.collection)
     config.grad_scale_func = optimizer.scale_loss
-    decay_steps = max(total_optimizer_steps, actor.lr_warmup_steps + 1)
+    decay_steps = max(total_optimizer_steps, role.lr_warmup_steps + 1)
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=actor.lr, min_lr=min(actor.min_lr, actor.lr),
-        lr_warmup_steps=actor.lr_warmup_steps, lr_decay_steps=decay_steps, lr_decay_style=actor.lr_decay_style,
-        start_wd=actor.weight_decay, end_wd=actor.weight_decay, wd_incr_steps=decay_steps,
+        optimizer, init_lr=0.0, max_lr=role.lr, min_lr=min(role.min_lr, role.lr),
+        lr_warmup_steps=role.lr_warmup_steps, lr_decay_steps=decay_steps, lr_decay_style=role.lr_decay_style,
+        start_wd=role.weight_decay, end_wd=role.weight_decay, wd_incr_steps=decay_steps,
         wd_incr_style="constant")
     return TrainableModel(
-        modules, optimizer, scheduler, offload_gradients=actor.offload_gradients,
-        offload_optimizer=actor.offload_optimizer)
+        modules, optimizer, scheduler, offload_gradients=role.offload_gradients,
+        offload_optimizer=role.offload_optimizer)
 
 
 def _finalize_summed_grads(model: list[torch.nn.Module], num_tokens: object = None, **kwargs: object) -> None:

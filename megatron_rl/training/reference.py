@@ -22,14 +22,10 @@ class Reference(Policy):
     def __init__(self, *arguments: Any, offload: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.stages.requires_grad_(False)
-        self._keeps_on_host = offload
         if offload:
             self.offload()
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of the tokens of a packed batch, [t] float32."""
-        self.restore()
-        logprobs = super().compute_logprobs(batch)
-        if self._keeps_on_host:
-            self.offload()
-        return logprobs
+        with self.on_device():
+            return super().compute_logprobs(batch)

@@ -4,6 +4,9 @@
 A family is one row of `FAMILIES`. Everything else (Megatron's and vLLM's tables, conversion) is made
 from the `ModelShape`, so that a new family with these building blocks is one row. The logical tensors of
 a mixture of experts are those of published checkpoints: one set of matrices per expert.
+
+A model ends in one of two heads: `lm_head` (or the tied embedding) with a row per token, or `score` with a
+single row, the head of transformers' `*ForSequenceClassification` with one label and of our critics.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.types import UserError
+
+Head = Literal["lm", "score"]
+SCORE_HEAD = "score.weight"
+_SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Family:
     """What the architecture fixes and config.json does not say.
 
     Attributes:
-        architecture: name of the transformers class.
+        architecture: name of the transformers class with a language-model head.
         qkv_bias: the q, k and v projections have a bias.
         qk_norm: q and k are normalised per head.
         honours_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
@@ -52,6 +59,11 @@ class Family:
     honours_head_dim: bool = True
     honours_sliding_window: bool = False
     experts: ExpertNames | None = None
+
+    @property
+    def scoring_architecture(self) -> str:
+        """Name of the transformers class with a score head."""
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 FAMILIES: dict[str, Family] = {
@@ -72,7 +84,8 @@ class ModelShape:
 
     Sizes are those of the HF config; `vocab_size` is without padding. In a mixture of experts every layer
     has `num_experts` (0: dense) of `ffn_hidden_size` columns; `experts_per_token` of them serve a token,
-    and their shares add up to 1 with `normalizes_shares`.
+    and their shares add up to 1 with `normalizes_shares`. With `has_score_head` the model ends in `score.weight`
+    [1, h] and has no output layer, tied or not.
     """
 
     family: str
@@ -92,6 +105,7 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     normalizes_shares: bool = False
+    has_score_head: bool = False
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every HF tensor, in checkpoint order."""
@@ -112,7 +126,9 @@ class ModelShape:
             block |= self._feed_forward_tensors()
             tensors |= {prefix + name: size for name, size in block.items()}
         tensors["model.norm.weight"] = (h,)
-        if not self.tied_embeddings:
+        if self.has_score_head:
+            tensors[SCORE_HEAD] = (1, h)
+        elif not self.tied_embeddings:
             tensors["lm_head.weight"] = (self.vocab_size, h)
         return tensors
 
@@ -128,24 +144,26 @@ class ModelShape:
         return tensors
 
     def check_training_layout(
-        self, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1, *, sequence_parallel: bool = True
+        self, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1, *, sequence_parallel: bool = True,
+        section: str = "actor",
     ) -> None:
         """Refuse a Megatron layout that cannot hold this model.
 
         Args:
             tp_size: tensor parallel size; likewise pp, vpp, ep.
             sequence_parallel: megatron-core trains experts under TP only with it.
+            section: of the configuration, for the error.
 
         Raises:
             UserError: naming the sizes and the values that work.
         """
-        self._check_expert_layout(tp_size, ep_size, sequence_parallel)
+        self._check_expert_layout(tp_size, ep_size, sequence_parallel, section)
         for what, size in (("attention heads", self.num_heads), ("KV heads", self.num_kv_heads),
                            ("feed-forward columns", self.ffn_hidden_size)):
             if size % tp_size:
                 raise UserError(
                     f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
-                    source="actor.tensor_model_parallel_size and the model's config.json",
+                    source=f"{section}.tensor_model_parallel_size and the model's config.json",
                     expected=f"one of {self._tp_sizes()}",
                     hint="use a smaller TP and more pipeline or data parallelism",
                 )
@@ -154,25 +172,26 @@ class ModelShape:
             raise UserError(
                 f"pp * vpp = {pp_size} * {vpp_size} = {pp_size * vpp_size} does not divide "
                 f"the {self.num_layers} layers of the model",
-                source="actor.pipeline_model_parallel_size, actor.virtual_pipeline_model_parallel_size",
+                source=f"{section}.pipeline_model_parallel_size, {section}.virtual_pipeline_model_parallel_size",
                 expected=f"pp * vpp one of {valid}",
                 hint="every chunk of every stage holds the same number of layers",
             )
 
-    def _check_expert_layout(self, tp_size: int, ep_size: int, sequence_parallel: bool) -> None:
+    def _check_expert_layout(self, tp_size: int, ep_size: int, sequence_parallel: bool, section: str) -> None:
         experts = self.num_experts
         if ep_size > 1 and (experts == 0 or experts % ep_size):
             valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
             what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
             raise UserError(
                 f"expert_model_parallel_size {ep_size} {what}",
-                source="actor.expert_model_parallel_size and the model's config.json", expected=f"one of {valid}",
-                hint="set actor.expert_model_parallel_size=1" if not experts else "every rank holds as many experts")
+                source=f"{section}.expert_model_parallel_size and the model's config.json", expected=f"one of {valid}",
+                hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1")
         if experts and tp_size > 1 and not sequence_parallel:
             raise UserError(
                 f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
-                source="actor.sequence_parallel", expected="true for a mixture of experts under tensor parallelism",
-                hint="set actor.sequence_parallel=true")
+                source=f"{section}.sequence_parallel",
+                expected="true for a mixture of experts under tensor parallelism",
+                hint=f"set {section}.sequence_parallel=true")
 
     def check_rollout_layout(self, tp_size: int) -> None:
         """Refuse an engine layout that cannot hold this model; KV heads may be replicated.
@@ -200,11 +219,14 @@ class ModelShape:
         return [n for n in range(1, self.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]
 
 
-def load_model_shape(directory: str | Path) -> ModelShape:
+def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
     """Read `config.json` of an HF model directory.
 
+    Args:
+        head: what the role needs. A language model can be given a score head; the reverse is refused.
+
     Raises:
-        UserError: no such directory or file, unknown architecture, or an option that is not served.
+        UserError: no such directory or file, unknown architecture, the wrong head, or an option that is not served.
     """
     file = Path(directory) / "config.json"
     if not file.is_file():
@@ -217,10 +239,10 @@ def load_model_shape(directory: str | Path) -> ModelShape:
     except json.JSONDecodeError as error:
         raise UserError(f"{file} is not JSON: {error}", source=str(file), expected="an HF config.json",
                         hint="the file may be half downloaded") from None
-    return model_shape_from_config(config, source=str(file))
+    return model_shape_from_config(config, source=str(file), head=head)
 
 
-def model_shape_from_config(config: dict[str, Any], source: str) -> ModelShape:
+def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
     """Make the shape from the content of a config.json; see `load_model_shape`."""
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
@@ -228,6 +250,11 @@ def model_shape_from_config(config: dict[str, Any], source: str) -> ModelShape:
             f"unknown architecture {config.get('model_type')!r}", source=source,
             expected=f"model_type one of {sorted(FAMILIES)}", hint="a family is one row of weights/families.py",
         )
+    scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
+    if scoring and head == "lm":
+        raise UserError(
+            f"{scoring[0]} has no language-model head", source=source, expected=f"a {family.architecture}",
+            hint="a reward model or critic belongs to reward_model.path or critic.path")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
@@ -257,7 +284,9 @@ def model_shape_from_config(config: dict[str, Any], source: str) -> ModelShape:
             family=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=hidden,
             ffn_hidden_size=config[size_key], num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads, head_dim=head_dim,
-            vocab_size=config["vocab_size"], tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            vocab_size=config["vocab_size"],
+            tied_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", False)),
+            has_score_head=head == "score",
             qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
             max_position_embeddings=config["max_position_embeddings"], **experts,

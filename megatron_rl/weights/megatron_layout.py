@@ -8,7 +8,8 @@ then the name inside the GPTModel. Fused parameters:
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns (experts: see `experts.py`);
 * embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
-* tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`.
+* tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`;
+* a score head is `score.weight` on every TP rank of the last stage, in place of an output layer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 
 from megatron_rl.weights.experts import megatron_expert_placements
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.placement import Placement, columns, full_box, rows
 
 VOCAB_MULTIPLE = 64
@@ -59,7 +60,10 @@ def megatron_placements(
         if is_last:
             norm = full_box((shape.hidden_size,))
             placements.append(Placement(f"{chunk}.decoder.final_layernorm.weight", norm, "model.norm.weight", norm))
-            if not (shape.tied_embeddings and is_first):
+            if shape.has_score_head:
+                score = full_box((1, shape.hidden_size))
+                placements.append(Placement(f"{chunk}.{SCORE_HEAD}", score, SCORE_HEAD, score))
+            elif not (shape.tied_embeddings and is_first):
                 source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
                 placements.append(_vocab_rows(shape, f"{chunk}.output_layer.weight", source, tp_size, tp_rank))
     return placements

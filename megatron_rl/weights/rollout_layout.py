@@ -28,6 +28,7 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> list[Pl
     Raises:
         UserError: vLLM cannot split the padded vocabulary over `tp_size` ranks.
     """
+    assert not shape.has_score_head, "engines generate: they need a language-model head"
     padded = -(-shape.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
     if padded % tp_size:
         raise UserError(

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from distributed import run_ranks
 from megatron_rl.checkpoint import huggingface
@@ -26,7 +33,7 @@ from megatron_rl.checkpoint.huggingface import (
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape
+from megatron_rl.weights.families import FAMILIES, Head, ModelShape, load_model_shape
 from megatron_rl.weights.placement import box_volume
 from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 
@@ -159,15 +166,112 @@ def test_directories_without_all_their_files_are_refused(checkpoints: dict[str, 
         index_safetensors(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What transformers writes of models with a score head, by what is special about them."""
+    root, found = tmp_path_factory.mktemp("scorers"), {}
+    for name, auto_class, num_labels in (("sequence", AutoModelForSequenceClassification, 1),
+                                         ("two labels", AutoModelForSequenceClassification, 2),
+                                         ("token", AutoModelForTokenClassification, 1)):
+        config = Qwen2Config(**SIZES, tie_word_embeddings=True, num_labels=num_labels)
+        found[name] = root / name
+        auto_class.from_config(config, dtype=torch.float32).save_pretrained(found[name])
+    return found
+
+
+def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a one-file checkpoint whose tensors `change` has edited."""
+    tensors = read_all(source)
+    change(tensors)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
+    return target
+
+
+@pytest.mark.parametrize("name", ["sequence", "token"])
+def test_score_heads_are_read_on_every_tp_rank_of_the_last_stage(scorers: dict[str, Path], name: str) -> None:
+    """A token classification's bias of zero (here as transformers draws it) is no hindrance."""
+    directory = scorers[name]
+    shape, full = load_model_shape(directory, head="score"), read_all(directory)
+    check_checkpoint(directory, shape)
+    tables = place_megatron(shape, ParallelLayout(4, tp_size=2, pp_size=2))
+    for rank, placements in enumerate(tables):
+        params = make_empty_shards(placements, padding_rows=PADDING_ROWS)
+        load_huggingface(directory, placements, params)
+        assert ("0.score.weight" in params) is (rank >= 2)
+        assert find_differences(params, cut_shards(placements, full, PADDING_ROWS, fill=0.0)) == []
+    assert full["score.weight"].any()
+
+
+def test_a_missing_head_is_an_error_or_zero_as_asked(checkpoints: dict[str, Path]) -> None:
+    """Only what may be lacking may: another tensor that is missing is still named."""
+    directory = checkpoints["qwen3"]
+    shape = load_model_shape(directory, head="score")
+    with pytest.raises(UserError, match="there is no score.weight") as caught:
+        check_checkpoint(directory, shape)
+    assert caught.value.expected == "a Qwen3ForSequenceClassification with one label"
+    check_checkpoint(directory, shape, may_lack=("score.weight",))
+    placements = place_megatron(shape, ParallelLayout(1))[0]
+    params = make_empty_shards(placements)
+    with pytest.raises(KeyError):
+        load_huggingface(directory, placements, params)
+    load_huggingface(directory, placements, params, may_lack=("score.weight",))
+    assert not params["0.score.weight"].any()
+    full = read_all(directory) | {"score.weight": torch.zeros(1, 24)}
+    assert find_differences(params, cut_shards(placements, full)) == []
+
+
+def test_heads_of_another_kind_are_refused(
+    scorers: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A score head where a language model is wanted (by its tensors alone), two labels, and a bias."""
+    tied = load_model_shape(checkpoints["qwen3"])  # lacks nothing in a scorer: there is no lm_head to miss
+    head = {"score.weight": torch.ones(1, 24)}
+    language = rewrite(checkpoints["qwen3"], tmp_path / "extra", lambda x: x.update(head))
+    with pytest.raises(UserError, match="there is a score.weight") as caught:
+        check_checkpoint(language, tied)
+    assert caught.value.expected == "a Qwen3ForCausalLM" and "critic.path" in caught.value.hint
+    for may_lack in ((), ("score.weight",)):
+        with pytest.raises(UserError, match=r"(?s)score.weight is \[2, 24\].*\[1, 24\].*num_labels=1"):
+            check_checkpoint(scorers["two labels"], load_model_shape(scorers["two labels"], "score"), may_lack)
+    shifted = rewrite(scorers["token"], tmp_path / "bias", lambda x: x["score.bias"].fill_(0.5))
+    with pytest.raises(UserError, match=r"score.bias is \[0.5\]"):
+        check_checkpoint(shifted, load_model_shape(shifted, head="score"))
+
+
+@pytest.mark.parametrize("source", ["sequence", "qwen2", "qwen3 sharded"])
+def test_four_ranks_write_a_sequence_classification(
+    scorers: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path, source: str
+) -> None:
+    """From a model of its kind every tensor comes back; from a language model it becomes one, with a head of zeros."""
+    source_path, target = (scorers | checkpoints)[source], tmp_path / "model"
+
+    def save(rank: int, world_size: int) -> str:
+        return save_from_ranks(
+            rank, world_size, source_path, target, dict(tp_size=2, pp_size=2), torch.float32, head="score")
+
+    assert run_ranks(save, 4, timeout=90) == [""] * 4
+    shape, config = load_model_shape(target, head="score"), json.loads((target / "config.json").read_text())
+    assert config["architectures"] == [FAMILIES[shape.family].scoring_architecture] and config["num_labels"] == 1
+    check_checkpoint(target, shape)
+    wanted = {"score.weight": torch.zeros(1, 24)} | read_all(source_path)
+    assert find_differences(read_all(target), {name: wanted[name] for name in shape.logical_tensors()}) == []
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and loaded.config.num_labels == 1
+    assert torch.equal(loaded.score.weight, wanted["score.weight"])
+
+
 def save_from_ranks(
-    rank: int, world_size: int, source: Path, target: Path, sizes: dict[str, int], dtype: torch.dtype, **options: Any
+    rank: int, world_size: int, source: Path, target: Path, sizes: dict[str, int], dtype: torch.dtype,
+    head: Head = "lm", **options: Any,
 ) -> str:
     """Load the checkpoint on every rank and write it again; the error's text, or nothing."""
-    shape = load_model_shape(source)
+    shape = load_model_shape(source, head)
     tables = place_megatron(shape, ParallelLayout(world_size, **sizes))
     shards = group_shards(lambda r: tables[r], lambda r: r, world_size)
     params = make_empty_shards(tables[rank], dtype, PADDING_ROWS)
-    load_huggingface(source, tables[rank], params)
+    load_huggingface(source, tables[rank], params, may_lack=("score.weight",))
     try:
         written = save_huggingface(
             target, shape, shards, params, side_files_from=source, group=dist.group.WORLD, bucket_bytes=2000, **options)

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.aliases import ALIASES, Renamed
+from megatron_rl.config.alias_docs import format_page
+from megatron_rl.config.alias_groups import GROUPS
+from megatron_rl.config.aliases import ALIASES, PATTERNS, Renamed, SameAs, alias_names
+from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.loading import LoadedConfig, load_config
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = Path(__file__).parent / "verl/tutorial.yaml"
+MEGATRON_DEFAULTS = Path(__file__).parent / "verl/megatron_defaults.yaml"
 
 VERL_RECIPE = """\
 algorithm: {adv_estimator: grpo, use_kl_in_reward: false, kl_ctrl: {kl_coef: 0.001}}
@@ -79,23 +85,86 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
         "actor.tensor_model_parallel_size": 2, "actor.pipeline_model_parallel_size": 2, "rollout.n": 5,
         "rollout.tensor_model_parallel_size": 2, "algorithm.kl_coef": 0.001, "algorithm.kl_type": "k3",
         "algorithm.clip_eps_low": 0.2, "algorithm.clip_eps_high": 0.28, "trainer.save_freq": 0,
-        "trainer.test_freq": 5, "trainer.total_epochs": 15,
+        "trainer.test_freq": 5, "trainer.total_epochs": 15, "actor.max_tokens_per_microbatch": 4 * (512 + 1024),
+        "algorithm.kl_in": "loss",
     }
     assert {name: value_of(loaded, name) for name in expected} == expected
-    ignored = sorted(note.split("=")[0].removeprefix("ignored: ") for note in loaded.notes)
+    ignored = sorted(
+        note.split("=")[0].removeprefix("ignored: ") for note in loaded.notes if note.startswith("ignored: "))
     assert ignored == sorted([
-        "actor_rollout_ref.model.use_remove_padding", f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.model.use_remove_padding",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "trainer.critic_warmup", "trainer.logger",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "trainer.logger",
         "trainer.project_name", "trainer.experiment_name", "trainer.n_gpus_per_node", "trainer.nnodes",
-        "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "data.truncation",
+        "algorithm.kl_ctrl.kl_coef", "data.truncation",
     ])
 
 
-def test_every_renamed_name_has_a_target() -> None:
-    fields = list_fields()
-    targets = {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed)}
-    assert targets <= set(fields)
+def test_the_tutorial_recipe_reads_as_it_is() -> None:
+    """Six GPUs, 60 prompts x 12 responses, two ranks per engine, and an estimator that contradicts the rest.
+
+    Without a file: what the dry run prints is tested in tests/launch/test_entry_points.py.
+    """
+    loaded = load_config(TUTORIAL)
+    plan = BatchPlan.build(loaded.config, loaded.num_ranks)
+    assert (plan.world_size, plan.rollouts_per_step) == (6, 720)
+    assert (plan.num_engines, plan.rollouts_per_engine_min, plan.rollouts_per_engine_max) == (3, 240, 240)
+    assert plan.max_tokens_per_microbatch == 8 * (512 + 1024)
+    assert loaded.config.reference.offload and loaded.config.algorithm.kl_coef == 0.001
+    assert loaded.config.data.train_files == [str(Path.home() / "data/gsm8k/train.parquet")]
+    assert loaded.config.trainer.run_dir == "checkpoints/verl_examples/gsm8k"
+    assert loaded.notes[0].startswith("contradiction: algorithm.adv_estimator='gae' ")
+    assert "rollout.n=12" in loaded.notes[0] and "adv_estimator=grpo" in loaded.notes[0]
+
+
+def test_every_default_of_verl_reads() -> None:
+    """All keys that verl's Megatron trainer has, with references between them."""
+    loaded = load_config(MEGATRON_DEFAULTS)
+    config = loaded.config
+    assert (config.actor.adam_beta2, config.critic.lr, config.critic.value_clip) == (0.999, 1e-5, 0.5)
+    assert (config.actor.max_tokens_per_microbatch, config.critic.max_tokens_per_microbatch) == (16384, 32768)
+    assert config.critic.path == str(Path.home() / "models/deepseek-llm-7b-chat") and config.reward_model.path is None
+    assert (config.algorithm.kl_coef, config.algorithm.dual_clip) == (0.0, 3.0)
+    assert not config.actor.sequence_parallel, "it has no meaning without tensor parallelism"
+    assert not [note for note in loaded.notes if note.startswith("contradiction")], "gae with n = 1 is PPO"
+    assert loaded.num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_contradiction"),
+    [
+        (["algorithm.adv_estimator=gae", f"{ROLLOUT}.n=4"], True),
+        (["algorithm.adv_estimator=gae", "rollout.n=4"], True),
+        (["algorithm.adv_estimator=gae", f"{ROLLOUT}.n=4", "critic.enable=true"], False),
+        (["algorithm.adv_estimator=gae", f"{ROLLOUT}.n=1"], False),
+        (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"], False),
+    ],
+)
+def test_an_estimator_that_needs_a_critic_in_a_run_without_one(overrides: list[str], is_contradiction: bool) -> None:
+    assert any(note.startswith("contradiction") for note in load(*overrides).notes) == is_contradiction
+
+
+def test_a_critic_that_is_switched_off_cannot_estimate() -> None:
+    with pytest.raises(UserError, match=r"critic.enable = False contradicts algorithm.adv_estimator = 'gae'"):
+        load("algorithm.adv_estimator=gae", "critic.enable=false")
+
+
+def test_every_target_is_a_setting() -> None:
+    targets = {alias.target for alias in ALIASES.values() if isinstance(alias, Renamed | SameAs)}
+    targets |= {target for group in GROUPS for target in group.targets.values()}
+    assert targets <= set(list_fields())
+
+
+def test_no_name_has_two_meanings() -> None:
+    names = alias_names()
+    assert len(names) == len(set(names))
+
+
+def test_the_page_of_names_is_in_step() -> None:
+    """`python -m megatron_rl.config.alias_docs > docs/verl_keys.md` mends it."""
+    page = format_page()
+    assert (ROOT / "docs/verl_keys.md").read_text() == page
+    assert all(f"`{name}`" in page for name in [*alias_names(), *PATTERNS])
 
 
 def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
@@ -126,6 +195,36 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("actor_rollout_ref.model.enable_gradient_checkpointing=false", "actor.recompute_granularity", "none"),
         ("custom_reward_function.path=r.py", "reward.function", "r.py:compute_score"),
         (f"{ACTOR}.kl_loss_coef=0.01", "algorithm.kl_coef", 0.01),
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator", "rloo"),
+        ("algorithm.adv_estimator=grpo_vectorized", "algorithm.adv_estimator", "grpo"),
+        ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.adv_estimator", "reinforce_plus_plus"),
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator", "remax"),
+        ("algorithm.gamma=0.99", "algorithm.gamma", 0.99),
+        ("algorithm.lam=0.95", "algorithm.gae_lambda", 0.95),
+        (f"{ACTOR}.clip_ratio_c=3.0", "algorithm.dual_clip", 3.0),
+        (f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.policy_loss", "ppo"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.policy_loss", "gspo"),
+        (f"{ACTOR}.policy_loss.loss_mode=gpg", "algorithm.policy_loss", "policy_gradient"),
+        ("algorithm.filter_groups.enable=true", "algorithm.dynamic_sampling", True),
+        ("algorithm.filter_groups.max_num_gen_batches=5", "algorithm.max_sampling_rounds", 5),
+        ("critic.optim.lr=2e-5", "critic.lr", 2e-5),
+        ("critic.model.path=critic", "critic.path", "critic"),
+        ("critic.cliprange_value=0.2", "critic.value_clip", 0.2),
+        ("critic.megatron.pipeline_model_parallel_size=2", "critic.pipeline_model_parallel_size", 2),
+        ("critic.ppo_max_token_len_per_gpu=9000", "critic.max_tokens_per_microbatch", 9000),
+        ("critic.ppo_micro_batch_size_per_gpu=3", "critic.max_tokens_per_microbatch", 3 * 2048),
+        ("critic.model.enable_gradient_checkpointing=true", "critic.recompute_granularity", "full"),
+        ("critic.model.fsdp_config.optimizer_offload=true", "critic.offload_optimizer", True),
+        (f"{ROLLOUT}.val_kwargs.n=4", "rollout.validation_n", 4),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "actor.max_tokens_per_microbatch", 2 * 2048),
+        (f"{ACTOR}.optim.betas=[0.8, 0.9]", "actor.adam_beta1", 0.8),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "reference.offload", True),
+        (f"{ACTOR}.megatron.sequence_parallel=true", "actor.sequence_parallel", False),
+        ("algorithm.rollout_correction.rollout_is=token", "algorithm.importance_sampling", "token-truncate"),
+        ("trainer.resume_mode=disable", "checkpoint.resume", "never"),
+        ("trainer.max_actor_ckpt_to_keep=3", "checkpoint.keep_last", 3),
+        ("data.val_max_samples=-1", "data.validation_limit", None),
+        ("reward_model.forward_max_token_len_per_gpu=5000", "reward_model.max_tokens_per_microbatch", 5000),
         ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_coef", 0.01),
     ],
 )
@@ -148,6 +247,70 @@ def test_kl_switch_and_coefficient_are_read_together(overrides: list[str], expec
     assert len(loaded.notes) == num_notes
 
 
+def test_kl_in_the_reward_takes_the_controller() -> None:
+    """verl's estimator there is k1 and its coefficient 0.001, unless they are given."""
+    algorithm = load("algorithm.use_kl_in_reward=true").config.algorithm
+    assert (algorithm.kl_in, algorithm.kl_coef, algorithm.kl_type) == ("reward", 0.001, "k1")
+    loaded = load("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.2",
+                  "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.3",
+                  "algorithm.kl_ctrl.horizon=500", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0.5")
+    algorithm = loaded.config.algorithm
+    assert (algorithm.kl_in, algorithm.kl_coef, algorithm.kl_type) == ("reward", 0.2, "k3")
+    assert (algorithm.kl_controller, algorithm.kl_target, algorithm.kl_horizon) == ("adaptive", 0.3, 500.0)
+    assert [note.split("=")[0] for note in loaded.notes] == [f"ignored: {ACTOR}.kl_loss_coef"]
+
+
+def test_reward_model_becomes_the_reward() -> None:
+    config = load("reward_model.enable=true", "reward_model.model.path=rm").config
+    assert (config.reward_model.path, config.reward.components) == ("rm", ["1.0 model"])
+    loaded = load("reward_model.enable=false", "reward_model.model.path=rm")
+    assert loaded.config.reward_model.path is None and "ignored: reward_model.model.path" in loaded.notes[0]
+
+
+@pytest.mark.parametrize("place", ["overlong_buffer", "reward_kwargs.overlong_buffer_cfg"])
+def test_overlong_buffer(place: str) -> None:
+    names = [f"reward_model.{place}.{leaf}" for leaf in ("len=128", "penalty_factor=0.5", "log=false")]
+    reward = load(f"reward_model.{place}.enable=true", *names).config.reward
+    assert (reward.overlong_buffer_length, reward.overlong_penalty) == (128, 0.5)
+    loaded = load(f"reward_model.{place}.enable=false", *names)
+    assert loaded.config.reward.overlong_buffer_length == 0 and len(loaded.notes) == 3
+
+
+def test_dual_clip_belongs_to_the_clipped_loss() -> None:
+    loaded = load(f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_c=3.0")
+    assert loaded.config.algorithm.dual_clip is None and "gspo" in loaded.notes[0]
+
+
+def test_budget_in_tokens_counts_with_dynamic_batches_only() -> None:
+    names = [f"{ACTOR}.ppo_max_token_len_per_gpu=9000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
+    assert load(*names).config.actor.max_tokens_per_microbatch == 2 * 2048
+    assert load(*names, f"{ACTOR}.use_dynamic_bsz=true").config.actor.max_tokens_per_microbatch == 9000
+
+
+def test_resume_from_a_path() -> None:
+    loaded = load("trainer.resume_mode=resume_path", "trainer.resume_from_path=run/step_10")
+    assert loaded.config.checkpoint.resume == "run/step_10"
+    assert "not 'resume_path'" in load("trainer.resume_from_path=run/step_10").notes[0]
+
+
+def test_repetitions_must_agree(tmp_path: Path) -> None:
+    """In one recipe a contradiction is refused; the command line wins, and the recipe's repetition is reported."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}\ncritic: {ppo_mini_batch_size: 4}\n")
+    assert load_config(path, MINIMAL).notes == []
+    assert "actor.ppo_mini_batch_size decides" in load_config(path, [*MINIMAL, "actor.ppo_mini_batch_size=2"]).notes[0]
+    path.write_text("actor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}\ncritic: {ppo_mini_batch_size: 8}\n")
+    with pytest.raises(UserError, match=r"critic.ppo_mini_batch_size = 8, but actor.ppo_mini_batch_size=4"):
+        load_config(path, MINIMAL)
+
+
+def test_whole_sections_are_reported_once() -> None:
+    loaded = load("actor_rollout_ref.actor.profiler.enable=false", "actor_rollout_ref.actor.profiler.ranks=[]",
+                  "critic._target_=verl.Critic")
+    assert [note.partition("(")[0] for note in loaded.notes] == [
+        "ignored: 2 settings *.profiler.* ", "ignored: critic._target_='verl.Critic' "]
+
+
 def test_own_kl_coefficient_beats_the_assumed_one() -> None:
     assert load("algorithm.kl_coef=0.2", f"{ACTOR}.use_kl_loss=true").config.algorithm.kl_coef == 0.2
 
@@ -163,7 +326,7 @@ def test_reward_function_of_path_and_name() -> None:
     loaded = load("custom_reward_function.path=r.py", "custom_reward_function.name=score")
     assert loaded.config.reward.function == "r.py:score"
     loaded = load("custom_reward_function.path=null", "custom_reward_function.name=score")
-    assert loaded.config.reward.function is None and len(loaded.notes) == 2
+    assert loaded.config.reward.function is None and len(loaded.notes) == 1
 
 
 def test_greedy_validation_overrules_its_temperature() -> None:
@@ -175,13 +338,20 @@ def test_greedy_validation_overrules_its_temperature() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("trainer.critic_warmup=10", "0: there is no critic yet"),
-        ("algorithm.use_kl_in_reward=true", "false: the KL term is in the loss"),
         (f"{ACTOR}.kl_loss_type=abs", "one of 'low_var_kl'"),
+        (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "one of 'vanilla', 'gspo'"),
+        (f"{ACTOR}.tis_imp_ratio_cap=2", "-1: set algorithm.importance_sampling"),
+        (f"{ACTOR}.optim.betas=0.9", "two numbers"),
+        (f"{ACTOR}.shuffle=true", "False: minibatches keep"),
+        (f"{ROLLOUT}.multi_turn.enable=true", "False: a prompt gets one response"),
+        ("actor_rollout_ref.model.lora_rank=8", "0: all weights are trained"),
+        ("data.custom_cls.path=x.py", "None: prompts come from"),
+        ("algorithm.rollout_correction.rollout_is=sequence", "one of None, 'token'"),
+        ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=sglang", "one of 'vllm', 'hf'"),
         (f"{ROLLOUT}.val_kwargs.top_p=0.7", "1.0: validation samples"),
-        (f"{ROLLOUT}.val_kwargs.n=true", "1: one response"),
-        ("reward_model.enable=true", "False: rewards come from"),
+        (f"{ROLLOUT}.val_kwargs.top_k=5", "-1 or 0: validation samples"),
+        ("reward_model.enable=true", "the directory of a reward model"),
         ("data.truncation=middle", "error, left or right"),
         (f"{ACTOR}.use_kl_loss=1", "true or false"),
         ("actor_rollout_ref.model.enable_gradient_checkpointing=1", "one of True, False"),
@@ -196,7 +366,8 @@ def test_what_would_mean_something_else_is_refused(override: str, expected: str)
 
 def test_ignored_names_say_why_and_where() -> None:
     assert load("trainer.nnodes=2").notes == [
-        "ignored: trainer.nnodes=2 (command line), torchrun decides the number of ranks"
+        "ignored: trainer.nnodes=2 (command line), torchrun decides the number of ranks; a dry run plans for as many "
+        "as this says"
     ]
 
 

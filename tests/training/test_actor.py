@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on one rank equals plain transformers with autograd and AdamW; training on any layout equals one rank.
 
-Compared: logprobs of all tokens before and after two updates, every metric of both, and all weights after the first
+Compared: logprobs of the responses before and after two updates, every metric of both, and all weights after the first
 (in HF coordinates, through the placement tables). Tolerances are ten times what float32 rounding was seen to leave.
-Not covered: CUDA, Transformer Engine, context parallelism.
+Not covered: CUDA, Transformer Engine; shared prompts (tests/models/test_context_parallel.py and
+tests/test_algorithms_in_loop.py have them).
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ LAYOUTS = {
     "tp2-dp2-sp": Case(4, dict(tp_size=2), SP),
     "pp2-dp2": Case(4, dict(pp_size=2)),
     "pp2-vpp2-dp2-replicated": Case(4, dict(pp_size=2, vpp_size=2), REPLICATED),
+    "cp2-dp2": Case(4, dict(cp_size=2)),
+}
+CONTEXT_PARALLEL = {
+    f"cp{cp}-tp{tp}-pp{pp}": Case(cp * tp * pp, dict(cp_size=cp, tp_size=tp, pp_size=pp), SP if tp > 1 else {})
+    for cp in (2, 4) for tp in (1, 2) for pp in (1, 2)
 }
 EXPERT_LAYOUTS = {
     "dp2": Case(2),
@@ -67,6 +73,8 @@ MODES = {
     "full-tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP | dict(recompute_granularity="full")),
     "microbatches-of-30": Case(max_tokens=30),
     "one-microbatch": Case(max_tokens=1000),
+    "chunks-of-7": Case(actor=dict(logprob_chunk_tokens=7)),
+    "chunks-of-7-tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP | dict(logprob_chunk_tokens=7)),
 }
 LOGPROB_TOLERANCE = 2e-5
 METRIC_TOLERANCE = 1e-5
@@ -143,7 +151,7 @@ def test_expert_parallelism_does_not_change_the_numbers(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mode_does_not_change_the_numbers(mode: str, single: dict[str, Measured], paths: dict[str, Path]) -> None:
-    """Recomputation and the token budget of a microbatch are about memory and speed only."""
+    """Recomputation, the token budget of a microbatch and chunks of logits are about memory and speed only."""
     found = train(MODES[mode], paths["qwen3"])
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
     assert_same(found, single["qwen3"])
@@ -181,6 +189,24 @@ def test_bfloat16_trains_like_float32(layout: str, single: dict[str, Measured], 
     assert max((found.weights[name] - x).abs().max() for name, x in expected.weights.items()) < 0.006
     for key in ("policy/grad_norm", "policy/entropy", "kl/mean"):
         assert found.metrics[0][key] == pytest.approx(expected.metrics[0][key], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Measured]]:
+    """Models of eight query heads and two KV heads: with cp 4 or tp 2 x cp 2 a KV head is on several ranks."""
+    result = {}
+    for family in ("llama", "qwen3"):
+        path = tmp_path_factory.mktemp(family)
+        save_tiny_model(path, family, num_attention_heads=8, num_key_value_heads=2)
+        result[family] = path, train(Case(), path)
+    return result
+
+
+@pytest.mark.parametrize(("layout", "family"), zip(CONTEXT_PARALLEL, ["llama", "qwen3"] * 4, strict=True))
+def test_context_parallel_equals_one_rank(layout: str, family: str, wide: dict[str, tuple[Path, Measured]]) -> None:
+    """Sequences are cut wherever the shards end; the largest layout has sixteen ranks."""
+    path, expected = wide[family]
+    assert_same(train(CONTEXT_PARALLEL[layout], path), expected)
 
 
 def _count_attention_calls(rank: int, world_size: int, case: Case, path: Path) -> tuple[int, int]:
@@ -295,4 +321,4 @@ def test_temperature_divides_the_logits(
         expected = [logp for logp, _ in score_with_transformers(models["llama"], temperature=0.6)]
     for found in run_ranks(_score_at_temperature, case.world_size, case, paths["llama"], timeout=60):
         for i, logprobs in found.items():
-            torch.testing.assert_close(logprobs, expected[i], rtol=0, atol=LOGPROB_TOLERANCE)
+            torch.testing.assert_close(logprobs, expected[i][NUM_PROMPT_TOKENS - 1 :], rtol=0, atol=LOGPROB_TOLERANCE)

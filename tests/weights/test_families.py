@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
@@ -69,6 +70,36 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
     views = split_huggingface_experts(shape, dict(model.named_parameters()))
     assert views.keys() == written.keys()
     assert all(torch.equal(views[name], x) for name, x in written.items())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logical_tensors_with_a_score_head_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    """No output layer, whatever config.json says about tying; the class has the name that we write."""
+    changes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
+    config = CONFIGS[family](**changes, tie_word_embeddings=tied, num_labels=1)
+    config.architectures = [FAMILIES[family].scoring_architecture]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    shape = load_model_shape(tmp_path, head="score")
+    views = split_huggingface_experts(shape, model.state_dict())
+    assert shape.logical_tensors() == {name: tuple(x.shape) for name, x in views.items()}
+    assert list(shape.logical_tensors())[-1] == "score.weight" and not shape.tied_embeddings
+    assert type(model).__name__ == FAMILIES[family].scoring_architecture
+
+
+def test_a_language_model_can_be_given_a_score_head_but_not_the_reverse() -> None:
+    config = make_config("qwen2", tie_word_embeddings=True)
+    language, scoring = (model_shape_from_config(config, source="here", head=head) for head in ("lm", "score"))
+    assert language == replace(scoring, has_score_head=False, tied_embeddings=True)
+    assert "score.weight" not in language.logical_tensors() and scoring.logical_tensors()["score.weight"] == (1, 24)
+    for name in ("Qwen2ForSequenceClassification", "Qwen2ForTokenClassification"):
+        scorer = config | {"architectures": [name]}
+        assert model_shape_from_config(scorer, source="here", head="score") == scoring
+        with pytest.raises(UserError, match=f"{name} has no language-model head") as caught:
+            model_shape_from_config(scorer, source="here")
+        assert caught.value.expected == "a Qwen2ForCausalLM"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,6 +223,8 @@ def test_expert_parallel_layouts() -> None:
         make_shape("llama").check_training_layout(1, 1, 1, 2)
     with pytest.raises(UserError, match="(?s)without sequence parallelism.*actor.sequence_parallel=true"):
         shape.check_training_layout(2, 1, 1, sequence_parallel=False)
+    with pytest.raises(UserError, match="critic.sequence_parallel=true"):
+        shape.check_training_layout(2, 1, 1, sequence_parallel=False, section="critic")
 
 
 def test_rollout_layouts_may_replicate_kv_heads() -> None:

@@ -29,6 +29,7 @@ ROUTERS = ("mlp.gate.weight", "moe.gate.weight")
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}), ("qwen2", dict(tied_embeddings=True)), ("qwen3", dict(head_dim=6, tied_embeddings=True)),
     ("qwen3", dict(num_kv_heads=8)), ("mistral", {}), ("qwen3_moe", dict(num_experts=8)), ("mixtral", {}),
+    ("qwen2", dict(has_score_head=True)),
 ]
 
 
@@ -46,7 +47,7 @@ def place_replica(
 def test_every_element_is_placed_once_per_replica(
     family: str, changes: dict[str, Any], tp_size: int, pp_size: int, vpp_size: int
 ) -> None:
-    """Norms and routers are on all TP ranks; a tied embedding is on the first and the last stage."""
+    """Norms, routers and score heads are on all TP ranks; a tied embedding is on the first and the last stage."""
     shape = make_shape(family, **changes)
     placed: dict[str, list] = {}
     for placements in place_replica(shape, tp_size, pp_size, vpp_size):
@@ -54,7 +55,7 @@ def test_every_element_is_placed_once_per_replica(
             placed.setdefault(p.hf_name, []).append(p.hf_box)
     assert placed.keys() == shape.logical_tensors().keys()
     for name, size in shape.logical_tensors().items():
-        expected = tp_size if "norm" in name or name.endswith(ROUTERS) else 1
+        expected = tp_size if "norm" in name or name.endswith((*ROUTERS, "score.weight")) else 1
         if name == "model.embed_tokens.weight" and shape.tied_embeddings and pp_size > 1:
             expected = 2
         counts = count_writes(size, placed[name])
@@ -195,6 +196,8 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
     ("qwen3", dict(tied_embeddings=True, head_dim=6), dict(tp_size=2, pp_size=2), 4),
     ("qwen3", {}, dict(pp_size=2, vpp_size=2), 2),
     ("llama", dict(tied_embeddings=True), dict(pp_size=4), 4),
+    ("qwen3", dict(has_score_head=True), {}, 1),
+    ("llama", dict(has_score_head=True), dict(tp_size=2, pp_size=2), 4),
     ("qwen3_moe", {}, {}, 1),
     ("qwen3_moe", {}, dict(ep_size=2, tp_size=2), 4),
     ("mixtral", {}, dict(ep_size=2, pp_size=2), 4),

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl's two KL terms and its policy losses mean here.
+
+verl has a KL term in the loss (`use_kl_loss`, `kl_loss_coef`, `kl_loss_type`) and one in the reward
+(`use_kl_in_reward`, `kl_penalty`, `kl_ctrl.*`), each with its own switch; here one term is in one of the two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.config.sources import ASSUMED, Setting
+from megatron_rl.types import UserError
+
+Parts = dict[str, Setting]
+Combined = tuple[list[Setting], list[str]]
+
+_ACTOR = "actor_rollout_ref.actor"
+_USE_KL_LOSS, _KL_LOSS_COEF = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"
+_KL_LOSS_TYPE = f"{_ACTOR}.kl_loss_type"
+_USE_KL_IN_REWARD, _KL_PENALTY = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
+_CONTROLLER = {
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef", "algorithm.kl_ctrl.type": "algorithm.kl_controller",
+    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target", "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
+}
+_KL_CTRL_COEF = "algorithm.kl_ctrl.kl_coef"
+KL_NAMES = (_USE_KL_LOSS, _KL_LOSS_COEF, _KL_LOSS_TYPE, _USE_KL_IN_REWARD, _KL_PENALTY, *_CONTROLLER)
+_KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+_VERL_KL_COEF = 0.001
+_VERL_KL_PENALTY = "k1"
+
+_LOSS_MODE, _DUAL_CLIP = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.clip_ratio_c"
+LOSS_NAMES = (_LOSS_MODE, _DUAL_CLIP)
+LOSS_MODES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "policy_gradient"}
+
+
+def combine_kl(parts: Parts) -> Combined:
+    """One of the two terms, or none; the settings of the other are reported."""
+    in_loss, in_reward = (name in parts and read_boolean(parts[name]) for name in (_USE_KL_LOSS, _USE_KL_IN_REWARD))
+    if in_loss and in_reward:
+        raise UserError(
+            f"{_USE_KL_LOSS} and {_USE_KL_IN_REWARD} are both true", source=parts[_USE_KL_IN_REWARD].source,
+            expected="one KL term, in the loss or in the reward", hint=f"set {_USE_KL_IN_REWARD}=false",
+        )
+    if in_reward:
+        unused = _ignore(parts, (_KL_LOSS_COEF, _KL_LOSS_TYPE), f"{_USE_KL_LOSS} is not true")
+        return _combine_kl_in_reward(parts), unused
+    settings, notes = _combine_kl_loss(parts.get(_USE_KL_LOSS), parts.get(_KL_LOSS_COEF))
+    if _KL_LOSS_TYPE in parts:
+        settings.append(_read_kl_type(parts[_KL_LOSS_TYPE]))
+    reason = f"{_USE_KL_IN_REWARD} is not true"
+    lone = parts.get(_KL_CTRL_COEF)
+    if lone is not None and not parts.keys() & {_USE_KL_LOSS, _KL_LOSS_COEF, _USE_KL_IN_REWARD}:
+        settings.append(replace(lone, name="algorithm.kl_coef"))
+        notes.append(f"read as algorithm.kl_coef: {describe(lone)}, the KL term is in the loss")
+        return settings, notes + _ignore(parts, set(_CONTROLLER) - {_KL_CTRL_COEF} | {_KL_PENALTY}, reason)
+    return settings, notes + _ignore(parts, (_KL_PENALTY, *_CONTROLLER), reason)
+
+
+def _combine_kl_in_reward(parts: Parts) -> list[Setting]:
+    switch = parts[_USE_KL_IN_REWARD]
+    settings = [replace(switch, name="algorithm.kl_in", value="reward", text=None)]
+    for name, target, assumed in ((_KL_CTRL_COEF, "algorithm.kl_coef", _VERL_KL_COEF),
+                                  (_KL_PENALTY, "algorithm.kl_type", _VERL_KL_PENALTY)):
+        if name not in parts:
+            settings.append(replace(switch, name=target, value=assumed, layer=ASSUMED, text=None))
+    if _KL_PENALTY in parts:
+        settings.append(_read_kl_type(parts[_KL_PENALTY]))
+    return settings + [replace(parts[name], name=target) for name, target in _CONTROLLER.items() if name in parts]
+
+
+def _combine_kl_loss(use_loss: Setting | None, coef: Setting | None) -> Combined:
+    if use_loss is None:
+        return ([] if coef is None else [replace(coef, name="algorithm.kl_coef")]), []
+    if not read_boolean(use_loss):
+        notes = [] if coef is None else [note(coef, f"{_USE_KL_LOSS} is false")]
+        return [replace(use_loss, name="algorithm.kl_coef", value=0.0, text=None)], notes
+    place = replace(use_loss, name="algorithm.kl_in", value="loss", text=None)
+    if coef is not None:
+        return [place, replace(coef, name="algorithm.kl_coef")], []
+    assumed = replace(use_loss, name="algorithm.kl_coef", value=_VERL_KL_COEF, layer=ASSUMED, text=None)
+    text = f"assumed: {_KL_LOSS_COEF}={_VERL_KL_COEF} unless algorithm.kl_coef is given, because of {_USE_KL_LOSS}"
+    return [place, assumed], [text]
+
+
+def _read_kl_type(setting: Setting) -> Setting:
+    if setting.value not in _KL_TYPES:
+        raise UserError(
+            f"{setting.name} = {setting.value!r} is not known", source=setting.source,
+            expected=f"one of {', '.join(map(repr, _KL_TYPES))} (read as algorithm.kl_type)",
+            hint="set algorithm.kl_type: k1, k2 or k3",
+        )
+    return replace(setting, name="algorithm.kl_type", value=_KL_TYPES[setting.value], text=None)
+
+
+def combine_policy_loss(parts: Parts) -> Combined:
+    """verl's dual clip belongs to the clipped losses per token."""
+    mode, dual_clip = parts.get(_LOSS_MODE), parts.get(_DUAL_CLIP)
+    settings: list[Setting] = []
+    if mode is not None:
+        if mode.value not in LOSS_MODES:
+            raise UserError(
+                f"{_LOSS_MODE} = {mode.value!r} is not known", source=mode.source,
+                expected=f"one of {', '.join(map(repr, LOSS_MODES))} (read as algorithm.policy_loss)",
+                hint="register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss",
+            )
+        settings.append(replace(mode, name="algorithm.policy_loss", value=LOSS_MODES[mode.value], text=None))
+    if dual_clip is None:
+        return settings, []
+    if mode is not None and mode.value != "vanilla":
+        return settings, [note(dual_clip, f"{_LOSS_MODE} = {mode.value!r} has no dual clip")]
+    return [*settings, replace(dual_clip, name="algorithm.dual_clip")], []
+
+
+def read_boolean(setting: Setting) -> bool:
+    """The value of a switch; null is false.
+
+    Raises:
+        UserError: it is neither true nor false.
+    """
+    if setting.value is None or isinstance(setting.value, bool):
+        return bool(setting.value)
+    raise UserError(
+        f"{setting.name} = {setting.value!r} is not accepted", source=setting.source,
+        expected="true or false", hint=f"write {setting.name}=true",
+    )
+
+
+def describe(setting: Setting) -> str:
+    """`name=value (place)`."""
+    return f"{setting.name}={_shown(setting.value)} ({setting.source})"
+
+
+def note(setting: Setting, reason: str) -> str:
+    """The notice for a setting without effect."""
+    return f"ignored: {describe(setting)}, {reason}"
+
+
+def _ignore(parts: Parts, names: Iterable[str], reason: str) -> list[str]:
+    return [note(parts[name], reason) for name in KL_NAMES if name in parts and name in names]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

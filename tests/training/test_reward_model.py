@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward model gives the scores of transformers' `*ForSequenceClassification`, on every layout and every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actor_runs import LENGTHS, Case, build_batch
+from distributed import run_ranks
+from megatron_rl.config.schema import ModelConfig, RewardModelConfig
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.training.reward_model import RewardModel
+from megatron_rl.weights.families import load_model_shape
+from tiny_models import draw_tokens, save_tiny_model
+
+FAMILIES = ["qwen2", "llama"]
+SP = dict(sequence_parallel=True)
+LAYOUTS = {
+    "single": Case(),
+    "tp2": Case(2, dict(tp_size=2)),
+    "tp2-sp": Case(2, dict(tp_size=2), SP),
+    "pp2": Case(2, dict(pp_size=2)),
+    "dp2": Case(2),
+    "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
+    "tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP),
+    "tp2-dp2": Case(4, dict(tp_size=2)),
+    "pp2-dp2": Case(4, dict(pp_size=2)),
+    "cp2-tp2-sp": Case(4, dict(tp_size=2, cp_size=2), SP),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+@torch.no_grad()
+def expected(paths: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """Scores [num_rollouts] of transformers, one sequence at a time."""
+    result = {}
+    for family, path in paths.items():
+        model = save_tiny_model(path, family, num_labels=1)
+        ids = [torch.from_numpy(tokens)[None] for tokens in draw_tokens(LENGTHS)]
+        result[family] = torch.stack([model(x).logits[0, 0] for x in ids])
+    return result
+
+
+def build_reward_model(case: Case, path: Path) -> RewardModel:
+    groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
+    return RewardModel(
+        ModelConfig(path="unused", dtype=case.dtype), RewardModelConfig(path=str(path), **case.actor),
+        load_model_shape(path, head="score"), groups, path=path, seed=1)
+
+
+def _score_on_rank(rank: int, world_size: int, case: Case, path: Path) -> torch.Tensor:
+    model = build_reward_model(case, path)
+    return model.compute_scores(build_batch(model, case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_equal_transformers(
+    layout: str, family: str, paths: dict[str, Path], expected: dict[str, torch.Tensor]
+) -> None:
+    case = LAYOUTS[layout]
+    ranks = run_ranks(_score_on_rank, case.world_size, case, paths[family], timeout=60)
+    assert expected[family].std() > 0.1, "scores near 0 would agree with anything"
+    for found in ranks:
+        assert torch.equal(found, ranks[0])
+        torch.testing.assert_close(found, expected[family], rtol=0, atol=1e-5)
+
+
+def test_a_rank_without_rollouts_takes_part(paths: dict[str, Path], expected: dict[str, torch.Tensor]) -> None:
+    """One rollout on two DP ranks: the other one has padding only."""
+    case = replace(LAYOUTS["dp2"], minibatches=((0,),))
+    for found in run_ranks(_score_on_rank, 2, case, paths["llama"], timeout=60):
+        torch.testing.assert_close(found, expected["llama"][:1], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_scores_are_near(paths: dict[str, Path], expected: dict[str, torch.Tensor]) -> None:
+    case = replace(LAYOUTS["single"], dtype="bfloat16")
+    (found,) = run_ranks(_score_on_rank, 1, case, paths["qwen2"], timeout=60)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected["qwen2"], rtol=0, atol=0.05)
+
+
+def _score_offloaded(rank: int, world_size: int, case: Case, path: Path) -> Any:
+    results, sizes = [], []
+    for offload in (False, True):
+        model = build_reward_model(replace(case, actor=case.actor | dict(offload=offload)), path)
+        batch = build_batch(model, case)
+        results += [model.compute_scores(batch) for _ in range(2)]
+        sizes.append(sum(p.numel() for p in model.stages.parameters()))
+        assert not any(p.requires_grad for p in model.stages.parameters())
+    return results, sizes
+
+
+def test_offloaded_weights_score_the_same(paths: dict[str, Path]) -> None:
+    """They are empty before and after; that a device's memory shrinks is for a GPU to show."""
+    for results, (kept, offloaded) in run_ranks(_score_offloaded, 2, LAYOUTS["tp2-sp"], paths["qwen2"], timeout=60):
+        assert kept > 0 and offloaded == 0
+        assert all(torch.equal(result, results[0]) for result in results)
