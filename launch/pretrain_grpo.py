@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_grpo.py RECIPE.yaml [key=value ...]`."""
+"""Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_rl.py RECIPE.yaml [key=value ...]`."""
 
 import sys
 from pathlib import Path
@@ -13,12 +13,12 @@ from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
-    from megatron_rl.trainer import train_grpo
+    from megatron_rl.trainer import train_rl
 
-    train_grpo(loaded, recipe)
+    train_rl(loaded, recipe)
 
 
 if __name__ == "__main__":
     sys.exit(run_command(
-        sys.argv[1:], name="pretrain_grpo", description="Train a policy with GRPO.",
+        sys.argv[1:], name="pretrain_rl", description="Train a policy with GRPO, PPO or a relative.",
         build_plan=BatchPlan.build, run=train))

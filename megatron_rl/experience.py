@@ -1,100 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rollouts to a training batch: score, pack, advantages, and what is logged about them."""
+"""From scored rollouts to training batches: pack, KL, advantages, and what is logged about them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from megatron_rl.algorithms import advantages as estimation
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
-from megatron_rl.algorithms.mismatch import finish_mismatch, sum_mismatch
+from megatron_rl.algorithms.kl import compute_kl_penalty
+from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.algorithms.mismatch import (
+    compute_importance_weights,
+    finish_importance_weights,
+    finish_mismatch,
+    sum_mismatch,
+)
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
+from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
 from megatron_rl.data.packing import packing_metrics, plan_microbatches
-from megatron_rl.parallel.collectives import raise_together, reduce_scalars
-from megatron_rl.rewards.scoring import RewardFunction, score_rollouts
-from megatron_rl.training.policy import Policy
+from megatron_rl.data.prefix import SharedPrompts
+from megatron_rl.parallel.collectives import gather_arrays, reduce_scalars
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Rollout, RolloutGroup
 
 
+@dataclass(frozen=True)
+class Collected:
+    """The scored rollouts of one step, the same on every rank.
+
+    Attributes:
+        groups: one per prompt.
+        baselines: reward of the greedy response to each prompt (ReMax), or None.
+        metrics: about sampling.
+    """
+
+    groups: list[RolloutGroup]
+    baselines: np.ndarray | None
+    metrics: dict[str, float]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts; their index in this list is their identity in the batch."""
+        return rollouts_of(self.groups)
+
+
 def rollouts_of(groups: Sequence[RolloutGroup]) -> list[Rollout]:
-    """All rollouts of a step; their index in this list is their identity in the batch."""
+    """All rollouts of some groups, in order."""
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def score_groups(
-    groups: Sequence[RolloutGroup], function: RewardFunction, decode: Callable[[Sequence[int]], str],
-    group: dist.ProcessGroup,
-) -> None:
-    """Fill in response text and reward; each rank scores its share; collective.
-
-    Raises:
-        UserError: the reward function failed on some rank; raised on all of them.
-    """
-    rollouts, rank, world = rollouts_of(groups), group.rank(), group.size()
-    mine, error = rollouts[rank::world], None
-    try:
-        score_rollouts(mine, function, decode)
-    except Exception as caught:  # the other ranks must learn of it before they wait for this one
-        error = caught
-    raise_together(error, group)
-    shares: list[Any] = [None] * world
-    dist.all_gather_object(shares, [(r.response, r.reward, r.reward_components) for r in mine], group=group)
-    for peer, share in enumerate(shares):
-        for rollout, scored in zip(rollouts[peer::world], share, strict=True):
-            rollout.response, rollout.reward, rollout.reward_components = scored
-
-
-def pack_groups(
-    groups: Sequence[RolloutGroup], plan: BatchPlan, algorithm: AlgorithmConfig, actor: Policy, device: torch.device
+def pack_rollouts(
+    rollouts: Sequence[Rollout], plan: BatchPlan, algorithm: AlgorithmConfig, role: PackedModel, config: LayoutConfig,
+    device: torch.device,
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """Pack the rollouts into the microbatches of this rank's DP replica, minibatch by minibatch.
+    """Pack the rollouts into the microbatches of this rank's DP replica of a role, minibatch by minibatch.
+
+    Args:
+        rollouts: of the step.
+        plan: batch arithmetic.
+        algorithm: aggregation, and whether truncated responses enter the loss.
+        role: whose layout decides.
+        config: the role's token budget, and whether the responses to a prompt share it.
+        device: where the tensors live.
 
     Returns:
         The batch, and packing metrics averaged over minibatches.
     """
-    sequences = [
-        PackedSequence(np.concatenate([r.prompt.tokens, r.response_tokens]), len(r.prompt.tokens), r.rollout_logprobs)
-        for r in rollouts_of(groups)
-    ]
-    weights, plans, metrics = [], [], []
+    sequences = [_pack_sequence(rollout, algorithm) for rollout in rollouts]
+    weights, plans, metrics, ledgers = [], [], [], []
+    group_of = number_groups(rollouts) if config.share_prompts else None
     for first in range(0, len(sequences), plan.rollouts_per_minibatch):
         part = sequences[first : first + plan.rollouts_per_minibatch]
         lengths = [len(s.tokens) for s in part]
+        shared = group_of and SharedPrompts(
+            group_of[first : first + len(part)], [s.num_prompt_tokens for s in part])
         layout = plan_microbatches(
-            lengths, dp_size=plan.dp_size, max_tokens=plan.max_tokens_per_microbatch,
-            count_multiple=actor.microbatch_count_multiple)
+            lengths, dp_size=role.groups.layout.dp_size, max_tokens=config.max_tokens_per_microbatch,
+            count_multiple=role.microbatch_count_multiple, attention_ratio=role.attention_ratio, shared=shared)
         plans.append((range(first, first + len(part)), layout))
-        weights.append(compute_sequence_weights(
-            algorithm.loss_agg_mode, [len(s.tokens) - s.num_prompt_tokens for s in part], plan.max_response_length))
-        metrics.append(packing_metrics(layout, lengths, plan.max_tokens_per_microbatch))
+        in_loss = [s.num_loss_tokens for s in part]
+        weights.append(compute_sequence_weights(algorithm.loss_agg_mode, in_loss, plan.max_response_length))
+        ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, plan.max_response_length))
+        metrics.append(packing_metrics(
+            layout, lengths, config.max_tokens_per_microbatch, pad_multiple=role.pad_multiple,
+            attention_ratio=role.attention_ratio, shared=shared))
     batch = build_train_batch(
-        sequences, np.concatenate(weights), plans, dp_rank=actor.groups.at.dp, pad_multiple=actor.pad_multiple,
-        device=device)
+        sequences, np.concatenate(weights), plans, dp_rank=role.groups.at.dp, pad_multiple=role.pad_multiple,
+        device=device, group_of=group_of)
+    batch.ledgers = ledgers
     return batch, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
 
 
-def compute_advantages(
-    groups: Sequence[RolloutGroup], batch: TrainBatch, algorithm: AlgorithmConfig
+def number_groups(rollouts: Sequence[Rollout]) -> list[int]:
+    """A number per rollout that those of one group, which follow each other, have in common."""
+    starts = [i == 0 or rollout.prompt is not rollouts[i - 1].prompt for i, rollout in enumerate(rollouts)]
+    return np.cumsum(starts).tolist()
+
+
+def _pack_sequence(rollout: Rollout, algorithm: AlgorithmConfig) -> PackedSequence:
+    is_masked = algorithm.mask_truncated and rollout.finish_reason == "length"
+    return PackedSequence(
+        np.concatenate([rollout.prompt.tokens, rollout.response_tokens]), len(rollout.prompt.tokens),
+        rollout.rollout_logprobs, in_loss=not is_masked)
+
+
+def move_tokens(
+    values: torch.Tensor, source: TrainBatch, destination: TrainBatch, is_owner: bool, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """One advantage per rollout from the rewards of its group, given to all of its tokens, [t]."""
-    rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
-    return expand_to_tokens(ADVANTAGE_ESTIMATORS[algorithm.adv_estimator](rewards, algorithm), batch)
+    """Bring values of the tokens in the loss from one role's packing into another's; collective over `group`.
+
+    Args:
+        values: [t] float32 in the packing of `source`.
+        source, destination: batches of the same rollouts, each in a layout of its own.
+        is_owner: exactly one rank of each DP replica of the source's role says True.
+        group: all ranks of the job.
+
+    Returns:
+        [t] float32 in the packing of `destination`; 0 outside of the loss.
+    """
+    if source is destination:
+        return values
+    mask = source.loss_mask
+    ids = gather_arrays([source.sequence_ids[mask].cpu().numpy()] if is_owner else [], np.int64, group)
+    numbers = gather_arrays([values[mask].cpu().numpy()] if is_owner else [], np.float32, group)
+    all_ids, all_numbers = (np.concatenate([x for rank in side for x in rank]) for side in (ids, numbers))
+    places = destination.loss_mask.nonzero()[:, 0].cpu().numpy()
+    wanted = destination.sequence_ids.cpu().numpy()[places]
+    # Tokens of a rollout keep their order, so sorting both sides by rollout pairs them up.
+    here, there = np.argsort(wanted, kind="stable"), np.argsort(all_ids, kind="stable")
+    there = there[np.isin(all_ids[there], wanted)]
+    assert np.array_equal(wanted[here], all_ids[there]), "both batches must hold the same tokens of the same rollouts"
+    result = np.zeros(len(destination.tokens), np.float32)
+    result[places[here]] = all_numbers[there]
+    return torch.from_numpy(result).to(destination.tokens.device)
 
 
-def measure_mismatch(batch: TrainBatch, group: dist.ProcessGroup) -> dict[str, float]:
-    """Gap between `old_logprobs` and the engine's `rollout_logprobs`; collective over DP."""
-    sums, maximum = sum_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+def measure_kl(batch: TrainBatch, num_rollouts: int, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
+    """KL of each rollout, summed over its tokens in the loss: [num_rollouts], the same on every rank; collective."""
+    kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, kl_type).double()
+    per_rollout = torch.zeros(num_rollouts + 1, dtype=torch.float64, device=kl.device)
+    per_rollout.index_add_(0, batch.sequence_ids % (num_rollouts + 1), kl)  # padding (-1) falls into the last entry
+    dist.all_reduce(per_rollout, group=group)
+    return per_rollout[:-1].cpu().numpy()
+
+
+def compute_advantages(
+    collected: Collected, batch: TrainBatch, algorithm: AlgorithmConfig, kl_per_rollout: np.ndarray | None,
+    group: dist.ProcessGroup,
+) -> estimation.Advantages:
+    """Advantages (and returns, with a critic) of this rank's tokens; collective over `group`.
+
+    Args:
+        collected: rewards of all rollouts.
+        batch: old log-probs, reference log-probs and values where there are any.
+        algorithm: the estimator, with the current KL coefficient.
+        kl_per_rollout: from `measure_kl`, where the KL term is in the reward.
+        group: the actor's DP group.
+    """
+    rewards = np.array([rollout.reward for rollout in collected.rollouts], np.float64)
+    kl, scores = None, rewards
+    if kl_per_rollout is not None and algorithm.kl_in == "reward":
+        kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, algorithm.kl_type)
+        scores = rewards - algorithm.kl_coef * kl_per_rollout
+    inputs = estimation.AdvantageInputs(
+        scores=scores, group_sizes=np.array([g.group_size for g in collected.groups]),
+        baselines=collected.baselines,
+        token_rewards=estimation.compute_token_rewards(
+            rewards, kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids),
+        values=batch.values, loss_mask=batch.loss_mask, sequence_ids=batch.sequence_ids, group=group)
+    return estimation.compute_advantages(inputs, algorithm)
+
+
+def correct_mismatch(
+    batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
+) -> tuple[torch.Tensor | None, dict[str, float]]:
+    """Gap between `old_logprobs` and the engine's log-probs, and the weights that correct for it; collective.
+
+    Returns:
+        Importance weights [t] or None, and the metrics `mismatch/...`.
+    """
     device = batch.tokens.device
-    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, device)
+    sums, maximum = sum_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    weights, counts = compute_importance_weights(
+        batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm)
+    sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
     maxima = reduce_scalars({"max": maximum}, dist.ReduceOp.MAX, group, device)
-    return finish_mismatch(sums, maxima["max"])
+    return weights, finish_mismatch(sums, maxima["max"]) | finish_importance_weights(counts)
 
 
 def describe_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -8,32 +8,38 @@ process group exists. `build_*` make the groups, the models and the engine from 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.advantages import RegisteredEstimator, find_advantage_estimator
+from megatron_rl.algorithms.losses import find_policy_loss
+from megatron_rl.algorithms.plugins import load_plugins
 from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
 from megatron_rl.config.loading import dump_yaml
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.hybrid_engine import HybridEngine
 from megatron_rl.observability.run import Run
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, raise_together, share_object
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.ulysses import check_context_parallel
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.resharding.planner import group_shards
-from megatron_rl.rewards.scoring import RewardFunction, build_reward_function
+from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
 from megatron_rl.rollout.engine import EngineSpec, build_engine
 from megatron_rl.training.actor import Actor
+from megatron_rl.training.critic import Critic
 from megatron_rl.training.reference import Reference
+from megatron_rl.training.reward_model import RewardModel
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
 from megatron_rl.weights.placement import Placement
 
 
@@ -47,18 +53,47 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
-class GrpoInputs:
-    """Everything a GRPO run reads before it starts."""
+class ScoringInputs:
+    """A model with a score head on disk (critic or reward model), and the layout it is to have."""
+
+    path: str
+    shape: ModelShape
+    layout: ParallelLayout
+
+
+@dataclass(frozen=True)
+class RlInputs:
+    """Everything an RL run reads before it starts; `critic` and `reward_model` are None where there is none."""
 
     model: ModelInputs
     train: PromptSet
     validation: dict[str, PromptSet]
-    reward_function: RewardFunction
+    reward_plan: RewardPlan
+    estimator: RegisteredEstimator
+    critic: ScoringInputs | None
+    reward_model: ScoringInputs | None
 
 
 def launched_world_size() -> int:
     """Number of ranks that torchrun started (1 without it)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def read_layout(config: LayoutConfig, world_size: int, shape: ModelShape, section: str) -> ParallelLayout:
+    """A role's layout, checked against its model.
+
+    Raises:
+        UserError: ranks or a model that do not divide.
+    """
+    layout = ParallelLayout(
+        world_size, tp_size=config.tensor_model_parallel_size, pp_size=config.pipeline_model_parallel_size,
+        vpp_size=config.virtual_pipeline_model_parallel_size or 1, cp_size=config.context_parallel_size,
+        ep_size=config.expert_model_parallel_size)
+    shape.check_training_layout(
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=config.sequence_parallel,
+        section=section)
+    check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
+    return layout
 
 
 def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
@@ -68,35 +103,39 @@ def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
         UserError: missing or mismatching files, a layout that the model does not fit.
     """
     shape = load_model_shape(config.model.path)
-    actor = config.actor
-    layout = ParallelLayout(
-        world_size, tp_size=actor.tensor_model_parallel_size, pp_size=actor.pipeline_model_parallel_size,
-        vpp_size=actor.virtual_pipeline_model_parallel_size or 1, cp_size=actor.context_parallel_size,
-        ep_size=actor.expert_model_parallel_size)
-    shape.check_training_layout(
-        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=actor.sequence_parallel)
+    layout = read_layout(config.actor, world_size, shape, "actor")
     check_checkpoint(config.model.path, shape)
+    _check_positions(config, shape)
+    tokenizer = load_tokenizer(Path(config.model.tokenizer or config.model.path))
+    _check_vocabulary(tokenizer, shape, "model.tokenizer and model.path")
+    return ModelInputs(shape, tokenizer, layout)
+
+
+def _check_positions(config: RunConfig, shape: ModelShape) -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
             f"max_prompt_length + max_response_length = {longest} tokens", source="data.max_*_length",
             expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
             hint="shorten one of them or use a model with longer positions")
-    tokenizer = load_tokenizer(Path(config.model.tokenizer or config.model.path))
+
+
+def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> None:
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}",
-            source="model.tokenizer and model.path", expected="a tokenizer that fits the model",
-            hint="the two belong to different models")
-    return ModelInputs(shape, tokenizer, layout)
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}", source=source,
+            expected="a tokenizer that fits the model", hint="the two belong to different models")
 
 
-def read_grpo_inputs(config: RunConfig, world_size: int) -> GrpoInputs:
-    """Read and check model, prompts and reward function.
+def read_rl_inputs(config: RunConfig, world_size: int) -> RlInputs:
+    """Read and check the models, the prompts, the reward sources and the user's plugins.
 
     Raises:
         UserError: anything in them that is wrong.
     """
+    load_plugins(config.algorithm.plugins)
+    estimator = find_advantage_estimator(config.algorithm.adv_estimator)
+    find_policy_loss(config.algorithm.policy_loss)
     model = read_model_inputs(config, world_size)
     model.shape.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     if config.algorithm.kl_coef > 0 and config.reference.path:
@@ -109,9 +148,45 @@ def read_grpo_inputs(config: RunConfig, world_size: int) -> GrpoInputs:
         Path(file).stem: load_prompts([file], model.tokenizer, config.data, limit=config.data.validation_limit)
         for file in config.data.validation_files
     }
-    return GrpoInputs(
+    return RlInputs(
         model=model, train=load_prompts(config.data.train_files, model.tokenizer, config.data),
-        validation=validation, reward_function=build_reward_function(config.reward))
+        validation=validation, reward_plan=_read_reward_plan(config), estimator=estimator,
+        critic=_read_critic(config, world_size, model, estimator),
+        reward_model=_read_reward_model(config, world_size, model))
+
+
+def _read_reward_plan(config: RunConfig) -> RewardPlan:
+    """The reward sources; a reward model alone needs no list of components."""
+    reward = config.reward
+    if config.reward_model.path and not reward.components:
+        reward = replace(reward, components=["1.0 model"])
+    return build_reward_plan(reward, config.data.max_response_length)
+
+
+def _read_critic(
+    config: RunConfig, world_size: int, model: ModelInputs, estimator: RegisteredEstimator
+) -> ScoringInputs | None:
+    critic = config.critic
+    if not (estimator.needs_values if critic.enable is None else critic.enable):
+        return None
+    path = critic.path or config.model.path
+    return _read_scoring_inputs(config, "critic", world_size, model, path, may_lack=(SCORE_HEAD,))
+
+
+def _read_reward_model(config: RunConfig, world_size: int, model: ModelInputs) -> ScoringInputs | None:
+    path = config.reward_model.path
+    return _read_scoring_inputs(config, "reward_model", world_size, model, path) if path else None
+
+
+def _read_scoring_inputs(
+    config: RunConfig, section: str, world_size: int, model: ModelInputs, path: str,
+    may_lack: tuple[str, ...] = (),
+) -> ScoringInputs:
+    shape = load_model_shape(path, head="score")
+    check_checkpoint(path, shape, may_lack=may_lack)
+    _check_positions(config, shape)
+    _check_vocabulary(model.tokenizer, shape, f"model.tokenizer and {path}")
+    return ScoringInputs(path, shape, read_layout(getattr(config, section), world_size, shape, section))
 
 
 def build_actor(
@@ -131,6 +206,35 @@ def build_reference(config: RunConfig, inputs: ModelInputs, groups: ParallelGrou
     return Reference(
         config.model, config.actor, inputs.shape, groups, path=config.reference.path or config.model.path,
         temperature=config.rollout.temperature, seed=config.trainer.seed, offload=config.reference.offload)
+
+
+def build_critic(
+    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups, total_optimizer_steps: int
+) -> Critic | None:
+    """The value model, or None when no estimator needs one; collective."""
+    if inputs is None:
+        return None
+    return Critic(
+        config.model, config.critic, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
+        seed=config.trainer.seed, total_optimizer_steps=total_optimizer_steps)
+
+
+def build_reward_model(
+    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups
+) -> RewardModel | None:
+    """The reward model, or None without `reward_model.path`; collective."""
+    if inputs is None:
+        return None
+    return RewardModel(
+        config.model, config.reward_model, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
+        seed=config.trainer.seed)
+
+
+def _groups_of(layout: ParallelLayout, actor_groups: ParallelGroups, config: RunConfig) -> ParallelGroups:
+    """The actor's process groups for a role of the same layout, else groups of its own."""
+    if layout == actor_groups.layout:
+        return actor_groups
+    return build_groups(layout, timedelta(minutes=config.trainer.timeout_minutes))
 
 
 def build_hybrid_engine(

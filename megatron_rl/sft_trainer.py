@@ -84,7 +84,7 @@ class SftTrainer:
         """Write the policy in HF format; collective."""
         with self.run.timers.phase("save"):
             save_actor(self.run.checkpoint_dir(step) / "huggingface", self.config, self.actor)
-            self.run.point_latest_at(step)
+            self.run.point_at("latest", step)
 
 
 def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:

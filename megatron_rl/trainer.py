@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO: `train` is the algorithm; what surrounds its steps comes below.
+"""GRPO, PPO and their relatives: `train` is the algorithm; what surrounds its steps comes below.
 
 Every rank runs the same program. Rollouts, rewards and lengths are known to every rank; packed tensors
 belong to a DP rank, and its TP and PP ranks hold the same ones.
@@ -7,55 +7,63 @@ belong to a DP rank, and its TP and PP ranks hold the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import numpy as np
+import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.advantages import Advantages
+from megatron_rl.algorithms.kl import build_kl_controller
+from megatron_rl.collection import Collector
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.loading import LoadedConfig
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig, RunConfig
 from megatron_rl.data.batching import TrainBatch
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience import (
+    Collected,
     compute_advantages,
+    correct_mismatch,
     describe_rollouts,
-    measure_mismatch,
-    pack_groups,
+    measure_kl,
+    move_tokens,
+    pack_rollouts,
     rollout_row,
-    rollouts_of,
-    score_groups,
 )
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use
 from megatron_rl.parallel.groups import build_groups
+from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles import (
-    GrpoInputs,
+    RlInputs,
     build_actor,
+    build_critic,
     build_hybrid_engine,
     build_reference,
+    build_reward_model,
     launched_world_size,
     open_run,
-    read_grpo_inputs,
+    read_rl_inputs,
     save_actor,
 )
-from megatron_rl.rollout.sampling import SamplingConfig
-from megatron_rl.types import RolloutGroup
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.types import Rollout
 
 
-class GrpoTrainer:
-    """Roles, data and sinks of one GRPO run; building it is collective.
+class RlTrainer:
+    """Roles, data and sinks of one run; building it is collective.
 
     Args:
         config: the resolved config.
-        inputs: from `read_grpo_inputs`.
+        inputs: from `read_rl_inputs`.
         plan: batch arithmetic for this world size and these prompts.
         recipe: names the default run directory.
     """
 
-    def __init__(self, config: RunConfig, inputs: GrpoInputs, plan: BatchPlan, recipe: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, inputs: RlInputs, plan: BatchPlan, recipe: Path | None = None) -> None:
         self.config, self.inputs, self.plan = config, inputs, plan
         self.process = init_distributed(config.trainer.timeout_minutes)
         self.run = open_run(config, recipe, plan.total_steps)
@@ -64,135 +72,182 @@ class GrpoTrainer:
         groups = build_groups(inputs.model.layout, timedelta(minutes=config.trainer.timeout_minutes))
         actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps)
         reference = build_reference(config, inputs.model, groups)
+        critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps)
+        self.reward_model = build_reward_model(config, inputs.reward_model, groups)
         self.hybrid = build_hybrid_engine(config, inputs.model, actor, self.process, timers)
         self.actor = timers.watch(actor, compute_logprobs="old_logprobs", update="update")
         self.reference = timers.watch(reference, compute_logprobs="ref_logprobs") if reference else None
+        self.critic = timers.watch(critic, compute_values="values", update="update_critic") if critic else None
+        self.kl = build_kl_controller(config.algorithm)
         self.prompts = PromptBatches(
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+        tokenizer = inputs.model.tokenizer
+        self.collector = Collector(
+            hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
+            scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
+            reward_model=self.score_with_model if self.reward_model else None,
+            stop_token_ids=(tokenizer.eos_token_id,), timers=timers, group=dist.group.WORLD,
+            needs_greedy_baseline=inputs.estimator.needs_greedy_baseline)
 
     def train(self) -> None:
-        """The main loop (GRPO, arXiv 2402.03300, algorithm 1)."""
-        algorithm, sampling = self.config.algorithm, self.sampling(self.config.rollout.temperature)
+        """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
         for step in self.steps():
             with self.hybrid.rollout_mode():  # weights: Megatron TP/PP/DP -> engine TP
-                groups = self.hybrid.generate(
-                    next(self.prompts), group_size=self.plan.group_size, sampling=sampling, step=step)
-            self.score(groups)
-            batch = self.pack(groups)
+                collected = self.collector.collect(step)
+            batch = self.pack(collected.rollouts, self.actor, self.config.actor)
             batch.old_logprobs = self.actor.compute_logprobs(batch)
             if self.reference:
                 batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
-            batch.advantages = compute_advantages(groups, batch, algorithm)
+            if self.critic:
+                critic_batch = self.pack_for_critic(collected.rollouts, batch)
+                critic_batch.values = self.critic.compute_values(critic_batch)
+                batch.values = self.from_critic(critic_batch.values, critic_batch, batch)
+            algorithm = self.algorithm_now()
+            estimate = self.estimate(collected, batch, algorithm)
+            batch.advantages = estimate.advantages
+            if self.critic:
+                critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
             for _ in range(self.plan.ppo_epochs):
-                for minibatch in batch.minibatches():
-                    self.run.count(self.actor.update(minibatch, algorithm))
-            self.describe(step, groups, batch)
+                if self.critic:
+                    for minibatch in critic_batch.minibatches():
+                        self.run.count(self.critic.update(minibatch))
+                if step > self.config.trainer.critic_warmup:
+                    for minibatch in batch.minibatches():
+                        self.run.count(self.actor.update(minibatch, algorithm))
+            self.describe(step, collected)
 
     # What surrounds the steps.
 
     def introduce(self) -> None:
         """Say once what runs, and what was found in the data."""
-        say, train = self.run.log.info, self.inputs.train
+        say, train, config = self.run.log.info, self.inputs.train, self.config
         say("run directory: %s", self.run.dir)
-        say("actor: %s, %s, %s layers on %s", self.inputs.model.layout.describe(), self.config.model.dtype,
+        say("algorithm: %s, %s loss", config.algorithm.adv_estimator, config.algorithm.policy_loss)
+        say("actor: %s, %s, %s layers on %s", self.inputs.model.layout.describe(), config.model.dtype,
             self.actor.transformer_impl, self.process.device)
-        say("rollout: %s, %d engine(s) of tp=%d", self.config.rollout.engine, self.plan.num_engines,
+        for name, role in (("critic", self.critic), ("reward model", self.reward_model)):
+            if role:
+                say("%s: %s", name, role.groups.layout.describe())
+        say("rollout: %s, %d engine(s) of tp=%d", config.rollout.engine, self.plan.num_engines,
             self.plan.rollout_tp_size)
         stats = self.hybrid.reshard_stats
         say("weights: transport %s; per switch %s bytes moved, %s copied inside a rank, %s aliased; verify %s",
             self.hybrid.transport, f"{stats.bytes_moved:,}", f"{stats.bytes_copied:,}", f"{stats.bytes_aliased:,}",
-            self.config.hybrid.verify)
+            config.hybrid.verify)
         say("prompts: %d (%d truncated, %d dropped)", len(train.prompts), train.num_truncated, train.num_dropped)
         for line in self.plan.formulas():
             say("  %s", line)
 
     def steps(self) -> Iterator[int]:
         """Count the steps; validate, save and record around them as the config says."""
-        total = self.plan.total_steps
-        if self.config.trainer.val_before_train and self.inputs.validation:
+        total, trainer = self.plan.total_steps, self.config.trainer
+        if trainer.val_before_train and self.inputs.validation:
             self.validate()
             self.run.record(0)
         for step in range(1, total + 1):
             with self.run.timers.phase("step"):
                 yield step
-                if self._is_due(step, self.config.trainer.test_freq, at_end=True) and self.inputs.validation:
-                    self.validate()
-                if self._is_due(step, self.config.trainer.save_freq, at_end=self.config.trainer.save_final):
-                    self.save(step)
+                is_best = False
+                if self._is_due(step, trainer.test_freq, at_end=True) and self.inputs.validation:
+                    is_best = self.run.is_best(self.validate(), trainer.best_metric)
+                if is_best or self._is_due(step, trainer.save_freq, at_end=trainer.save_final):
+                    self.save(step, is_best)
             self.run.record(step)
         self.run.finish()
 
     def _is_due(self, step: int, frequency: int, *, at_end: bool) -> bool:
         return bool(frequency and step % frequency == 0) or (at_end and step == self.plan.total_steps)
 
-    def sampling(self, temperature: float) -> SamplingConfig:
-        """The sampling contract at a temperature."""
-        stop = (self.inputs.model.tokenizer.eos_token_id,)
-        return SamplingConfig(temperature, self.config.data.max_response_length, stop)
-
-    def score(self, groups: list[RolloutGroup]) -> None:
-        """Fill in response texts and rewards; collective."""
-        with self.run.timers.phase("reward"):
-            score_groups(
-                groups, self.inputs.reward_function, self.inputs.model.tokenizer.decode, dist.group.WORLD)
-
-    def pack(self, groups: list[RolloutGroup]) -> TrainBatch:
-        """This rank's packed batch."""
-        batch, metrics = pack_groups(groups, self.plan, self.config.algorithm, self.actor, self.process.device)
-        self.run.count(metrics)
+    def pack(self, rollouts: Sequence[Rollout], role: PackedModel, config: LayoutConfig) -> TrainBatch:
+        """A role's packed batch on this rank."""
+        batch, metrics = pack_rollouts(
+            rollouts, self.plan, self.config.algorithm, role, config, self.process.device)
+        if role is self.actor:
+            self.run.count(metrics)
         return batch
 
-    def validate(self) -> None:
-        """Accuracy on every validation set: the mean reward of one response per prompt; collective."""
-        sampling = self.sampling(self.config.rollout.validation_temperature)
-        with self.run.timers.phase("validation", swallow=True), self.hybrid.rollout_mode():
-            for name, prompt_set in self.inputs.validation.items():
-                rewards: list[float] = []
-                size = self.config.data.validation_batch_size or len(prompt_set.prompts)
-                for first in range(0, len(prompt_set.prompts), size):
-                    groups = self.hybrid.generate(
-                        prompt_set.prompts[first : first + size], group_size=1, sampling=sampling, step=0)
-                    self.score(groups)
-                    rewards += [rollout.reward for rollout in rollouts_of(groups)]
-                self.run.count({f"validation/{name}/accuracy": float(np.mean(rewards))})
+    def pack_for_critic(self, rollouts: Sequence[Rollout], batch: TrainBatch) -> TrainBatch:
+        """The critic's packed batch: the actor's own where both would be packed alike."""
+        actor, critic = self.actor, self.critic
+        is_alike = (
+            actor.groups.layout == critic.groups.layout and actor.pad_multiple == critic.pad_multiple
+            and self.config.actor.max_tokens_per_microbatch == self.config.critic.max_tokens_per_microbatch
+            and self.config.actor.share_prompts == self.config.critic.share_prompts)
+        return batch if is_alike else self.pack(rollouts, critic, self.config.critic)
 
-    def save(self, step: int) -> None:
+    def from_critic(self, values: torch.Tensor, critic_batch: TrainBatch, batch: TrainBatch) -> torch.Tensor:
+        """Token values from the critic's packing in the actor's; collective."""
+        return move_tokens(values, critic_batch, batch, self.critic.groups.is_replica_leader, dist.group.WORLD)
+
+    def from_actor(self, values: torch.Tensor, batch: TrainBatch, critic_batch: TrainBatch) -> torch.Tensor:
+        """Token values from the actor's packing in the critic's; collective."""
+        return move_tokens(values, batch, critic_batch, self.actor.groups.is_replica_leader, dist.group.WORLD)
+
+    def score_with_model(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """The reward model's score of each rollout; collective."""
+        batch = self.pack(rollouts, self.reward_model, self.config.reward_model)
+        return self.reward_model.compute_scores(batch).tolist()
+
+    def algorithm_now(self) -> AlgorithmConfig:
+        """The algorithm with the KL controller's current coefficient."""
+        return replace(self.config.algorithm, kl_coef=self.kl.coef)
+
+    def estimate(self, collected: Collected, batch: TrainBatch, algorithm: AlgorithmConfig) -> Advantages:
+        """Advantages and returns; measures the KL and the gap to the engine on the way; collective."""
+        group, rollouts, kl = self.actor.groups.dp, collected.rollouts, None
+        if batch.ref_logprobs is not None:
+            kl = measure_kl(batch, len(rollouts), algorithm.kl_type, group)
+            self.kl.update(float(kl.mean()), len(rollouts))
+            self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
+        batch.importance_weights, mismatch = correct_mismatch(batch, algorithm, group)
+        self.run.count(mismatch)
+        return compute_advantages(collected, batch, algorithm, kl, group)
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of every validation set; collective."""
+        with self.run.timers.phase("validation", swallow=True), self.hybrid.rollout_mode():
+            metrics = self.collector.validate(self.inputs.validation)
+        self.run.count(metrics)
+        return metrics
+
+    def save(self, step: int, is_best: bool = False) -> None:
         """Write the policy in HF format; collective."""
         with self.run.timers.phase("save", swallow=True):
             save_actor(self.run.checkpoint_dir(step) / "huggingface", self.config, self.actor)
-            self.run.point_latest_at(step)
+            self.run.point_at("latest", step)
+            if is_best:
+                self.run.point_at("best", step)
 
-    def describe(self, step: int, groups: list[RolloutGroup], batch: TrainBatch) -> None:
-        """Count what a step was like, and write some of its rollouts; collective."""
+    def describe(self, step: int, collected: Collected) -> None:
+        """Count what a step was like, and write some of its rollouts."""
         stats, limit = self.hybrid.reshard_stats, self.config.trainer.log_rollouts
-        self.run.count(describe_rollouts(groups))
-        self.run.count(measure_mismatch(batch, self.actor.groups.dp_cp))
+        self.run.count(describe_rollouts(collected.groups) | collected.metrics)
         self.run.count({
-            "kl/coef": self.config.algorithm.kl_coef,
             "reshard/bytes_moved": stats.bytes_moved,
             "reshard/bytes_copied": stats.bytes_copied,
             "reshard/bytes_aliased": stats.bytes_aliased,
             "reshard/verified_tensors": self.hybrid.verified_tensors,
         })
-        rollouts = rollouts_of(groups)
+        rollouts = collected.rollouts
         self.run.write_rollouts(step, [rollout_row(r) for r in (rollouts if limit < 0 else rollouts[:limit])])
 
     def close(self) -> None:
-        """Release the engine and close the sinks (also after an error)."""
+        """Release the engine, end reward workers and close the sinks (also after an error)."""
+        self.collector.close()
         self.hybrid.close()
         self.run.close()
 
 
-def train_grpo(loaded: LoadedConfig, recipe: Path | None) -> None:
-    """Run GRPO from a loaded config: check every input, build the roles, train.
+def train_rl(loaded: LoadedConfig, recipe: Path | None) -> None:
+    """Run RL from a loaded config: check every input, build the roles, train.
 
     Raises:
-        UserError: bad input, before any process group exists; or a failing reward function.
+        UserError: bad input, before any process group exists; or a failing reward source.
     """
     config, world_size = loaded.config, launched_world_size()
-    inputs = read_grpo_inputs(config, world_size)
+    inputs = read_rl_inputs(config, world_size)
     plan = BatchPlan.build(config, world_size, len(inputs.train.prompts))
-    trainer = GrpoTrainer(config, inputs, plan, recipe)
+    trainer = RlTrainer(config, inputs, plan, recipe)
     try:
         trainer.introduce()
         trainer.train()

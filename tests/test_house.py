@@ -35,12 +35,14 @@ LAYERS: dict[str, int] = {
     "checkpoint": 4,
     "hybrid_engine": 5,
     "training": 5,
+    "planning": 6,
     "roles": 6,
     "experience": 6,
-    "trainer": 7,
-    "sft_trainer": 7,
-    "launch": 8,
-    "tools": 8,
+    "collection": 7,
+    "trainer": 8,
+    "sft_trainer": 8,
+    "launch": 9,
+    "tools": 9,
 }
 # types.py is the vocabulary of all rooms, of its own layer too.
 SHARED_WITHIN_LAYER = {"types"}

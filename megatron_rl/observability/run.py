@@ -17,6 +17,7 @@ from megatron_rl.observability.metrics import MetricsSink, SinkSettings
 from megatron_rl.observability.rank_log import close_rank_log, open_rank_log
 from megatron_rl.observability.summary import write_summary
 from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.types import UserError
 
 # Of several optimizer steps in one step only the first starts from the policy that was sampled.
 _FIRST_ONLY = ("policy/ratio_max_deviation",)
@@ -40,6 +41,7 @@ class Run:
         self, run_dir: Path, config_yaml: str, total_steps: int, settings: SinkSettings, rank: int
     ) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
+        self.best_value = float("-inf")
         self._counts: dict[str, list[float]] = {}
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sink = MetricsSink(run_dir, total_steps, settings, self.is_writer)
@@ -76,13 +78,29 @@ class Run:
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             (self.dir / "rollouts" / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-    def point_latest_at(self, step: int) -> None:
-        """Make `checkpoints/latest` name the newest finished checkpoint."""
+    def point_at(self, name: str, step: int) -> None:
+        """Make `checkpoints/<name>` ("latest", "best") a link to the finished checkpoint of a step."""
         if self.is_writer:
-            link, temporary = self.dir / "checkpoints" / "latest", self.dir / "checkpoints" / ".latest"
+            link, temporary = self.dir / "checkpoints" / name, self.dir / "checkpoints" / f".{name}"
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(f"step_{step}")
             temporary.replace(link)
+
+    def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
+        """True if the metric of that name is higher than ever before in this run; it is remembered.
+
+        Raises:
+            UserError: the metric is not among them.
+        """
+        if name is None:
+            return False
+        if name not in metrics:
+            raise UserError(f"no metric {name!r} was measured", source="trainer.best_metric",
+                            expected=f"one of {', '.join(sorted(metrics))}", hint="name one of them")
+        if metrics[name] <= self.best_value:
+            return False
+        self.best_value = metrics[name]
+        return True
 
     def finish(self) -> None:
         """Close the sinks; write the summary and the curves and say where they are."""

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.command_line import run_command
-from megatron_rl.trainer import train_grpo
+from megatron_rl.trainer import train_rl
 
 ROOT = Path(__file__).resolve().parents[2]
-GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"
+GRPO, SFT = ROOT / "launch/pretrain_rl.py", ROOT / "launch/pretrain_sft.py"
 RECIPE = ROOT / "launch/recipes/toy_arithmetic.yaml"
 
 
@@ -137,10 +137,10 @@ def test_bad_input_is_one_clear_error(
     """Value, source, expectation and hint on one screen, before any process group or model exists."""
     arguments, expected = BAD_INPUTS[case]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr("megatron_rl.trainer.GrpoTrainer", None)  # building anything would fail otherwise
+    monkeypatch.setattr("megatron_rl.trainer.RlTrainer", None)  # building anything would fail otherwise
     status = run_command(
-        [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_grpo", description="",
-        build_plan=BatchPlan.build, run=train_grpo)
+        [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_rl", description="",
+        build_plan=BatchPlan.build, run=train_rl)
     error = capsys.readouterr().err
     assert status == 2
     assert not dist.is_initialized()

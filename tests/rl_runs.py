@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task of sixteen sums, and runs of the whole program on it from inside a test."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+import megatron_rl.trainer as trainer_module  # heavy imports once, in the parent
+from megatron_rl.config.loading import load_config
+from megatron_rl.types import UserError
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+
+def make_task(directory: Path) -> None:
+    """Write sixteen sums, a character tokenizer, a random model that fits it, and reward functions."""
+    rows = [{"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)} for a in range(16)]
+    for name in ("train", "validation"):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = directory / "corpus.txt"
+    corpus.write_text("\n".join(f"{r['prompt']}{r['answer']}" for r in rows))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(directory / "tokenizer"), model_type="char", vocab_size=16,
+        add_dummy_prefix=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, hard_vocab_limit=False)
+    vocab = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).vocab_size()
+    save_tiny_model(directory / "model", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2)
+    (directory / "model" / "tokenizer.model").write_bytes((directory / "tokenizer.model").read_bytes())
+    # Any digit is worth something, so that rewards differ inside a group.
+    (directory / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    digits = sum(c.isdigit() for c in solution_str)\n"
+        "    return {'score': digits / 8.0, 'digits': digits}\n"
+        "def broken(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1 / (0 if ground_truth == '17' else 1)\n")
+
+
+def overrides_for(task: Path, run_dir: Path, *extra: str) -> list[str]:
+    """Command line of a run on the task."""
+    return [
+        f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
+        f"data.validation_files=[{task}/validation.jsonl]", "data.train_batch_size=8", "data.max_prompt_length=8",
+        "data.max_response_length=8", "rollout.n=4", "rollout.max_num_seqs=32", "actor.ppo_mini_batch_size=4",
+        "actor.max_tokens_per_microbatch=128", "actor.lr=1e-3", "algorithm.kl_coef=0.01", "trainer.total_steps=2",
+        f"reward.function={task}/reward.py:score", f"trainer.run_dir={run_dir}", *extra,
+    ]
+
+
+def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
+    """Command line of a layout; sequence parallelism wherever there is tensor parallelism."""
+    return [f"actor.tensor_model_parallel_size={tp}", f"actor.pipeline_model_parallel_size={pp}",
+            f"rollout.tensor_model_parallel_size={rollout_tp}", f"actor.sequence_parallel={str(tp > 1).lower()}"]
+
+
+def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
+    """One rank of the program, as the entry point runs it; returns the error's text, if any."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    try:
+        trainer_module.train_rl(load_config(None, overrides), None)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl without what depends on the clock and the allocator."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = ("time/", "memory/", "tokens/per_second")
+    return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in records]
