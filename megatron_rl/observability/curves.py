@@ -21,9 +21,9 @@ _SETS = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE)
 # the phases in the order of a step, each with its own colour in every picture
 _PHASES = {
     "reshard": "#7fb7d8", "rollout": _BLUE, "reward": _ORANGE, "old_logprobs": "#9bd0a6", "ref_logprobs": "#5fae86",
-    "values": "#b39bc8", "update": _RED, "validation": "#e8c15a", "save": "#8d6e63",
+    "values": "#b39bc8", "update_critic": "#8064a2", "update": _RED, "validation": "#e8c15a", "save": "#8d6e63",
 }
-_STYLE = {
+STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e8eb",
     "axes.axisbelow": True, "axes.edgecolor": "#8a8f98", "legend.frameon": False, "legend.fontsize": 9,
@@ -48,7 +48,7 @@ def plot_curves(run_dir: Path) -> Path:
 
     records = read_metrics(run_dir)
     path = Path(run_dir) / CURVES_FILE
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
         (reward, validation), (distance, seconds) = figure.subplots(2, 2)
@@ -63,7 +63,8 @@ def plot_curves(run_dir: Path) -> Path:
     return path
 
 
-def _points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+def read_points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the records that have the metric."""
     pairs = [(int(record["step"] or 0), record[key]) for record in records if record.get(key) is not None]
     return [step for step, _ in pairs], [float(value or 0.0) for _, value in pairs]
 
@@ -81,7 +82,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 def _draw_reward(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("Training reward (mean)")
-    steps, values = _points(records, "reward/mean")
+    steps, values = read_points(records, "reward/mean")
     if not steps:
         return _say_empty(axes)
     window = max(1, len(values) // 20)
@@ -100,7 +101,7 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
     if not keys:
         return _say_empty(axes)
     for index, key in enumerate(keys):
-        steps, values = _points(records, key)
+        steps, values = read_points(records, key)
         colour = _SETS[index % len(_SETS)]
         axes.plot(steps, values, color=colour, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
@@ -121,7 +122,7 @@ def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
     )
     drawn = []
     for key, label, colour in curves:
-        steps, values = _points(records, key)
+        steps, values = read_points(records, key)
         if any(values):  # a KL that is off is 0 at every step and tells nothing
             axes.plot(steps, values, color=colour, lw=1.8, label=label)
             drawn += values
