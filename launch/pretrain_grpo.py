@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_rl.py RECIPE.yaml [key=value ...]`."""
+"""Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_grpo.py RECIPE.yaml [key=value ...]`."""
 
 import sys
 from pathlib import Path
@@ -20,5 +20,5 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 
 if __name__ == "__main__":
     sys.exit(run_command(
-        sys.argv[1:], name="pretrain_rl", description="Train a policy with GRPO, PPO or a relative.",
+        sys.argv[1:], name="pretrain_grpo", description="Train a policy with GRPO, PPO or a relative.",
         build_plan=BatchPlan.build, run=train))

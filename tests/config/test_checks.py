@@ -40,7 +40,6 @@ def test_defaults_pass() -> None:
         (["trainer.log_rollouts=-2"], "trainer.log_rollouts", "is negative"),
         (["trainer.test_freq=5"], "trainer.test_freq", "has no effect"),
         (["actor.sequence_parallel=true"], "actor.sequence_parallel", "has no effect"),
-        (["actor.context_parallel_size=2"], "actor.context_parallel_size", "is not supported yet"),
         (["actor.expert_model_parallel_size=0"], "actor.expert_model_parallel_size", "is too small"),
         ([f"{VPP}=2"], VPP, "needs a pipeline"),
         ([f"{PP}=2", f"{VPP}=1"], VPP, "is a plain pipeline"),

@@ -21,7 +21,7 @@ from megatron_rl.config.command_line import run_command
 from megatron_rl.trainer import train_rl
 
 ROOT = Path(__file__).resolve().parents[2]
-GRPO, SFT = ROOT / "launch/pretrain_rl.py", ROOT / "launch/pretrain_sft.py"
+GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"
 RECIPE = ROOT / "launch/recipes/toy_arithmetic.yaml"
 
 
@@ -139,7 +139,7 @@ def test_bad_input_is_one_clear_error(
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr("megatron_rl.trainer.RlTrainer", None)  # building anything would fail otherwise
     status = run_command(
-        [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_rl", description="",
+        [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_grpo", description="",
         build_plan=BatchPlan.build, run=train_rl)
     error = capsys.readouterr().err
     assert status == 2
