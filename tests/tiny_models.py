@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,6 +29,7 @@ from transformers import (
 VOCAB_SIZE = 517
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig,
+    "gemma": GemmaConfig,
     "qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig,
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
@@ -35,6 +37,7 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(tie_word_embeddings=False, head_dim=16),  # not hidden_size / heads
     "mistral": dict(tie_word_embeddings=False, sliding_window=None),
+    "gemma": dict(tie_word_embeddings=True, head_dim=16),
     "qwen3_moe": dict(tie_word_embeddings=False, head_dim=16, num_experts=4, num_experts_per_tok=2,
                       moe_intermediate_size=64, norm_topk_prob=True),
     "mixtral": dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
@@ -52,8 +55,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
 
     Args:
         directory: where to write.
-        family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "qwen3_moe" (QK norm) or
-            "mixtral"; the last two have four experts, two per token.
+        family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
+            embeddings), "qwen3_moe" (QK norm) or "mixtral"; the last two have four experts, two per token.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """

@@ -7,9 +7,9 @@ are brought into that order by one gather when there are prefixes. Every backend
 
 * flash-attn, torch-varlen: one kernel over all segments, CUDA with 16-bit types;
 * sdpa: one `scaled_dot_product_attention` per segment, everywhere. A segment without a prefix needs no mask; the
-  others share one [longest, keys] mask per microbatch, of which each takes a corner.
-
-No backend ever makes a [t, t] mask.
+  others share one [longest, keys] mask per microbatch, of which each takes a corner;
+* masked: one over the whole row with a [t, k] mask. Only for bucketed microbatches on CUDA where no kernel serves
+  (float32, old GPUs): it looks at no length on the host, so a CUDA graph can hold it. The others make no [t, t] mask.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Segments:
         cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32, boundaries of queries and keys.
         max_seqlen_q, max_seqlen_k: the longest of each.
         key_index: [k] int64, rows whose keys and values are read, in order; None: all rows as they are.
+        key_is_real: [k] bool, where `key_index` is padded: elsewhere keys and values are 0.
         lengths: queries and keys of each segment on the host (sdpa only).
-        mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes only).
+        mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes); [t, k] bool (masked).
     """
 
     backend: str
@@ -48,6 +49,7 @@ class Segments:
     max_seqlen_q: int
     max_seqlen_k: int
     key_index: torch.Tensor | None = None
+    key_is_real: torch.Tensor | None = None
     lengths: tuple[tuple[int, int], ...] = ()
     mask: torch.Tensor | None = None
 
@@ -73,7 +75,8 @@ def _has_torch_varlen() -> bool:
 
 
 def build_segments(
-    cu_seqlens: torch.Tensor, max_seqlen: int, keys: SegmentKeys | None, dtype: torch.dtype, backend: str | None = None
+    cu_seqlens: torch.Tensor, max_seqlen: int, keys: SegmentKeys | None, dtype: torch.dtype, backend: str | None = None,
+    fixed_rows: int | None = None,
 ) -> Segments:
     """Prepare the segments of a microbatch for a backend.
 
@@ -83,19 +86,38 @@ def build_segments(
         keys: what each segment sees; None: itself.
         dtype: of query, key and value.
         backend: default: `choose_attention_backend`.
+        fixed_rows: t of a bucketed microbatch, whose `keys` may be padded; None: not bucketed.
     """
     backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
+    if backend == "sdpa" and fixed_rows and cu_seqlens.is_cuda:
+        backend = "masked"
     cu_seqlens_k = cu_seqlens if keys is None else keys.cu_seqlens
     segments = Segments(
         backend, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen if keys is None else keys.max_seqlen,
         None if keys is None else keys.index)
+    if keys is not None and fixed_rows:
+        segments = replace(segments, key_index=keys.index.clamp(min=0), key_is_real=keys.index >= 0)
+    if backend == "masked":
+        return replace(segments, mask=_build_full_mask(segments, fixed_rows))
     return _prepare_for_sdpa(segments, dtype) if backend == "sdpa" else segments
 
 
+def _build_full_mask(segments: Segments, num_queries: int) -> torch.Tensor:
+    """[t, k] whether query i sees key j, from the boundaries on the device alone."""
+    starts_q, starts_k = segments.cu_seqlens_q, segments.cu_seqlens_k
+    num_keys = num_queries if segments.key_index is None else len(segments.key_index)
+    queries, keys = (torch.arange(n, device=starts_q.device) for n in (num_queries, num_keys))
+    of_query = torch.searchsorted(starts_q[1:].contiguous(), queries, right=True)
+    of_key = torch.searchsorted(starts_k[1:].contiguous(), keys, right=True)
+    # Both counted from the end of the segment: the last query sees the last key.
+    before_end_q, before_end_k = starts_q[of_query + 1] - queries, starts_k[of_key + 1] - keys
+    return (of_query[:, None] == of_key) & (before_end_k >= before_end_q[:, None])
+
+
 def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
-    lengths = tuple(zip(
-        segments.cu_seqlens_q.diff().tolist(), segments.cu_seqlens_k.diff().tolist(), strict=True))
-    mask, behind_prefix = None, [(n, k - n) for n, k in lengths if k > n]
+    pairs = zip(segments.cu_seqlens_q.diff().tolist(), segments.cu_seqlens_k.diff().tolist(), strict=True)
+    lengths = tuple(pair for pair in pairs if any(pair))  # bucketed microbatches have empty segments
+    mask, behind_prefix = None, [(n, k - n) for n, k in lengths if k > n > 0]
     if behind_prefix:
         rows, prefix = (max(sizes) for sizes in zip(*behind_prefix, strict=True))
         # Row i sees the prefix and i + 1 own keys. Other sizes are a corner: fewer rows, and a prefix cut off its left.
@@ -119,6 +141,8 @@ def attend(
     """
     if segments.key_index is not None:
         key, value = (x.index_select(0, segments.key_index) for x in (key, value))
+    if segments.key_is_real is not None:
+        key, value = (torch.where(segments.key_is_real[:, None, None], x, 0.0) for x in (key, value))
     return _BACKENDS[segments.backend](query, key, value, segments, scale)
 
 
@@ -158,6 +182,15 @@ def _attend_sdpa(
     return torch.cat(outputs)
 
 
+def _attend_masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, s, d]
+    output = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=segments.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return output[0].transpose(0, 1).contiguous()
+
+
 def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> torch.Tensor | None:
     if num_queries == num_keys:
         return None
@@ -166,4 +199,5 @@ def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> tor
 
 
 _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "flash-attn": _attend_flash_attn, "torch-varlen": _attend_torch_varlen, "sdpa": _attend_sdpa}
+    "flash-attn": _attend_flash_attn, "torch-varlen": _attend_torch_varlen, "sdpa": _attend_sdpa,
+    "masked": _attend_masked}

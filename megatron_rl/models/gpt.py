@@ -32,7 +32,7 @@ from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
 
@@ -41,13 +41,16 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
+        if self.is_zero_centered:
+            x32, weight = x.float(), 1 + self.weight.float()
+            return torch.nn.functional.rms_norm(x32, (x.shape[-1],), weight, self.eps).type_as(x)
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -146,9 +149,17 @@ def build_gpt_stages(
             pg_collection=groups.collection,
             vp_stage=chunk if layout.vpp_size > 1 else None,
         )
+        if model.pre_process and FAMILIES[shape.family].scales_embedding:
+            _scale_embedding(model, shape.hidden_size**0.5)
         _mark_tensor_parallel_weights(model)
         chunks.append(model)
     return torch.nn.ModuleList(chunks)
+
+
+def _scale_embedding(model: GPTModel, scale: float) -> None:
+    """Multiply what the embedding gives (not its weight, which a tied output layer uses as it is) by `scale`."""
+    rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as the family's reference does
+    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
 
 
 def _mark_tensor_parallel_weights(model: GPTModel) -> None:

@@ -16,6 +16,7 @@ from megatron_rl.data.batching import MicrobatchSlice
 from megatron_rl.models.attention_backends import Segments, build_segments
 from megatron_rl.models.rotary import compute_rotary_table
 from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.weights.families import RopeScaling
 
 
 @dataclass(kw_only=True)
@@ -33,21 +34,24 @@ class PackedSequences(PackedSeqParams):
 
 def build_packed_sequences(
     piece: MicrobatchSlice, position_ids: torch.Tensor, *, head_dim: int, rope_theta: float, dtype: torch.dtype,
-    cp_size: int = 1, cp_rank: int = 0,
+    cp_size: int = 1, cp_rank: int = 0, rope_scaling: RopeScaling | None = None,
 ) -> PackedSequences:
     """Describe a microbatch to the layers of a stage.
 
     Args:
         piece: its slice.
         position_ids: [t] of the whole microbatch, whatever the shard.
-        head_dim, rope_theta: of the model.
+        head_dim, rope_theta, rope_scaling: of the model.
         dtype: of the activations.
         cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
     """
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
-    segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype)
+    segments = build_segments(
+        piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype,
+        fixed_rows=len(position_ids) if piece.is_bucketed else None)
     return PackedSequences(
         qkv_format="thd", segments=segments,
         cu_seqlens_q=segments.cu_seqlens_q, cu_seqlens_kv=segments.cu_seqlens_k,
         max_seqlen_q=segments.max_seqlen_q, max_seqlen_kv=segments.max_seqlen_k,
-        rotary_table=compute_rotary_table(mine, head_dim=head_dim, theta=rope_theta, dtype=dtype))
+        rotary_table=compute_rotary_table(
+            mine, head_dim=head_dim, theta=rope_theta, dtype=dtype, scaling=rope_scaling))

@@ -7,11 +7,15 @@ Here a token's position is given: that serves contiguous shards and responses be
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from megatron_rl.weights.families import RopeScaling
 
 
 def compute_rotary_table(
-    position_ids: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
+    position_ids: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of every position's angles.
 
@@ -20,13 +24,24 @@ def compute_rotary_table(
         head_dim: d, even.
         theta: base of the frequencies theta^(-2i/d).
         dtype: of the result; angles are computed in float32, as transformers does.
+        scaling: of the frequencies; None for none.
 
     Returns:
         cosine and sine, [t, 1, d/2] each.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
-    angles = torch.outer(position_ids.float(), 1.0 / theta**exponents)[:, None]  # [t, 1, d/2]
+    frequencies = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies = _scale(frequencies, scaling)
+    angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,17 @@ Settings that megatron-core only warns about, or gets wrong, are decided here:
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FAMILIES, ModelShape
 
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
@@ -52,7 +55,7 @@ def build_transformer_config(
         recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
         use_transformer_engine: the layer spec is made of Transformer Engine's modules.
     """
-    is_interleaved = layout.vpp_size > 1
+    is_interleaved, family = layout.vpp_size > 1, FAMILIES[shape.family]
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -62,7 +65,8 @@ def build_transformer_config(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        activation_func=F.silu,
+        layernorm_zero_centered_gamma=family.zero_centered_norms,
+        activation_func=ACTIVATIONS[family.activations[0]],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,

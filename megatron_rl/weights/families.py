@@ -12,7 +12,7 @@ single row, the head of transformers' `*ForSequenceClassification` with one labe
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,20 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequencies stretched for long contexts as in Llama 3.1 (`rope_type` "llama3").
+
+    A frequency that turns less than `low_freq_factor` times in the context of pretraining is divided by `factor`, one
+    that turns more than `high_freq_factor` times is kept, and in between the two are mixed.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class Family:
     """What the architecture fixes and config.json does not say.
 
@@ -50,6 +64,10 @@ class Family:
         qk_norm: q and k are normalised per head.
         honours_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
         honours_sliding_window: config.json's `sliding_window` alone limits the attention.
+        activations: config.json's `hidden_act` that are served; all of them mean the first (the default as well).
+        ties_by_default: what a config.json without `tie_word_embeddings` means.
+        zero_centered_norms: a norm multiplies by 1 + weight, in float32.
+        scales_embedding: the embedding is multiplied by the square root of the hidden size, rounded to its type.
         experts: names of the mixture of experts; None for dense families.
     """
 
@@ -58,6 +76,10 @@ class Family:
     qk_norm: bool = False
     honours_head_dim: bool = True
     honours_sliding_window: bool = False
+    activations: tuple[str, ...] = ("silu",)
+    ties_by_default: bool = False
+    zero_centered_norms: bool = False
+    scales_embedding: bool = False
     experts: ExpertNames | None = None
 
     @property
@@ -71,6 +93,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honours_head_dim=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
     "mistral": Family("MistralForCausalLM", honours_sliding_window=True),
+    # Its first configs say "gelu" and mean the approximation, as transformers and vLLM know.
+    "gemma": Family(
+        "GemmaForCausalLM", activations=("gelu_pytorch_tanh", "gelu"), ties_by_default=True, zero_centered_norms=True,
+        scales_embedding=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=ExpertNames(
         "mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size")),
     "mixtral": Family("MixtralForCausalLM", honours_sliding_window=True, experts=ExpertNames(
@@ -80,7 +106,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
     Sizes are those of the HF config; `vocab_size` is without padding. In a mixture of experts every layer
     has `num_experts` (0: dense) of `ffn_hidden_size` columns; `experts_per_token` of them serve a token,
@@ -106,6 +132,7 @@ class ModelShape:
     experts_per_token: int = 0
     normalizes_shares: bool = False
     has_score_head: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every HF tensor, in checkpoint order."""
@@ -248,7 +275,8 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
     if family is None:
         raise UserError(
             f"unknown architecture {config.get('model_type')!r}", source=source,
-            expected=f"model_type one of {sorted(FAMILIES)}", hint="a family is one row of weights/families.py",
+            expected=f"model_type one of {sorted(FAMILIES)}",
+            hint="docs/add_a_family.md says how to add one: often a row in weights/families.py",
         )
     scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
     if scoring and head == "lm":
@@ -257,7 +285,9 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             hint="a reward model or critic belongs to reward_model.path or critic.path")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     refused = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
+        "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
+        "use_bidirectional_attention": bool(config.get("use_bidirectional_attention")),
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
@@ -265,14 +295,15 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "router_jitter_noise": bool(config.get("router_jitter_noise")),
         "sliding_window": family.honours_sliding_window and _cuts_attention(config),
-        "rope_scaling": (rope.get("rope_type") or rope.get("type") or "default") != "default",
+        "rope_scaling": _rope_type(rope) not in ("default", "llama3"),
     }
     if any(refused.values()):
         names = [name for name, is_set in refused.items() if is_set]
         raise UserError(
             f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served", source=source,
-            expected="SwiGLU, full attention, no bias beyond the family's, unscaled rotary positions, experts in every "
-                     "layer of a mixture of experts",
+            expected=f"hidden_act={family.activations[0]}, full causal attention, no bias beyond the family's, "
+                     "rotary positions unscaled or scaled as in Llama 3.1, experts in every layer of a mixture of "
+                     "experts",
             hint="training would silently compute another model; use a checkpoint without these options",
         )
     try:
@@ -285,15 +316,25 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             ffn_hidden_size=config[size_key], num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads, head_dim=head_dim,
             vocab_size=config["vocab_size"],
-            tied_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", family.ties_by_default)),
             has_score_head=head == "score",
             qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
-            max_position_embeddings=config["max_position_embeddings"], **experts,
+            max_position_embeddings=config["max_position_embeddings"], rope_scaling=_read_rope_scaling(rope), **experts,
         )
     except KeyError as error:
         raise UserError(f"key {error} is missing", source=source, expected="a complete HF config.json",
                         hint="write it with transformers' save_pretrained") from None
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _read_rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    if _rope_type(rope) == "default":
+        return None
+    return RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
 
 
 def _cuts_attention(config: dict[str, Any]) -> bool:

@@ -36,11 +36,15 @@ LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(family="llama"),
     "llama-tied-eps": dict(family="llama", tie_word_embeddings=True, rms_norm_eps=1e-2),
+    "llama-scaled": dict(family="llama", rope_parameters=dict(
+        rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=64)),
     "qwen2": dict(family="qwen2"),
     "qwen2-rope": dict(family="qwen2", rope_theta=1e6, tie_word_embeddings=False),
     "qwen3": dict(family="qwen3"),
     "qwen3-mha": dict(family="qwen3", num_key_value_heads=8, rope_theta=1e6),
     "mistral": dict(family="mistral", rope_theta=1e6, head_dim=16),
+    "gemma": dict(family="gemma"),
 }
 # Their shares are normalised after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
@@ -191,7 +195,8 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
 @pytest.mark.parametrize(
     ("model", "changes"),
     [("qwen2-rope", dict(rope_theta=1e4)), ("llama-tied-eps", dict(rms_norm_eps=1e-6)),
-     ("qwen3_moe", dict(normalizes_shares=False)), ("mixtral", dict(experts_per_token=2))],
+     ("llama-scaled", dict(rope_scaling=None)), ("qwen3_moe", dict(normalizes_shares=False)),
+     ("mixtral", dict(experts_per_token=2))],
 )
 def test_comparison_sees_a_wrong_setting(
     model: str, changes: dict[str, float], references: dict[str, Reference]

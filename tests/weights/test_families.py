@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
-from megatron_rl.weights.families import FAMILIES, load_model_shape, model_shape_from_config
+from megatron_rl.weights.families import FAMILIES, RopeScaling, load_model_shape, model_shape_from_config
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 
@@ -40,7 +40,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     ("llama", {}), ("llama", dict(head_dim=8)), ("llama", dict(num_key_value_heads=6)),
     ("qwen2", {}), ("qwen3", dict(head_dim=16)), ("qwen3", dict(num_key_value_heads=1, head_dim=4)),
     ("mistral", dict(sliding_window=None)), ("mistral", dict(sliding_window=48, head_dim=8)),
-    ("qwen3_moe", dict(head_dim=8)), ("mixtral", {}),
+    ("gemma", dict(head_dim=8)), ("qwen3_moe", dict(head_dim=8)), ("mixtral", {}),
 ])
 def test_logical_tensors_are_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, int], tied: bool
@@ -109,7 +109,8 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {"llama": (False, False), "qwen2": (True, False),
                                                "qwen3": (False, True), "qwen3_moe": (False, True),
-                                               "mistral": (False, False), "mixtral": (False, False)}[family]
+                                               "mistral": (False, False), "mixtral": (False, False),
+                                               "gemma": (False, False)}[family]
 
 
 @pytest.mark.parametrize(("family", "change", "expected"), [
@@ -145,8 +146,23 @@ def test_rope_theta_of_transformers_4_and_5(spelling: dict[str, Any], expected: 
     assert model_shape_from_config(config | spelling, source="here").rope_theta == expected
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_scaling_of_llama_3(key: str) -> None:
+    config = make_config() | {"rope_parameters": None}
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    shape = model_shape_from_config(config | {key: scaling | {"rope_type": "llama3"}}, source="here")
+    assert shape.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert model_shape_from_config(config, source="here").rope_scaling is None
+    del scaling["low_freq_factor"]
+    with pytest.raises(UserError, match="key 'low_freq_factor' is missing"):
+        model_shape_from_config(config | {key: scaling | {"rope_type": "llama3"}}, source="here")
+
+
 @pytest.mark.parametrize(("family", "change", "named"), [
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
+    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
@@ -155,7 +171,7 @@ def test_rope_theta_of_transformers_4_and_5(spelling: dict[str, Any], expected: 
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}}, "linear"),
     ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
 ])
 def test_options_that_are_not_served_are_refused(family: str, change: dict[str, Any], named: str) -> None:
@@ -164,10 +180,25 @@ def test_options_that_are_not_served_are_refused(family: str, change: dict[str, 
     assert caught.value.source == "dir/config.json" and "not served" in caught.value.found
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_does_not_mention_tying_means_what_transformers_means(family: str) -> None:
+    """The published configs of Gemma leave it out: its embeddings are tied."""
+    config = make_config(family)
+    del config["tie_word_embeddings"]
+    expected = CONFIGS[family](**config).tie_word_embeddings
+    assert model_shape_from_config(config, source="here").tied_embeddings is expected is (family == "gemma")
+
+
+def test_the_activation_of_gemma_as_its_first_configs_spell_it() -> None:
+    config = make_config("gemma")
+    for change in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": None}, {"hidden_act": None}):
+        assert model_shape_from_config(config | change, source="here") == model_shape_from_config(config, source="here")
+
+
 def test_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"unknown architecture 'gpt2'") as caught:
         model_shape_from_config({"model_type": "gpt2"}, source="here")
-    assert all(family in caught.value.expected for family in FAMILIES)
+    assert all(family in caught.value.expected for family in FAMILIES) and "add_a_family.md" in caught.value.hint
     with pytest.raises(UserError, match="unknown architecture None"):
         model_shape_from_config({}, source="here")
 

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in HF format <-> Megatron distributed checkpoints, through the placement tables.
+
+A distributed checkpoint has no layout, so neither direction knows one. Both stream: a process holds at most
+`MAX_CHUNK_BYTES` of a tensor, twice for a moment. The output is written under a temporary name and can be resumed;
+see `units.py`. Values are copied bit by bit unless another type is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl.checkpoint.conversion_checks import (
+    check_global_shapes,
+    check_one_type_per_key,
+    check_surplus,
+    read_dtypes,
+)
+from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems, resolve_weights
+from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_os_error, publish, write_file
+from megatron_rl.checkpoint.huggingface import check_checkpoint, index_safetensors, make_scoring_config
+from megatron_rl.checkpoint.manifest import finish_role, list_packages, seal
+from megatron_rl.checkpoint.pieces import locate
+from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files, list_side_files, make_model_config
+from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter, dtype_name
+from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
+from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
+from megatron_rl.weights.placement import Box, box_shape, box_slices, box_volume
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INDEX = "model.safetensors.index.json"
+
+
+def convert_to_megatron(
+    source: Path, out: Path, *, dtype: torch.dtype | None, file_bytes: int, force: bool, workers: Workers,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a model in HF format as a distributed checkpoint; collective over the workers.
+
+    Args:
+        source: model directory, safetensors in any number of files.
+        out: new directory.
+        dtype: of the output; None: as it is.
+        file_bytes: size at which a new file begins.
+        force: replace `out` where it exists (when the new one is finished).
+        workers: who shares the work.
+        progress: of this process.
+
+    Raises:
+        UserError: unknown architecture, weights that do not fit config.json, a disk that does not take it, ...
+    """
+    head = "score" if SCORE_HEAD in index_safetensors(source) else "lm"
+    shape = load_model_shape(source, head=head)
+    check_checkpoint(source, shape)
+    files = index_safetensors(source)
+    check_surplus(files, shape, source)
+    dtypes = read_dtypes(files, shape) if dtype is None else dict.fromkeys(shape.logical_tensors(), dtype)
+    table, partial = megatron_global_placements(shape), _claim(out, force)
+    check_one_type_per_key(table, dtypes, source)
+    sizes = {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in shape.logical_tensors().items()}
+    units = split_units(sizes, file_bytes, lambda index, _: f"__{index}_0.distcp")
+    stats = {str(file): file.stat() for file in sorted(set(files.values()))}
+    fingerprint = {
+        "to": "megatron", "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "dtypes": sorted(set(map(str, dtypes.values()))), "file_bytes": file_bytes, "shape": dataclasses.asdict(shape)}
+    finished = run_units(
+        units, bind(_write_distcp, files=files, dtypes=dtypes, table=table), partial, fingerprint, workers, progress)
+    manifest = {
+        "format": FORMAT_VERSION, "kind": "weights", "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": 0, "policy_version": 0, "has_optimizer": False, "packages": list_packages(),
+        "source": source.resolve().name, "model": dataclasses.asdict(shape),
+    }
+
+    def finish() -> None:
+        chunks = [chunk for unit in finished for chunk in unit.chunks]
+        shutil.rmtree(partial / CONFIG_DIR, ignore_errors=True)
+        records = finish_role(partial, chunks, list_side_files(source), {"iteration": 0})
+        seal(partial, manifest, [*(unit.record for unit in finished), *records])
+        forget_notes(out)
+
+    return _finish(out, finish, workers)
+
+
+def convert_to_huggingface(
+    checkpoint: Path, out: Path, *, config: Path | None, dtype: torch.dtype | None, role: str, file_bytes: int,
+    force: bool, verify: bool, workers: Workers,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights of a distributed checkpoint as a model in HF format; collective over the workers.
+
+    Args:
+        checkpoint: a converted checkpoint, a training checkpoint or run directory, or one of megatron-core.
+        out: new directory, with config and tokenizer files of the model.
+        config: directory with config.json and tokenizer, where the checkpoint has none.
+        dtype: of the output; None: as it is.
+        role: of a training checkpoint: "actor" or "critic".
+        file_bytes: size at which a new file begins.
+        force: replace `out` where it exists (when the new one is finished).
+        verify: compare the digests of the checkpoint first.
+        workers: who shares the work.
+        progress: of this process.
+
+    Raises:
+        UserError: a damaged checkpoint, one of another model, a disk that does not take it, ...
+    """
+    weights = resolve_weights(checkpoint, role)
+    if verify:
+        workers.agree(_find_damage(weights, workers))
+    reader = ChunkReader(weights)
+    config = config or weights / CONFIG_DIR
+    shape = load_model_shape(config, head="score" if SCORE_HEAD in reader.tensors else "lm")
+    table, partial, sizes = megatron_global_placements(shape), _claim(out, force), shape.logical_tensors()
+    check_global_shapes(reader, table, weights)
+    dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}
+    units = split_units(
+        {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in sizes.items()}, file_bytes,
+        name_safetensors)
+    digest = hashlib.sha256((weights / METADATA_FILE).read_bytes()).hexdigest()
+    fingerprint = {"to": "huggingface", "source": [str(weights.resolve()), digest], "file_bytes": file_bytes,
+                   "dtypes": sorted(set(map(str, dtypes.values()))), "shape": dataclasses.asdict(shape)}
+    run_units(
+        units, bind(_write_safetensors, reader=reader, dtypes=dtypes, table=table, sizes=sizes), partial, fingerprint,
+        workers, progress)
+
+    def finish() -> None:
+        if len(units) > 1:
+            weight_map = {name: unit.file for unit in units for name in unit.tensors}
+            total = {"total_size": sum(unit.num_bytes for unit in units)}
+            text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+            write_file(partial / _INDEX, text.encode())
+        _write_side_files(config, partial, shape, dtypes)
+        publish(partial, out)
+        forget_notes(out)
+
+    return _finish(out, finish, workers)
+
+
+def name_safetensors(index: int, count: int) -> str:
+    """Name of a file of weights in HF format; `index` counts from 0."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+def _claim(out: Path, force: bool) -> Path:
+    """The temporary name of an output that may be written."""
+    if out.exists() and not force:
+        raise UserError(f"{out} exists", source="--out", expected="a new directory",
+                        hint="choose another name, or pass --force to replace it when the new one is finished")
+    return out.with_name(out.name + ".partial")
+
+
+def _finish(out: Path, finish: Any, workers: Workers) -> Path:
+    error: UserError | None = None
+    if workers.rank == 0:
+        try:
+            finish()
+        except OSError as caught:
+            error = explain_os_error(caught, out)
+    workers.agree(error)
+    return out
+
+
+def _find_damage(weights: Path, workers: Workers) -> UserError | None:
+    """Look at this worker's share of the files; a checkpoint of megatron-core has no digests."""
+    directory = next((d for d in (weights, weights.parent) if (d / DIGESTS_FILE).is_file()
+                      and (d / MANIFEST_FILE).is_file()), None)
+    problems = find_problems(directory, workers.rank, workers.size) if directory else []
+    return UserError("; ".join(problems[:3]), source=str(directory), expected="a whole checkpoint",
+                     hint="take another one, or copy this one again") if problems else None
+
+
+def _split_rows(place: GlobalPlacement, itemsize: int) -> Iterator[Box]:
+    """`place.hf_box` in boxes of at most MAX_CHUNK_BYTES (and at least one row)."""
+    (start, stop), *rest = place.hf_box
+    step = max(1, MAX_CHUNK_BYTES // (itemsize * max(1, box_volume(tuple(rest)))))
+    for first in range(start, stop, step):
+        yield ((first, min(first + step, stop)), *rest)
+
+
+def _write_distcp(
+    unit: Unit, path: Path, progress: Progress, *, files: Mapping[str, Path], dtypes: Mapping[str, torch.dtype],
+    table: Table,
+) -> Finished:
+    writer = ChunkWriter(path)
+    try:
+        for name in unit.tensors:
+            with safe_open(files[name], "pt") as handle:  # opened anew: pages of other tensors leave the memory
+                stored = handle.get_slice(name)
+                for place in table[name]:
+                    for part in _split_rows(place, dtypes[name].itemsize):
+                        piece = locate(place, part, stored[box_slices(part)].to(dtypes[name]))
+                        writer.add(piece.key, piece.shape, piece.offset, piece.data)
+                        progress.advance(piece.data.numel() * piece.data.element_size())
+        return Finished(writer.close(), tuple(writer.chunks))
+    finally:
+        writer.abandon()
+
+
+def _write_safetensors(
+    unit: Unit, path: Path, progress: Progress, *, reader: ChunkReader, dtypes: Mapping[str, torch.dtype], table: Table,
+    sizes: Mapping[str, tuple[int, ...]],
+) -> Finished:
+    writer = SafetensorsWriter(path, {name: (sizes[name], dtypes[name]) for name in unit.tensors})
+    try:
+        for name in unit.tensors:
+            for place in table[name]:
+                for part in _split_rows(place, dtypes[name].itemsize):
+                    piece = locate(place, part, torch.empty(box_shape(part), dtype=dtypes[name]))
+                    reader.read(piece.key, piece.box, piece.data)
+                    writer.write(piece.data)
+                    progress.advance(piece.data.numel() * piece.data.element_size())
+        return Finished(writer.close())
+    finally:
+        writer.abandon()
+
+
+def _write_side_files(
+    config: Path, partial: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype]
+) -> list[FileRecord]:
+    files = list_side_files(config)
+    main = max(set(dtypes.values()), key=list(dtypes.values()).count)
+    described = make_model_config(files.pop("config.json"), dtype_name(main))
+    if shape.has_score_head:
+        described = make_scoring_config(described, shape)
+    records = copy_side_files(files, partial)
+    return [*records, write_file(partial / "config.json", (json.dumps(described, indent=2) + "\n").encode())]

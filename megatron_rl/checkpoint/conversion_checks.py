@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a conversion refuses: tensors without a place, without a common type, or of another model.
+
+All of it is read from headers, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl.checkpoint.torch_dist import ChunkReader
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_global import Table
+
+# Buffers that old versions of transformers wrote, and the bias of a score head, which is known to be zero.
+_NOT_PARAMETERS = ("rotary_emb.inv_freq", "masked_bias", "score.bias")
+
+
+def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) -> None:
+    """Refuse tensors that the conversion would drop silently."""
+    surplus = [name for name in files if name not in shape.logical_tensors() and not name.endswith(_NOT_PARAMETERS)]
+    if surplus == ["lm_head.weight"] and shape.tied_embeddings:
+        with safe_open(files["lm_head.weight"], "pt") as head, \
+                safe_open(files["model.embed_tokens.weight"], "pt") as embedding:
+            is_tied = torch.equal(head.get_tensor("lm_head.weight"), embedding.get_tensor("model.embed_tokens.weight"))
+        if is_tied:
+            return
+        raise UserError(
+            "config.json ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight",
+            source=str(source), expected="equal tensors, or tie_word_embeddings=false",
+            hint="set tie_word_embeddings to false in config.json if the head was trained by itself")
+    if surplus:
+        raise UserError(
+            f"{len(surplus)} tensor(s) have no place in a {shape.family} model: {', '.join(sorted(surplus)[:3])}",
+            source=str(source), expected="the tensors that config.json describes",
+            hint="adapters must be merged first; for a new architecture see docs/add_a_family.md")
+
+
+def read_dtypes(files: Mapping[str, Path], shape: ModelShape) -> dict[str, torch.dtype]:
+    """Type of every tensor, from the headers."""
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    found: dict[str, torch.dtype] = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, "pt") as handle:
+            for name in shape.logical_tensors():
+                if files[name] == file:
+                    stored = handle.get_slice(name).get_dtype()
+                    if stored not in names:
+                        raise UserError(
+                            f"{name} is stored as {stored}", source=str(file), expected=f"one of {sorted(names)}",
+                            hint="dequantize the model first")
+                    found[name] = names[stored]
+    return found
+
+
+def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], source: Path) -> None:
+    """Refuse tensors of several types that share a global tensor."""
+    by_key: dict[str, dict[torch.dtype, str]] = {}
+    for name, places in table.items():
+        by_key.setdefault(places[0].key, {}).setdefault(dtypes[name], name)
+    for found in by_key.values():
+        if len(found) > 1:
+            listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+            raise UserError(f"tensors that become one differ in type: {listed}", source=str(source),
+                            expected="one type", hint="pass --dtype to convert all of them")
+
+
+def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> None:
+    """Compare a checkpoint with the model that its config describes; padded rows of the vocabulary may be there."""
+    wrong = []
+    for key, shape in {place.key: place.shape for places in table.values() for place in places}.items():
+        found = reader.tensors.get(key, ((), None))[0]
+        is_padded = key in ("embedding.word_embeddings.weight", "output_layer.weight") and found[1:] == shape[1:] \
+            and found[:1] >= shape[:1]
+        if found != shape and not is_padded:
+            wrong.append(f"{key} is {list(found) if found else 'missing'}, config.json says {list(shape)}")
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}", source=str(weights),
+            expected="the tensors that config.json describes", hint="config.json and checkpoint belong to two models")

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that arrive whole or not at all: digests made while writing, durable names, one error per fault.
+
+The digests of a directory are in `SHA256SUMS`, in the format of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks
+a checkpoint without us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.types import UserError
+
+DIGESTS_FILE = "SHA256SUMS"
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A finished file: path, size in bytes, and SHA-256 as hexadecimal digits."""
+
+    path: Path
+    num_bytes: int
+    digest: str
+
+
+class HashingFile:
+    """A new file; its digest is known when it is closed, and it is on the disk then.
+
+    Raises:
+        OSError: (every method) the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.num_bytes, self.error = path, 0, None
+        self._file, self._hash = open(path, "wb"), hashlib.sha256()  # noqa: SIM115  closed by `close`
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Append; an error is kept in `error` as well (torch.save would turn it into another one)."""
+        try:
+            self._file.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+        self._hash.update(content)
+        size = memoryview(content).nbytes
+        self.num_bytes += size
+        return size
+
+    def flush(self) -> None:
+        """For writers that expect it."""
+        self._file.flush()
+
+    def close(self) -> FileRecord:
+        """Bring it to the disk."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return FileRecord(self.path, self.num_bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close after a failure; what could not be written is forgotten."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Write a small file durably."""
+    file = HashingFile(path)
+    file.write(content)
+    return file.close()
+
+
+def copy_file(source: Path, path: Path) -> FileRecord:
+    """Copy a file durably."""
+    file = HashingFile(path)
+    with open(source, "rb") as content:
+        while block := content.read(_BLOCK_BYTES):
+            file.write(block)
+    return file.close()
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(partial: Path, directory: Path) -> None:
+    """Give a finished directory its name; one that has the name already goes away only then."""
+    for path in (partial, *partial.rglob("*")):
+        sync(path)
+    replaced = directory.with_name(directory.name + ".replaced")
+    if directory.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(directory, replaced)
+    os.replace(partial, directory)
+    sync(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_digests(directory: Path, records: Iterable[FileRecord]) -> None:
+    """Write the digests of the files of a directory, the last file in it."""
+    lines = sorted(f"{record.digest}  {record.path.relative_to(directory)}\n" for record in records)
+    write_file(directory / DIGESTS_FILE, "".join(lines).encode())
+
+
+def read_digests(directory: Path) -> dict[str, str]:
+    """Relative path -> SHA-256.
+
+    Raises:
+        UserError: there is no such file, or a line of it does not read.
+    """
+    try:
+        lines = (directory / DIGESTS_FILE).read_text(encoding="utf-8").splitlines()
+        pairs = [line.split("  ", 1) for line in lines]
+        return {path: digest for digest, path in pairs}
+    except (OSError, ValueError) as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"does not read: {error}"
+        raise UserError(f"{directory / DIGESTS_FILE} {what}", source=str(directory),
+                        expected="a finished checkpoint", hint="it was never finished; take another one") from None
+
+
+def find_damage(directory: Path, digests: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
+    """What is wrong with the files of a directory, one line each.
+
+    Args:
+        directory: of the files.
+        digests: relative path -> SHA-256, of the files to look at.
+        sizes: relative path -> bytes, where known.
+    """
+    problems = []
+    for path, digest in digests.items():
+        try:
+            size = (directory / path).stat().st_size
+            if size != sizes.get(path, size):
+                problems.append(f"{path} has {size:,} bytes, {sizes[path]:,} were written")
+                continue
+            with open(directory / path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            problems.append(f"{path} is missing")
+            continue
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+            continue
+        if found != digest:
+            problems.append(f"{path} has another content than was written (SHA-256 {found[:12]}..., "
+                            f"{digest[:12]}... expected)")
+    return problems
+
+
+def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = None) -> UserError:
+    """The error of a write, in words; say how many bytes were wanted where that is known."""
+    where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(
+            f"the disk is full or a file would be too large: {error.strerror}{wanted}, "
+            f"{_free_bytes(directory):,} are free", source=where, expected="room for the checkpoint",
+            hint="delete old checkpoints (checkpoint.keep_last does it), or raise the quota; nothing old was touched")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UserError(f"it cannot be written: {error.strerror}", source=where,
+                         expected="a directory that this user may write to",
+                         hint="change its permissions or choose another place; nothing old was touched")
+    return UserError(f"it cannot be written: {error.strerror or error}", source=where, expected="a working disk",
+                     hint="see the log of the file system; nothing old was touched")
+
+
+def explain_write_error(error: Exception, directory: Path) -> UserError:
+    """The error of a writer that may have wrapped the system's own (safetensors does), in words."""
+    if isinstance(error, UserError):
+        return error
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    if code is not None:
+        return explain_os_error(OSError(int(code[1]), os.strerror(int(code[1])), str(directory)), directory)
+    return explain_os_error(error if isinstance(error, OSError) else OSError(str(error)), directory)
+
+
+def _free_bytes(directory: Path) -> int:
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

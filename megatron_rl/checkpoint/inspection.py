@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is inside a checkpoint directory of any kind, from headers and manifests alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, read_manifest, resolve_weights
+from megatron_rl.checkpoint.files import DIGESTS_FILE
+from megatron_rl.checkpoint.huggingface import index_safetensors
+from megatron_rl.checkpoint.manifest import RECIPE_FILE
+from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader, dtype_name
+from megatron_rl.types import UserError
+
+_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
+
+
+def describe_checkpoint(path: Path) -> dict[str, Any]:
+    """A description as JSON: what it is, what it says about itself, and its tensors.
+
+    Args:
+        path: a training checkpoint or run directory, a converted checkpoint, one of megatron-core, or a model in HF
+            format.
+
+    Returns:
+        `kind` ("training", "weights", "torch_dist", "huggingface"), `directory`, `digest` (of all digests; None where
+        there are none), `manifest` (None where there is none), `recipe` (YAML or None), and `parts`: name -> tensors,
+        each with name, shape, dtype, bytes and number of chunks.
+
+    Raises:
+        UserError: it is none of these, or its headers do not read.
+    """
+    if any(path.glob("*.safetensors")):
+        return {"kind": "huggingface", "directory": str(path), "digest": None, "manifest": None, "recipe": None,
+                "parts": {"model": _list_safetensors(path)}}
+    directory = _find_directory(path)
+    has_manifest = (directory / MANIFEST_FILE).is_file()
+    manifest = read_manifest(directory) if has_manifest else None
+    roles = list((manifest or {}).get("roles", {}))
+    parts = {role: _list_chunks(directory / role) for role in roles} or {"model": _list_chunks(directory)}
+    recipe = directory / RECIPE_FILE
+    digests = directory / DIGESTS_FILE
+    return {
+        "kind": manifest["kind"] if manifest else "torch_dist", "directory": str(directory),
+        "digest": hashlib.sha256(digests.read_bytes()).hexdigest() if digests.is_file() else None,
+        "manifest": manifest, "recipe": recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
+        "parts": parts,
+    }
+
+
+def verify_checkpoint(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line each.
+
+    Raises:
+        UserError: it has no digests to compare with.
+    """
+    directory = _find_directory(path)
+    if not (directory / DIGESTS_FILE).is_file() and not (directory / MANIFEST_FILE).is_file():
+        raise UserError(f"{directory} has no digests", source=str(path), expected="a checkpoint of this package",
+                        hint="megatron-core and transformers write none")
+    return find_problems(directory)
+
+
+def _find_directory(path: Path) -> Path:
+    """The directory that a user means: with a manifest if there is one."""
+    for candidate in (path, path / "latest", path / "checkpoints" / "latest"):
+        if (candidate / MANIFEST_FILE).is_file() or (candidate / METADATA_FILE).is_file():
+            return candidate.resolve()
+    return resolve_weights(path)
+
+
+def _list_chunks(directory: Path) -> list[dict[str, Any]]:
+    reader = ChunkReader(directory)
+    return [
+        {"name": key, "shape": list(shape), "dtype": dtype_name(dtype), "bytes": math.prod(shape) * dtype.itemsize,
+         "chunks": len(reader.chunks(key, tuple((0, size) for size in shape)))}
+        for key, (shape, dtype) in sorted(reader.tensors.items())
+    ]
+
+
+def _list_safetensors(path: Path) -> list[dict[str, Any]]:
+    files, found = index_safetensors(path), []
+    for file in sorted(set(files.values())):
+        with safe_open(file, "pt") as handle:
+            for name in sorted(name for name, where in files.items() if where == file):
+                tensor = handle.get_slice(name)
+                shape, dtype = tensor.get_shape(), tensor.get_dtype()
+                found.append({"name": name, "shape": shape, "dtype": dtype,
+                              "bytes": math.prod(shape) * _ITEM_BYTES.get(dtype, 0), "chunks": 1, "file": file.name})
+    return found

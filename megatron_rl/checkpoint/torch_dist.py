@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a Megatron distributed checkpoint (megatron-core's `torch_dist` format), written and read as streams.
+
+A checkpoint holds *global tensors*; each is cut into chunks, boxes of any size and place. A `.distcp` file is a
+row of chunks, each written by `torch.save`; `.metadata` says which chunk lies where. The result is what
+`megatron.core.dist_checkpointing.load` and `torch.distributed.checkpoint` read. Writing it here instead of
+through `dist_checkpointing.save` gives what that cannot: chunks written one by one (memory: one chunk), digests made
+on the way, a failure that is reported by the rank that had it, no forked writers.
+
+Reading runs no code from the files: chunks are loaded with `weights_only`, and `.metadata`, a pickle, by an unpickler
+that knows the few classes of the format and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import json
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_rl.checkpoint.files import FileRecord, HashingFile
+from megatron_rl.types import UserError
+from megatron_rl.weights.placement import Box, box_shape, box_slices, intersect
+
+METADATA_FILE = ".metadata"
+MAX_CHUNK_BYTES = 64 << 20
+
+_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+_ALLOWED: dict[str, set[str]] = {
+    "torch": {"Size", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a global tensor and where it is stored.
+
+    Attributes:
+        key: the global tensor, of shape `shape`.
+        box: in the global tensor.
+        dtype: name of the type ("bfloat16").
+        file: name of the `.distcp` file; the chunk is its bytes [start, start + length).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: str
+    file: str
+    start: int
+    length: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """"bfloat16", say."""
+    return str(dtype).removeprefix("torch.")
+
+
+class ChunkWriter:
+    """One `.distcp` file: chunks are appended, `close` makes them durable.
+
+    Args:
+        path: the new file.
+
+    Raises:
+        OSError: (every method) the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file, self.chunks = HashingFile(path), list[Chunk]()
+
+    def add(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: torch.Tensor) -> None:
+        """Append the box of `key` that begins at `offset`; `data` has its shape, leading ones left out or not.
+
+        Large boxes become several chunks of at most `MAX_CHUNK_BYTES`, so that a reader needs no more memory.
+        """
+        data = data.detach()
+        data = data[(None,) * (len(shape) - data.ndim)]
+        axis = next((dim for dim, size in enumerate(data.shape) if size > 1), 0)
+        step = max(1, MAX_CHUNK_BYTES * data.shape[axis] // max(1, data.numel() * data.element_size()))
+        for first in range(0, data.shape[axis], step):
+            part = data.narrow(axis, first, min(step, data.shape[axis] - first))
+            self._write(key, shape, tuple(o + first * (dim == axis) for dim, o in enumerate(offset)), part)
+
+    def _write(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], part: torch.Tensor) -> None:
+        part, start = part.cpu().contiguous(), self._file.num_bytes
+        if part.untyped_storage().nbytes() != part.numel() * part.element_size():
+            part = part.clone()  # torch.save writes whole storages
+        try:
+            torch.save(part, self._file)
+        except RuntimeError:
+            if self._file.error is not None:
+                raise self._file.error from None
+            raise
+        box = tuple((o, o + n) for o, n in zip(offset, part.shape, strict=True))
+        dtype = dtype_name(part.dtype)
+        self.chunks.append(
+            Chunk(key, shape, box, dtype, self._file.path.name, start, self._file.num_bytes - start))
+
+    def close(self) -> FileRecord:
+        """Flush to the disk and return the file's digest."""
+        return self._file.close()
+
+    def abandon(self) -> None:
+        """Close after a failure, without a digest."""
+        self._file.abandon()
+
+
+def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> list[FileRecord]:
+    """Write what makes a directory of chunk files a distributed checkpoint.
+
+    Args:
+        directory: holds the chunk files.
+        chunks: of all files; they must cover their tensors.
+        common: small plain values; megatron-core calls it the common state.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for chunk in chunks:
+        sizes, offsets = torch.Size(box_shape(chunk.box)), torch.Size(start for start, _ in chunk.box)
+        tensor = tensors.setdefault(chunk.key, TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, chunk.dtype)), torch.Size(chunk.shape), []))
+        storage[MetadataIndex(chunk.key, offsets, len(tensor.chunks))] = _StorageInfo(
+            chunk.file, chunk.start, chunk.length)
+        tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
+    metadata = Metadata(tensors, planner_data={}, storage_data=storage)
+    config = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch",
+                  common_backend_version=1)
+    records = []
+    for name, write in (
+        ("common.pt", lambda file: torch.save(common, file)),
+        (METADATA_FILE, lambda file: pickle.dump(metadata, file)),
+        ("metadata.json", lambda file: file.write(json.dumps(config).encode())),
+    ):
+        file = HashingFile(directory / name)
+        write(file)
+        records.append(file.close())
+    return records
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module.startswith("megatron.core.dist_checkpointing."):
+            return type(name, (), {})  # megatron-core's notes to itself; nothing here reads them
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+class ChunkReader:
+    """Boxes of the global tensors of a checkpoint.
+
+    Attributes:
+        tensors: key -> (shape, dtype).
+
+    Raises:
+        UserError: the directory is not a distributed checkpoint, or its `.metadata` cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        metadata = _read_metadata(directory / METADATA_FILE)
+        self.tensors = {
+            key: (tuple(tensor.size), tensor.properties.dtype)
+            for key, tensor in metadata.state_dict_metadata.items() if isinstance(tensor, TensorStorageMetadata)
+        }
+        self._chunks: dict[str, list[Chunk]] = {key: [] for key in self.tensors}
+        sizes = {
+            (key, chunk.offsets): chunk.sizes
+            for key in self.tensors for chunk in metadata.state_dict_metadata[key].chunks
+        }
+        for index, info in metadata.storage_data.items():
+            if index.fqn in self.tensors:
+                shape, dtype = self.tensors[index.fqn]
+                box = tuple((o, o + n) for o, n in zip(index.offset, sizes[index.fqn, index.offset], strict=True))
+                self._chunks[index.fqn].append(Chunk(
+                    index.fqn, shape, box, dtype_name(dtype), info.relative_path, info.offset,
+                    info.length))
+        for chunks in self._chunks.values():
+            chunks.sort(key=lambda chunk: chunk.box)
+        self._longest = {
+            key: max((chunk.box[0][1] - chunk.box[0][0] for chunk in chunks), default=0)
+            for key, chunks in self._chunks.items()
+        }
+
+    def chunks(self, key: str, box: Box) -> list[Chunk]:
+        """The chunks that hold a part of `box` of the tensor `key`."""
+        chunks = self._chunks.get(key, [])
+        first = bisect.bisect_left(chunks, box[0][0] - self._longest.get(key, 0), key=lambda chunk: chunk.box[0][0])
+        stop = bisect.bisect_left(chunks, box[0][1], key=lambda chunk: chunk.box[0][0])
+        return [chunk for chunk in chunks[first:stop] if intersect(chunk.box, box)]
+
+    @torch.no_grad()
+    def read(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """Fill `target` with a box of a tensor, converted to its type; `target` may leave out leading ones.
+
+        Raises:
+            UserError: the checkpoint does not hold all of it, or a file is missing or damaged.
+        """
+        target, filled = target[(None,) * (len(box) - target.ndim)], 0
+        for chunk in self.chunks(key, box):
+            part = intersect(chunk.box, box)
+            data = self._load(chunk)
+            if tuple(data.shape) != box_shape(chunk.box):
+                raise _damaged(self.directory / chunk.file, f"{key}{list(chunk.box)} has shape {list(data.shape)}")
+            inner, outer = _relative(part, chunk.box), _relative(part, box)
+            target[box_slices(outer)].copy_(data[box_slices(inner)])
+            filled += data[box_slices(inner)].numel()
+        if filled != target.numel():
+            raise UserError(
+                f"{key}: the checkpoint holds {filled} of the {target.numel()} elements of box {list(box)}",
+                source=str(self.directory), expected="a checkpoint of this model",
+                hint="it belongs to another model, or parts of it were never written")
+
+    def _load(self, chunk: Chunk) -> torch.Tensor:
+        path = self.directory / chunk.file
+        try:
+            with open(path, "rb") as file:
+                file.seek(chunk.start)
+                content = file.read(chunk.length)
+            if len(content) != chunk.length:
+                raise _damaged(path, f"it ends at byte {path.stat().st_size}, {chunk.key} needs byte "
+                               f"{chunk.start + chunk.length}")
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise _damaged(path, "it is missing") from None
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise _damaged(path, f"{chunk.key}{list(chunk.box)}: {str(error).splitlines()[0]}") from None
+
+
+def _read_metadata(path: Path) -> Metadata:
+    if not path.is_file():
+        raise UserError(f"there is no {path}", source=str(path.parent),
+                        expected="a Megatron distributed checkpoint (torch_dist)",
+                        hint="tools/convert_hf_to_megatron.py makes one from a model in HF format")
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
+        raise _damaged(path, str(error) or type(error).__name__) from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise _damaged(path, "it does not hold the metadata of a checkpoint")
+    return metadata
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(f"{path.name} is damaged: {what}", source=str(path), expected="the file as it was written",
+                     hint="take an older checkpoint, or copy this one again")
+
+
+def _relative(part: Box, box: Box) -> Box:
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
+

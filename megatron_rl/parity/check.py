@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the same sequences through transformers, Megatron and vLLM and compare what they say; collective.
+
+transformers reads the model by itself and is the reference. Megatron holds it in the given layout, from the HF files
+or from a distributed checkpoint. vLLM is filled from the HF files through its placement table; it samples the
+responses that all of them score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
+from megatron_rl.checkpoint.side_files import CONFIG_DIR
+from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
+from megatron_rl.data.batching import PackedSequence, build_train_batch
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.parallel.collectives import Process, share_object
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parity.report import make_report, measure_gaps
+from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
+from megatron_rl.parity.weights import WrongTensor, compare_weights
+from megatron_rl.rollout.engine import EngineSpec, build_engine
+from megatron_rl.rollout.sampling import SamplingConfig
+from megatron_rl.training.policy import Policy
+from megatron_rl.weights.families import ModelShape, load_model_shape
+
+TRACED_TOKENS = 32
+Scores = list[torch.Tensor]  # [tokens] per sequence
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """What to compare.
+
+    Attributes:
+        hf: model in HF format, the reference.
+        weights: distributed checkpoint for the Megatron side; None: the HF files.
+        layout: of the Megatron side.
+        sequence_parallel: Megatron's TP sequence parallelism.
+        dtype: "float32" or "bfloat16", of all models.
+        engine: "vllm", or None for no engine.
+        engine_tp_size: ranks per engine.
+        prompts: [s] tokens each.
+        response_length: tokens that the engine samples after each prompt.
+    """
+
+    hf: Path
+    weights: Path | None
+    layout: ParallelLayout
+    sequence_parallel: bool
+    dtype: str
+    engine: str | None
+    engine_tp_size: int
+    prompts: Sequence[np.ndarray]
+    response_length: int
+
+
+def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
+    """Compare; returns the report (see `make_report`) on every rank.
+
+    Raises:
+        UserError: models or layouts that cannot be compared.
+    """
+    reference = load_model_shape(check.hf)
+    check_checkpoint(check.hf, reference)
+    shape = reference if check.weights is None else load_model_shape(check.weights / CONFIG_DIR)
+    layout = check.layout
+    shape.check_training_layout(
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=check.sequence_parallel)
+    wrong: dict[str, list[WrongTensor]] = {}
+    sequences, engine_scores = [*check.prompts], None
+    if check.engine is not None:
+        sequences, engine_scores, wrong[check.engine] = _ask_engine(check, reference, process)
+    policy = _build_policy(check, shape)
+    wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
+    skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
+    megatron = _score_with_megatron(policy, sequences, skip)
+    traced = sequences[0][:TRACED_TOKENS]
+    megatron_trace = trace_megatron(policy, traced)
+    report: dict[str, Any] | None = None
+    if process.rank == 0:
+        model = AutoModelForCausalLM.from_pretrained(
+            check.hf, dtype=getattr(torch, check.dtype), attn_implementation="eager", local_files_only=True)
+        model = model.eval().to(process.device)
+        scores = {"hf": _score_with_transformers(model, sequences, skip), "megatron": megatron}
+        if engine_scores:
+            scores[check.engine] = engine_scores
+        gaps = measure_gaps(list_trace_names(reference), trace_huggingface(model, traced), megatron_trace)
+        report = make_report(
+            settings=_describe(check), scores=scores, gaps=gaps,
+            wrong={name: tensors for name, tensors in wrong.items() if tensors}, reference=reference, other=shape,
+            dtype=check.dtype)
+    return share_object(report, dist.group.WORLD)
+
+
+def _describe(check: ParityCheck) -> dict[str, Any]:
+    return {
+        "hf": str(check.hf), "checkpoint": str(check.weights) if check.weights else None,
+        "layout": check.layout.describe(), "sequence_parallel": check.sequence_parallel, "dtype": check.dtype,
+        "engine": check.engine, "engine_tp_size": check.engine_tp_size, "prompts": len(check.prompts),
+        "response_length": check.response_length if check.engine else 0,
+    }
+
+
+def _build_policy(check: ParityCheck, shape: ModelShape) -> Policy:
+    layout = check.layout
+    config = LayoutConfig(
+        tensor_model_parallel_size=layout.tp_size, pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
+        context_parallel_size=layout.cp_size, expert_model_parallel_size=layout.ep_size,
+        sequence_parallel=check.sequence_parallel)
+    return Policy(
+        ModelConfig(path=str(check.hf), dtype=check.dtype), config, shape, build_groups(layout),
+        path=check.weights or check.hf, temperature=1.0, seed=0)
+
+
+def _ask_engine(
+    check: ParityCheck, shape: ModelShape, process: Process
+) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
+    """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights."""
+    longest = max(map(len, check.prompts))
+    shape.check_rollout_layout(check.engine_tp_size)
+    engine = build_engine(EngineSpec(
+        model_path=str(check.hf), shape=shape, dtype=check.dtype, max_prompt_length=longest,
+        max_response_length=check.response_length, process=process, seed=0, config=RolloutConfig(
+            engine=check.engine, tensor_model_parallel_size=check.engine_tp_size, max_num_seqs=len(check.prompts))))
+    try:
+        engine.begin_weight_update()
+        placements = engine.placements(process.rank)
+        load_huggingface(check.hf, placements, engine.params)
+        wrong = compare_weights(check.hf, placements, engine.params)
+        engine.end_weight_update()
+        seeds = list(range(len(check.prompts)))
+        responses = engine.generate(
+            check.prompts, seeds, SamplingConfig(temperature=1.0, max_tokens=check.response_length, stop_token_ids=()))
+    finally:
+        engine.close()
+    sequences = [np.concatenate([p, r.tokens]) for p, r in zip(check.prompts, responses, strict=True)]
+    scores = [torch.from_numpy(np.asarray(response.logprobs, np.float32)) for response in responses]
+    # Engines are replicas: what the first one said is what is compared.
+    sequences, scores = share_object((sequences, scores), dist.group.WORLD)
+    return sequences, scores, _join(wrong)
+
+
+def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
+    """What any rank found, each tensor once; collective."""
+    parts: list[list[WrongTensor]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, wrong)
+    found: dict[str, WrongTensor] = {}
+    for tensor in (tensor for part in parts for tensor in part):
+        found.setdefault(tensor.name, tensor)
+    return list(found.values())
+
+
+def _score_with_megatron(policy: Policy, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
+    """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective."""
+    packed = [
+        PackedSequence(tokens, first, np.zeros(len(tokens) - first, np.float32))
+        for tokens, first in zip(sequences, skip, strict=True)
+    ]
+    lengths = [len(tokens) for tokens in sequences]
+    plan = plan_microbatches(
+        lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple)
+    batch = build_train_batch(
+        packed, [0.0] * len(packed), [(range(len(packed)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,
+        device=next(policy.stages.parameters()).device)
+    logprobs = policy.compute_logprobs(batch)
+    return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]
+
+
+@torch.no_grad()
+def _score_with_transformers(
+    model: torch.nn.Module, sequences: Sequence[np.ndarray], skip: Sequence[int]
+) -> Scores:
+    found = []
+    for tokens, first in zip(sequences, skip, strict=True):
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(next(model.parameters()).device)
+        logprobs = model(ids[None]).logits[0, first - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs.gather(1, ids[first:, None])[:, 0].cpu())
+    return found

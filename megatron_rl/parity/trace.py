@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model computes on its way through a sequence, under the same names for transformers and Megatron.
+
+A *trace* maps names to [t, n] float32 on the CPU, in the order of execution: the embedding, per layer the norms, the
+projections, attention before its output projection, the MLP, then the last norm and the logits. Names are those of HF
+modules; two models differ first where something is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.data.batching import PackedSequence, build_train_batch
+from megatron_rl.training.policy import Policy
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import stage_layers
+
+Trace = dict[str, torch.Tensor]
+_Catch = tuple[torch.nn.Module, Callable[[Any, Any], None]]  # a module, and what to do with its inputs and output
+
+
+def list_trace_names(shape: ModelShape) -> list[str]:
+    """All names of a trace in the order of execution."""
+    names = ["model.embed_tokens"]
+    for layer in range(shape.num_layers):
+        parts = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        parts += ["self_attn.q_norm", "self_attn.k_norm"] if shape.qk_norm else []
+        parts += ["self_attn (heads)", "self_attn.o_proj", "post_attention_layernorm", "mlp"]
+        names += [f"model.layers.{layer}.{part}" for part in parts]
+    return [*names, "model.norm", "lm_head"]
+
+
+@torch.no_grad()
+def trace_huggingface(model: torch.nn.Module, tokens: np.ndarray) -> Trace:
+    """The trace of a transformers model; `tokens` is one sequence [t]."""
+    trace: Trace = {}
+
+    def keep(name: str) -> Callable[[Any, Any], None]:
+        return lambda inputs, output: trace.update({name: _rows(output)})
+
+    body, catches = model.model, [(model.model.embed_tokens, keep("model.embed_tokens")),
+                                  (model.model.norm, keep("model.norm")), (model.lm_head, keep("lm_head"))]
+    for number, layer in enumerate(body.layers):
+        prefix, attention = f"model.layers.{number}.", layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
+            if hasattr(attention, name):
+                catches.append((getattr(attention, name), keep(f"{prefix}self_attn.{name}")))
+        catches.append((attention.o_proj, lambda inputs, _, at=prefix: trace.update(
+            {f"{at}self_attn (heads)": _rows(inputs[0])})))
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            catches.append((getattr(layer, name), keep(prefix + name)))
+        mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+        catches.append((mlp, keep(prefix + "mlp")))
+    with _catching(catches):
+        model(torch.from_numpy(tokens)[None].to(next(model.parameters()).device))
+    return trace
+
+
+@torch.no_grad()
+def trace_megatron(policy: Policy, tokens: np.ndarray) -> Trace:
+    """The trace of a Megatron model of any layout without context parallelism; collective.
+
+    Returns:
+        All of it on rank 0, nothing elsewhere.
+
+    Raises:
+        UserError: context parallelism, which would cut the sequence.
+    """
+    layout, shape = policy.groups.layout, policy.shape
+    if layout.cp_size > 1:
+        raise UserError(f"context_parallel_size {layout.cp_size}", source="--layout", expected="cp=1",
+                        hint="the other dimensions find the same faults")
+    trace: Trace = {}
+    catches: list[_Catch] = []
+    for chunk, model in enumerate(policy.stages):
+        numbers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, policy.groups.at.pp, chunk)
+        catches += _catch_chunk(policy, model, numbers, trace)
+    sequence = PackedSequence(tokens, 1, np.zeros(len(tokens) - 1, np.float32))
+    count = policy.microbatch_count_multiple
+    batch = build_train_batch(
+        [sequence] * count, [0.0] * count, [(range(count), [[[i] for i in range(count)]])], dp_rank=0,
+        pad_multiple=policy.pad_multiple, device=next(policy.stages.parameters()).device)
+    with _catching(catches):
+        policy.compute_logprobs(batch)
+    mine = {name: value[: len(tokens)] for name, value in trace.items()}
+    is_first_replica = policy.groups.at.dp == 0 and policy.groups.at.tp == 0
+    parts: list[Trace | None] = [None] * dist.get_world_size()
+    dist.gather_object(mine if is_first_replica else {}, parts if dist.get_rank() == 0 else None)
+    return {name: value for part in parts for name, value in (part or {}).items()}
+
+
+def _catch_chunk(policy: Policy, model: torch.nn.Module, numbers: range, trace: Trace) -> Iterator[_Catch]:
+    """What to catch in one model chunk; every TP rank catches the same, as pieces are gathered at once."""
+    shape, tp_size = policy.shape, policy.groups.layout.tp_size
+
+    def keep(name: str, value: torch.Tensor, *, is_split: bool) -> None:
+        """The first microbatch's; heads and columns of TP ranks, or rows under TP-SP, come together."""
+        if name not in trace:
+            flat = value.reshape(-1, value.shape[-1]) if not is_split else value.reshape(value.shape[0], -1)
+            has_rows = policy.config.sequence_parallel and not is_split
+            trace[name] = (
+                _gather(flat, policy.groups.tp, 1 if is_split else 0) if is_split or has_rows else _copy(flat))
+
+    def whole(name: str) -> Callable[[Any, Any], None]:
+        return lambda inputs, output: keep(name, _first(output), is_split=False)
+
+    def heads(name: str) -> Callable[[Any, Any], None]:
+        return lambda inputs, output: keep(name, _first(output), is_split=True)
+
+    def projections(prefix: str) -> Callable[[Any, Any], None]:
+        q, kv = (heads // tp_size * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
+
+        def catch(inputs: Any, output: Any) -> None:
+            for name, part in zip("qkv", _first(output).split((q, kv, kv), dim=-1), strict=True):
+                keep(f"{prefix}self_attn.{name}_proj", part, is_split=True)
+
+        return catch
+
+    def logits(inputs: Any, output: Any) -> None:
+        whole("model.norm")(inputs, output)
+        normed = trace["model.norm"].to(output)
+        local = normed @ model.output_weight.T.to(normed)  # [t, v/tp]
+        if "lm_head" not in trace:
+            trace["lm_head"] = _gather(local, policy.groups.tp, 1)[:, : shape.vocab_size]
+
+    if model.pre_process:
+        yield model.embedding, whole("model.embed_tokens")
+    for number, layer in zip(numbers, model.decoder.layers, strict=True):
+        prefix, attention = f"model.layers.{number}.", layer.self_attention
+        yield layer.input_layernorm, whole(prefix + "input_layernorm")
+        yield attention.linear_qkv, projections(prefix)
+        if shape.qk_norm:
+            yield attention.q_layernorm, heads(prefix + "self_attn.q_norm")
+            yield attention.k_layernorm, heads(prefix + "self_attn.k_norm")
+        yield attention.core_attention, heads(prefix + "self_attn (heads)")
+        yield attention.linear_proj, whole(prefix + "self_attn.o_proj")
+        yield layer.pre_mlp_layernorm, whole(prefix + "post_attention_layernorm")
+        yield layer.mlp, whole(prefix + "mlp")
+    if model.post_process:
+        yield model.decoder.final_layernorm, logits
+
+
+@contextmanager
+def _catching(catches: list[_Catch]) -> Iterator[None]:
+    handles = [
+        module.register_forward_hook(lambda _, inputs, output, act=act: act(inputs, output))
+        for module, act in catches
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first(output: Any) -> torch.Tensor:
+    """A module's output without what it returns besides."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _rows(output: Any) -> torch.Tensor:
+    """Output [1, t, ...] of a transformers module -> [t, n]."""
+    value = _first(output)
+    return _copy(value.reshape(value.shape[-3] if value.ndim == 4 else value.shape[-2], -1))
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """What comes next may write over the original."""
+    return value.detach().to("cpu", torch.float32, copy=True)
+
+
+def _gather(value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return _copy(torch.cat(parts, dim))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the weights that a rank holds with those of a model in HF format, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl.checkpoint.huggingface import index_safetensors
+from megatron_rl.weights.placement import Placement, box_slices, box_volume
+
+
+@dataclass(frozen=True)
+class WrongTensor:
+    """A logical tensor of which a rank holds other values than the files.
+
+    Attributes:
+        name: of the tensor.
+        max_abs_gap: largest difference.
+        what: "is zero", "is <other tensor>", or "differs".
+    """
+
+    name: str
+    max_abs_gap: float
+    what: str
+
+
+def compare_weights(
+    directory: Path, placements: Sequence[Placement], params: Mapping[str, torch.Tensor]
+) -> list[WrongTensor]:
+    """Tensors whose pieces on this rank differ from the files (after conversion to their type), in table order."""
+    files, wrong = index_safetensors(directory), {}
+    for placement in placements:
+        if placement.hf_name not in files or not box_volume(placement.hf_box):
+            continue
+        held = params[placement.param][box_slices(placement.local_box)].cpu()
+        gap = (_read(files, placement, placement.hf_name).to(held.dtype) - held).abs().max().item()
+        if gap and placement.hf_name not in wrong:
+            wrong[placement.hf_name] = WrongTensor(placement.hf_name, gap, _explain(files, placement, held))
+    return list(wrong.values())
+
+
+def _read(files: Mapping[str, Path], placement: Placement, name: str) -> torch.Tensor:
+    with safe_open(files[name], "pt") as handle:
+        return handle.get_slice(name)[box_slices(placement.hf_box)]
+
+
+def _explain(files: Mapping[str, Path], placement: Placement, held: torch.Tensor) -> str:
+    """Whether what a rank holds is nothing, or another tensor of the same layer and shape."""
+    if not held.any():
+        return "is zero"
+    prefix = placement.hf_name.split(".self_attn.")[0].split(".mlp.")[0]
+    for other in sorted(files):
+        if other.startswith(prefix) and other != placement.hf_name:
+            with safe_open(files[other], "pt") as handle:
+                shape = handle.get_slice(other).get_shape()
+            fits = len(shape) == held.ndim and all(
+                stop <= size for (_, stop), size in zip(placement.hf_box, shape, strict=True))
+            if fits and torch.equal(_read(files, placement, other).to(held.dtype), held):
+                return f"is {other}"
+    return "differs"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do transformers, Megatron and vLLM compute the same? And if not: where do they part, by how much, and why?
+
+    python tools/check_parity.py --hf DIR [--checkpoint DIR] --json F
+    torchrun --nproc-per-node 4 tools/check_parity.py --hf DIR --layout tp=2,pp=2 --engine-tp 2 --json F
+
+transformers on the HF directory is the reference. Megatron runs in the given layout with the weights of --checkpoint
+(what convert_hf_to_megatron.py or training wrote) or of the HF directory. vLLM samples responses; all three score them.
+Compared are per-token log-probs, the weights tensor by tensor, and what each layer computes. Exit code: 0 equal,
+1 different, 2 for input that cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.directory import resolve_weights
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import load_model_shape
+from tools.plan_reshard import SOURCE_SIZES, parse_sizes
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf", type=Path, required=True, help="model in HF format: the reference")
+    parser.add_argument("--checkpoint", type=Path, help="run, training checkpoint or converted checkpoint of it")
+    parser.add_argument("--layout", default="", help="of Megatron: tp=2,pp=2 (also vpp, ep; dp is the rest)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="Megatron's TP sequence parallelism")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all models (float32)")
+    parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm", help="rollout engine (vllm)")
+    parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="ranks per engine (1)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one per line; default: random tokens")
+    parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="random prompts (4)")
+    parser.add_argument("--prompt-length", type=int, default=32, metavar="N", help="tokens of a random prompt (32)")
+    parser.add_argument("--response-length", type=int, default=32, metavar="N", help="tokens that are sampled (32)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here as well")
+    return parser
+
+
+def read_layout(options: argparse.Namespace, world_size: int) -> ParallelLayout:
+    """The layout of the Megatron side.
+
+    Raises:
+        UserError: it does not read, or does not fit the number of ranks.
+    """
+    sizes = parse_sizes(options.layout, "--layout", SOURCE_SIZES) if options.layout else {}
+    if sizes.pop("dp", None) is not None:
+        raise UserError("dp in --layout", source="command line", expected="the other sizes",
+                        hint="dp is what they leave of the ranks that torchrun starts")
+    return ParallelLayout(world_size, **{f"{name}_size": size for name, size in sizes.items()})
+
+
+def read_prompts(options: argparse.Namespace) -> list[np.ndarray]:
+    """Token ids of every prompt.
+
+    Raises:
+        UserError: no usable prompt, or no tokenizer for a file of them.
+    """
+    if options.prompts is not None:
+        tokenizer = load_tokenizer(options.hf)
+        lines = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [np.asarray(tokenizer.encode(line), np.int64) for line in lines]
+    else:
+        vocab_size, rng = load_model_shape(options.hf).vocab_size, np.random.default_rng(0)
+        prompts = [rng.integers(0, vocab_size, size=options.prompt_length) for _ in range(options.num_prompts)]
+    if not prompts or min(map(len, prompts)) < 2 or options.response_length < 1 or options.engine_tp < 1:
+        raise UserError(
+            f"{len(prompts)} prompts, --response-length {options.response_length}, --engine-tp {options.engine_tp}",
+            source="command line", expected="prompts of at least 2 tokens, numbers of at least 1",
+            hint="leave the options out for the defaults")
+    return prompts
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """The report, the same on every rank.
+
+    Raises:
+        UserError: input that cannot be compared.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout, prompts = read_layout(options, world_size), read_prompts(options)
+    weights = resolve_weights(options.checkpoint) if options.checkpoint else None
+    if world_size % options.engine_tp:
+        raise UserError(f"--engine-tp {options.engine_tp} with {world_size} ranks", source="command line",
+                        expected="a divisor of the ranks", hint="start more ranks with torchrun")
+    process = init_distributed(timeout_minutes=30)
+    from megatron_rl.parity.check import ParityCheck, run_parity  # imports megatron-core and transformers: seconds
+
+    return run_parity(ParityCheck(
+        hf=options.hf, weights=weights, layout=layout, sequence_parallel=options.sequence_parallel,
+        dtype=options.dtype, engine=None if options.engine == "none" else options.engine,
+        engine_tp_size=options.engine_tp, prompts=prompts, response_length=options.response_length), process)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        report = compare(options)
+        from megatron_rl.parity.report import format_report
+
+        if dist.get_rank() == 0:
+            print(format_report(report))
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0 if report["verdict"] == "equal" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

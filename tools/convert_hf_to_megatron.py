@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert a model in Hugging Face format to a Megatron distributed checkpoint (torch_dist).
+
+    python tools/convert_hf_to_megatron.py --hf DIR --out DIR [--processes 4]
+    torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py --hf DIR --out DIR
+
+Any TP/PP/VPP/DP/EP layout loads the result, megatron-core's own models included. Config and tokenizer go along.
+The output has the suffix .partial until it is whole; a conversion that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+from megatron_rl.checkpoint.conversion import DTYPES, convert_to_megatron
+from megatron_rl.types import UserError
+from tools._conversion_command import add_output_options, run_conversion
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf", type=Path, required=True, help="model directory: config.json and *.safetensors")
+    parser.add_argument("--out", type=Path, required=True, help="new directory for the checkpoint")
+    add_output_options(parser)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        out = run_conversion(
+            partial(
+                convert_to_megatron, options.hf, options.out, dtype=DTYPES.get(options.dtype),
+                file_bytes=int(options.file_gib * 2**30), force=options.force),
+            options)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if out is not None:
+        print(f"wrote {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert a Megatron distributed checkpoint to a model in Hugging Face format.
+
+    python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR [--processes 4]
+    torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR
+
+DIR is a run directory (its newest checkpoint is taken), a checkpoint step_<N>, the output of
+convert_hf_to_megatron.py, or a checkpoint that megatron-core wrote (pass --config then). The result has sharded
+safetensors, config, tokenizer and generation config: transformers, vLLM and a hub take it as it is. The output has the
+suffix .partial until it is whole; a conversion that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+from megatron_rl.checkpoint.conversion import DTYPES, convert_to_huggingface
+from megatron_rl.types import UserError
+from tools._conversion_command import add_output_options, run_conversion
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory")
+    parser.add_argument("--out", type=Path, required=True, help="new directory for the model")
+    parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="of a training checkpoint (actor)")
+    parser.add_argument("--config", type=Path, metavar="DIR",
+                        help="config.json and tokenizer, where the checkpoint has none")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the digests of the checkpoint first")
+    add_output_options(parser)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        out = run_conversion(
+            partial(
+                convert_to_huggingface, options.checkpoint, options.out, config=options.config,
+                dtype=DTYPES.get(options.dtype), role=options.role, file_bytes=int(options.file_gib * 2**30),
+                force=options.force, verify=not options.no_verify),
+            options)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if out is not None:
+        print(f"wrote {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
