@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_grpo.py RECIPE.yaml [key=value ...]`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,10 +10,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.batch_plan import BatchPlan  # noqa: E402
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
+from megatron_rl.config.schema import RunConfig  # noqa: E402
+
+
+def check_memory(
+    config: RunConfig, recipe: Path | None, world_size: int, memory_gib: float, gpus_per_node: int | None
+) -> str:
+    """Refuse what does not fit into GPUs of this size."""
+    from megatron_rl.planning.admission import check_fits, describe_cluster
+
+    return check_fits(config, describe_cluster(world_size, memory_gib, gpus_per_node), recipe)
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
+    from megatron_rl.planning.admission import check_fits, find_cluster
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    cluster = find_cluster(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if cluster is not None and loaded.config.trainer.check_memory:
+        check_fits(loaded.config, cluster)
+
     from megatron_rl.trainer import train_rl
 
     train_rl(loaded, recipe)
@@ -21,4 +39,4 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 if __name__ == "__main__":
     sys.exit(run_command(
         sys.argv[1:], name="pretrain_grpo", description="Train a policy with GRPO, PPO or a relative.",
-        build_plan=BatchPlan.build, run=train))
+        build_plan=BatchPlan.build, run=train, check_memory=check_memory))

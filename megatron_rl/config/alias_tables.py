@@ -175,7 +175,7 @@ _CRITIC: dict[str, Alias] = _trainable_names("critic") | {
     "forward_micro_batch_size": Ignored(_BUDGET),
     "forward_micro_batch_size_per_gpu": Ignored(_BUDGET),
     "forward_max_token_len_per_gpu": Ignored(_BUDGET),
-    "nccl_timeout": Ignored("trainer.timeout_minutes decides"),
+    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     "kl_ctrl.type": Ignored("the critic has no KL term"),
     "kl_ctrl.kl_coef": Ignored("the critic has no KL term"),
 }
@@ -269,7 +269,7 @@ _REWARD_MODEL: dict[str, Alias] = _megatron_names("reward_model") | {
     "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
     "enable_resource_pool": Only((False,), "all roles share the ranks"),
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
-    "nccl_timeout": Ignored("trainer.timeout_minutes decides"),
+    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **dict.fromkeys(("n_gpus_per_node", "nnodes"), Ignored("all roles share the ranks")),
     **dict.fromkeys(("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"), Ignored(_BUDGET)),
 }
@@ -350,7 +350,7 @@ _SECTIONS: dict[str, dict[str, Alias]] = {
 
 ALIASES: Mapping[str, Alias] = {
     "actor_rollout_ref.hybrid_engine": Only((True,), "training and rollout share the ranks"),
-    "actor_rollout_ref.nccl_timeout": Ignored("trainer.timeout_minutes decides"),
+    "actor_rollout_ref.nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
 }
 

@@ -159,14 +159,14 @@ def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
 
 
 def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
-    """GAE needs a critic; groups of responses and a critic that is switched off speak for a run without one."""
+    """GAE needs a critic; groups of responses without a section critic, or with critic.enable off, speak against one."""
     values = {setting.name: setting for setting in translated}
     estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
     if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
         return []
     if critic is not None and critic.value is False:
         sign = f"{describe(critic)} switches it off"
-    elif n is not None and isinstance(n.value, int) and n.value > 1:
+    elif isinstance(n and n.value, int) and n.value > 1 and not any(name.startswith("critic.") for name in values):
         sign = f"{describe(n)} asks for groups, as runs without a critic do"
     else:
         return []

@@ -85,7 +85,7 @@ class BatchPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        for section in _sections_in_use(cfg):
+        for section in sections_in_use(cfg):
             check_ranks(cfg, world_size, section)
             check_longest_sequence(cfg, section)
         _check_engine_ranks(cfg, world_size)
@@ -184,8 +184,8 @@ def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def _sections_in_use(cfg: RunConfig) -> list[str]:
-    """The roles with a layout of their own."""
+def sections_in_use(cfg: RunConfig) -> list[str]:
+    """Sections of the models that a run builds, each with a layout of its own."""
     has_critic = cfg.critic.enable or (cfg.critic.enable is None and cfg.algorithm.adv_estimator == "gae")
     return ["actor", *(["critic"] if has_critic else []), *(["reward_model"] if cfg.reward_model.path else [])]
 

@@ -23,6 +23,7 @@ _LAYOUT_SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "max_tokens_per_microbatch", "logprob_chunk_tokens",
 )
+_SHAPE_SETTINGS = {"bucket_tokens": [], "max_num_seqs": 64, "graph_memory_gib": None}
 _OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
 _TRAINED = ("actor", "critic")
 
@@ -31,14 +32,16 @@ _AT_LEAST_ONE = (
     "data.max_response_length", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
     "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs", "rollout.validation_n",
     "reward.service_batch_size", "reward.service_concurrency", "algorithm.max_sampling_rounds",
-    "trainer.total_steps", "trainer.total_epochs", "observability.console_every",
+    "trainer.total_steps", "trainer.total_epochs", "checkpoint.keep_last", "observability.console_every",
     *(f"{section}.{leaf}" for section in _LAYOUT_SECTIONS for leaf in _LAYOUT_SIZES),
+    "actor.max_num_seqs", "critic.max_num_seqs",
 )
 _POSITIVE = (
     "rollout.temperature", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "reward.timeout_seconds",
     "reward.service_timeout_seconds", "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high",
     "algorithm.kl_target", "algorithm.kl_horizon", "algorithm.importance_high", "algorithm.reject_sequence_above",
-    "critic.value_clip", "trainer.timeout_minutes", *(f"{section}.adam_eps" for section in _TRAINED),
+    "critic.value_clip", "actor.graph_memory_gib", "critic.graph_memory_gib", "trainer.collective_timeout",
+    *(f"{section}.adam_eps" for section in _TRAINED),
 )
 _NOT_NEGATIVE = (
     "rollout.validation_temperature", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_coef",
@@ -95,9 +98,15 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_data(config)
     for section in _LAYOUT_SECTIONS:
         _check_layout(config, section)
+    for section in _TRAINED:
+        _check_step_mode(config, section)
     _check_rollout(config)
     _check_reward(config)
     _check_algorithm(config)
+    config.require(
+        config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None, "checkpoint.resume",
+        "needs to know the run", expected="trainer.run_dir", hint="set trainer.run_dir to that of the run",
+    )
 
 
 def _check_bounds(config: _Config) -> None:
@@ -182,6 +191,52 @@ def _check_layout(config: _Config, section: str) -> None:
         vpp_size is None or vpp_size >= 2, name, "is a plain pipeline", expected="null, or 2 chunks or more",
         hint=f"remove {name}, or set it to 2",
     )
+
+
+def _check_step_mode(config: _Config, section: str) -> None:
+    """What fixed shapes and graphs cannot do; whether there is a GPU is asked in `training/step.py`."""
+    name = f"{section}.step_mode"
+    mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
+    for leaf, default in _SHAPE_SETTINGS.items():
+        is_used = mode == "graph" or (mode == "static" and leaf != "graph_memory_gib")
+        config.require(
+            is_used or config.get(f"{section}.{leaf}") == default, f"{section}.{leaf}",
+            f"has no effect with {name} = {mode!r}", expected=repr(default), hint=f"set {name}, or remove it")
+    if mode == "eager":
+        return
+    sizes = config.get(f"{section}.bucket_tokens")
+    config.require(
+        not sizes or (min(sizes) > 0 and max(sizes) >= budget), f"{section}.bucket_tokens",
+        f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
+        expected=f"sizes above 0, the largest at least {budget}", hint=f"add {budget} to the list")
+    cp_size = config.get(f"{section}.context_parallel_size")
+    config.require(
+        cp_size == 1 or not config.get(f"{section}.share_prompts"), f"{section}.share_prompts",
+        f"has no fixed shape with {section}.context_parallel_size = {cp_size}: {name} = {mode!r} cannot take it",
+        expected="false", hint=f"set {section}.share_prompts=false, or {name}=eager")
+    config.require(
+        not config.get(f"{section}.overlap_grad_reduce"), f"{section}.overlap_grad_reduce",
+        f"is for eager steps: with {name} = {mode!r} gradients are reduced when all are there", expected="false",
+        hint=f"remove it, or set {name}=eager")
+    if mode == "graph":
+        _check_graph(config, section)
+
+
+def _check_graph(config: _Config, section: str) -> None:
+    """What the graphs of a step do not hold yet."""
+    for leaf, what in (
+        ("pipeline_model_parallel_size", "messages between stages"),
+        ("expert_model_parallel_size", "the exchange of tokens between experts"),
+    ):
+        config.require(
+            config.get(f"{section}.{leaf}") == 1, f"{section}.{leaf}",
+            f"is not captured yet ({what}): {section}.step_mode = 'graph' cannot take it", expected="1",
+            hint=f"set {section}.step_mode=static: the same step without capture")
+    for leaf in ("offload_gradients", "offload_optimizer"):
+        config.require(
+            not config.get(f"{section}.{leaf}"), f"{section}.{leaf}",
+            f"moves memory that the graphs of {section}.step_mode = 'graph' have captured", expected="false",
+            hint=f"remove it, or set {section}.step_mode=static")
 
 
 def _check_rollout(config: _Config) -> None:

@@ -3,8 +3,9 @@
 
     torchrun --nproc-per-node N launch/<entry>.py RECIPE.yaml [section.key=value ...] [--dry-run [--json]]
 
-A dry run resolves the config and the batch plan and imports neither torch nor an engine. A user's
-error is printed once (by rank 0), without a traceback, and every rank exits with status 2.
+A dry run resolves the config and the batch plan and imports neither torch nor an engine (the planner of memory,
+which runs where the size of a GPU is given, imports torch). A user's error is printed once (by rank 0), without a
+traceback, and every rank exits with status 2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.loading import LoadedConfig, config_to_dict, dump_yaml, format_help, load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.types import UserError
+from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
 
 _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [section.key=value ...]
 
@@ -32,6 +33,8 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
   --json               with --dry-run: as one JSON object
   --world-size N       with --dry-run outside of torchrun: number of ranks to plan for (default: those that
                        a verl recipe asks for, else 1)
+  --gpu-memory-gib G   with --dry-run: refuse what does not fit into GPUs of G GiB, with what would
+  --gpus-per-node N    with --gpu-memory-gib (default: 8, or all ranks where there are fewer)
   --help               this text with every setting
 """
 
@@ -49,6 +52,7 @@ class Plan(Protocol):
 def run_command(
     argv: Sequence[str], *, name: str, description: str, build_plan: Callable[[RunConfig, int], Plan],
     run: Callable[[LoadedConfig, Path | None], None],
+    check_memory: Callable[[RunConfig, Path | None, int, float, int | None], str] | None = None,
 ) -> int:
     """Parse, then plan or run.
 
@@ -58,9 +62,11 @@ def run_command(
         description: one sentence on what it does.
         build_plan: batch arithmetic from config and world size, for the dry run.
         run: trains; called with the loaded config and the recipe's path.
+        check_memory: refuses what does not fit; from config, recipe, world size, GiB of a GPU and GPUs per node, it
+            makes a line on memory for the dry run. None: this entry point has no planner.
 
     Returns:
-        Exit status: 0, or 2 for an error that the user can mend.
+        Exit status: 0, 2 for an error that the user can mend, or `EXIT_PREEMPTED` after a signal.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
@@ -73,14 +79,21 @@ def run_command(
         for note in loaded.notes:
             _say(f"note: {note}", is_first, stream=sys.stderr)
         if "--dry-run" in flags:
-            plan = build_plan(loaded.config, _world_size(flags, loaded.num_ranks))
-            _say(_render_plan(loaded, plan, "--json" in flags), is_first)
+            world_size = _world_size(flags, loaded.num_ranks)
+            plan = build_plan(loaded.config, world_size)
+            memory = None
+            if check_memory is not None and "--gpu-memory-gib" in flags:
+                memory = check_memory(loaded.config, recipe, world_size, *_gpus(flags))
+            _say(_render_plan(loaded, plan, memory, "--json" in flags), is_first)
             return 0
         _silence_libraries()
         run(loaded, recipe)
     except UserError as error:
         _say(f"error: {error}", is_first, stream=sys.stderr)
         return 2
+    except Preempted as reason:
+        _say(f"stopped: {reason}", is_first, stream=sys.stderr)
+        return EXIT_PREEMPTED
     return 0
 
 
@@ -95,13 +108,14 @@ def _split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         if flag in argv:
             argv.remove(flag)
             flags[flag] = "true"
-    for index, argument in enumerate(argv):
-        name, separator, value = argument.partition("=")
-        if name == "--world-size":
-            taken = 1 if separator else 2
-            flags[name] = value if separator else "".join(argv[index + 1 : index + 2])
-            del argv[index : index + taken]
-            break
+    for flag in ("--world-size", "--gpu-memory-gib", "--gpus-per-node"):
+        for index, argument in enumerate(argv):
+            name, separator, value = argument.partition("=")
+            if name == flag:
+                taken = 1 if separator else 2
+                flags[name] = value if separator else "".join(argv[index + 1 : index + 2])
+                del argv[index : index + taken]
+                break
     return flags, argv
 
 
@@ -114,11 +128,22 @@ def _world_size(flags: dict[str, str], asked: int | None) -> int:
     return int(text)
 
 
-def _render_plan(loaded: LoadedConfig, plan: Plan, as_json: bool) -> str:
+def _gpus(flags: dict[str, str]) -> tuple[float, int | None]:
+    """Memory of a GPU in GiB, and GPUs per node where that is given."""
+    try:
+        memory, per_node = float(flags["--gpu-memory-gib"]), flags.get("--gpus-per-node")
+        return memory, None if per_node is None else int(per_node)
+    except ValueError as error:
+        raise UserError(f"--gpu-memory-gib or --gpus-per-node: {error}", source="command line", expected="numbers",
+                        hint="for example --gpu-memory-gib 80 --gpus-per-node 8") from None
+
+
+def _render_plan(loaded: LoadedConfig, plan: Plan, memory: str | None, as_json: bool) -> str:
     if as_json:
-        return json.dumps({"config": config_to_dict(loaded.config), "batch_plan": plan.to_dict(),
+        return json.dumps({"config": config_to_dict(loaded.config), "batch_plan": plan.to_dict(), "memory": memory,
                            "notes": loaded.notes}, indent=2)
-    return "\n".join([dump_yaml(loaded.config), "batch plan:", *(f"  {line}" for line in plan.formulas())])
+    lines = [dump_yaml(loaded.config), "batch plan:", *(f"  {line}" for line in plan.formulas())]
+    return "\n".join([*lines, *([memory] if memory else [])])
 
 
 def _silence_libraries() -> None:

@@ -23,7 +23,9 @@ from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _REFUSED = object()
-_TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", list[str]: "list of texts"}
+_TYPE_NAMES = {
+    int: "integer", float: "number", bool: "true or false", str: "text", list[str]: "list of texts",
+    list[int]: "list of integers"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
             text gets them unchanged (`trainer.run_dir=2024`).
 
     Returns:
-        The value with the annotated type (an integer given for a number becomes a float, one text
+        The value with the annotated type (an integer given for a number becomes a float, one item
         given for a list becomes a list of one).
 
     Raises:
@@ -143,7 +145,7 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         return _convert_number(value)
     if kind is str:
         return _convert_text(value, text)
-    return _convert_list(value)
+    return _convert_list(value, *typing.get_args(kind))
 
 
 def _convert_number(value: Any) -> Any:
@@ -160,9 +162,9 @@ def _convert_text(value: Any, text: str | None) -> Any:
     return text if text and value is not None else _REFUSED
 
 
-def _convert_list(value: Any) -> Any:
-    items = [value] if isinstance(value, str) else value
-    if isinstance(items, list) and all(isinstance(item, str) for item in items):
+def _convert_list(value: Any, kind: type) -> Any:
+    items = value if isinstance(value, list) else [value]
+    if all(type(item) is kind for item in items):
         return list(items)
     return _REFUSED
 

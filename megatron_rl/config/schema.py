@@ -100,6 +100,20 @@ class TrainableConfig(LayoutConfig):
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
         False, "Keep optimizer states and float32 weights on the host while the engine generates (bfloat16 only).")
+    overlap_grad_reduce: bool = option(
+        False, "Reduce gradients over DP while the backward of the last microbatch goes on (step_mode eager, dense).")
+    step_mode: Literal["eager", "static", "graph"] = option(
+        "eager", "How an optimizer step runs: eager, on microbatches of any length; static, on microbatches padded to "
+        "few shapes in buffers that stay; graph, the same replayed from CUDA graphs (one pipeline stage, dense).")
+    bucket_tokens: list[int] = option(
+        [], "step_mode static and graph: lengths that microbatches are padded to; default: the sixteenths of "
+        "max_tokens_per_microbatch.", "tokens")
+    max_num_seqs: int = option(
+        64, "step_mode static and graph: sequences that a microbatch has room for; one that has more gets twice, four "
+        "times ... that.", "sequences")
+    graph_memory_gib: float | None = option(
+        None, "step_mode graph: once the graphs hold so much memory, further shapes run uncaptured; default: no limit.",
+        "GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,13 +278,19 @@ class TrainerConfig:
     best_metric: str | None = option(
         None, "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is "
         "better.")
-    save_freq: int = option(0, "Write the model in HF format every N steps (0: only at the end).", "steps")
-    save_final: bool = option(True, "Write the model in HF format after the last step.")
+    save_freq: int = option(0, "Save a checkpoint every N steps (0: only at the end); see checkpoint.*.", "steps")
+    save_final: bool = option(True, "Save a checkpoint after the last step.")
     seed: int = option(1, "Seed of data order, sampling and initialisation.")
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(
         4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts")
-    timeout_minutes: float = option(30.0, "A collective that waits longer than this ends the run.", "minutes")
+    profile_steps: list[int] = option(
+        [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps")
+    profile_ranks: list[int] = option([0], "Ranks that write them.", "ranks")
+    collective_timeout: float = option(
+        1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds")
+    check_memory: bool = option(
+        True, "On GPUs: refuse at the start what is planned to take more memory than they have (tools/plan.py).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +302,8 @@ class CheckpointConfig:
         "where there is none; never: start anew; or the directory of a checkpoint to start from.")
     save_optimizer: bool = option(
         True, "Save optimizer states, schedule, random numbers and data position; false: weights only, no resume.")
+    save_huggingface: bool = option(
+        True, "Write the policy in HF format as well, into step_<N>/huggingface (not when a signal ends the run).")
     async_save: bool = option(True, "Write in the background while training goes on (one copy in host memory).")
     keep_last: int | None = option(None, "Keep the newest N checkpoints and delete older ones; null: all.",
                                    "checkpoints")

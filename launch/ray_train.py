@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same training under Ray Train, for those who have a Ray cluster.
+
+    ray job submit --working-dir . -- python launch/ray_train.py RECIPE.yaml --num-workers 16 [section.key=value ...]
+    python launch/ray_train.py RECIPE.yaml --num-workers 4 --dry-run
+
+Ray Train's TorchTrainer starts one worker per rank (one GPU each where the cluster has GPUs), numbers them node by
+node as torchrun does, and calls what `launch/pretrain_grpo.py` calls; the Ray dashboard and debugger see the workers.
+With --max-failures a failed run is started again and goes on from the newest checkpoint in trainer.run_dir, which must
+lie on a disk that all nodes share. Ray is not among the requirements: pip install "ray[train]".
+
+Checked with Ray 2.60 on one machine without GPUs (4 workers, the metrics of torchrun); not run on a cluster or on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl.config.batch_plan import BatchPlan  # noqa: E402
+from megatron_rl.config.command_line import run_command  # noqa: E402
+from megatron_rl.config.loading import LoadedConfig  # noqa: E402
+from megatron_rl.types import UserError  # noqa: E402
+
+
+def train_worker(settings: dict[str, Any]) -> None:
+    """One rank: Ray has set torchrun's environment variables and initialised torch.distributed."""
+    os.chdir(settings["directory"])  # Ray starts workers in a directory of its own; recipes name relative paths
+    from launch.pretrain_grpo import train as train_rank
+
+    train_rank(settings["loaded"], settings["recipe"])
+
+
+def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namespace) -> None:
+    """Start the workers and wait for them.
+
+    Raises:
+        UserError: Ray is not installed, or restarts are asked for without a run directory.
+    """
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        raise UserError(
+            f"Ray Train cannot be imported: {error}", source="launch/ray_train.py", expected="an installed ray[train]",
+            hint='pip install "ray[train]", or start the same recipe with torchrun (launch/train_multi_node.sh)',
+        ) from error
+    if options.max_failures and loaded.config.trainer.run_dir is None:
+        raise UserError(
+            f"--max-failures {options.max_failures} without trainer.run_dir", source="command line",
+            expected="a run directory in which the next attempt finds the checkpoints",
+            hint="set trainer.run_dir=/shared/runs/NAME and trainer.save_freq",
+        )
+    if not ray.is_initialized():
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
+    use_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    resources = {"CPU": options.cpus_per_worker} | ({"GPU": 1} if use_gpu else {})
+    check_cluster(ray.cluster_resources(), resources, options.num_workers)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"loaded": loaded, "recipe": recipe, "directory": os.getcwd()},
+        scaling_config=ScalingConfig(
+            num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker=resources),
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+            timeout_s=int(loaded.config.trainer.collective_timeout) + 30),
+        run_config=RunConfig(
+            storage_path=str(Path("checkpoints/ray").absolute()),
+            failure_config=FailureConfig(max_failures=options.max_failures)),
+    )
+    trainer.fit()
+
+
+def check_cluster(has: dict[str, float], per_worker: dict[str, float], num_workers: int) -> None:
+    """Refuse what Ray would wait for in silence.
+
+    Args:
+        has: resources of the cluster.
+        per_worker: resources of one worker.
+        num_workers: ranks.
+
+    Raises:
+        UserError: the cluster has less than all workers take.
+    """
+    for name, amount in per_worker.items():
+        if has.get(name, 0) < amount * num_workers:
+            raise UserError(
+                f"{num_workers} workers take {amount * num_workers:g} {name}s, the cluster has {has.get(name, 0):g}",
+                source="--num-workers and the Ray cluster", expected=f"{amount * num_workers:g} {name}s or more",
+                hint="start fewer workers, or lower --cpus-per-worker" if name == "CPU" else "start fewer workers",
+            )
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--cpus-per-worker", type=float, default=1.0)
+    parser.add_argument("--max-failures", type=int, default=0)
+    options, rest = parser.parse_known_args(arguments)
+    if "--dry-run" in rest and not any(argument.startswith("--world-size") for argument in rest):
+        rest += ["--world-size", str(options.num_workers)]
+    return run_command(
+        rest, name="ray_train",
+        description="Train a policy under Ray Train: --num-workers N [--cpus-per-worker X] [--max-failures N].",
+        build_plan=BatchPlan.build, run=partial(train, options=options))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

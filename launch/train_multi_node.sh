@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Train on several machines: start the same file with the same values on every node, by hand, with pdsh, or from SLURM
+# (launch/slurm.sbatch does that).
+#   NNODES=2 MASTER_ADDR=node0 RUN_DIR=/shared/runs/a bash launch/train_multi_node.sh RECIPE.yaml [key=value ...]
+#
+# The nodes meet through torchrun's c10d rendezvous; they need no rank numbers and may start in any order. When a rank
+# fails or a node is lost, all ranks are stopped and started again, up to MAX_RESTARTS times, and go on from the newest
+# checkpoint in RUN_DIR (trainer.save_freq decides how much is lost). A node that left is waited for: the world size
+# of a run does not change.
+#
+#   NNODES         machines
+#   MASTER_ADDR    name or address of one of them, at which the others reach it
+#   MASTER_PORT    a free TCP port there                             (default: 29400)
+#   NPROC          ranks per node                                    (default: the GPUs that torch sees)
+#   RUN_DIR        run directory on a disk that all nodes share
+#   JOB_ID         the same on all nodes, another one for each job   (default: the run directory's name)
+#   MAX_RESTARTS   restarts of all ranks                             (default: 3)
+#   GRACE_SECONDS  for saving after a signal                         (default: 150)
+#   RDZV_CONF      further rendezvous settings of torchrun, e.g. join_timeout=1200,is_host=1
+#   LOCAL_ADDR     this node's address, where its host name does not resolve to one that the others reach
+#   MODEL_PATH, ENTRY, PYTHON_BIN   as in train_single_node.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    printf 'train_multi_node: error: %s\n' "$@" >&2
+    exit 2
+}
+
+(($# > 0)) || fail "no recipe given" "usage: NNODES=2 MASTER_ADDR=node0 RUN_DIR=DIR bash $0 RECIPE.yaml [key=value ...]"
+RECIPE=$1
+shift
+[[ -f $RECIPE ]] || fail "there is no recipe $RECIPE on $(hostname)" "every node needs the repository at the same place"
+for name in NNODES MASTER_ADDR RUN_DIR; do
+    [[ -n ${!name:-} ]] || fail "$name is not set" "see the head of launch/train_multi_node.sh"
+done
+export PATH="${PYTHON_BIN:-${MEGATRON_RL_VENV:-$PWD/.venv}/bin}:$PATH"
+ENTRY="${ENTRY:-launch/pretrain_grpo.py}"
+MASTER_PORT="${MASTER_PORT:-29400}"
+MAX_RESTARTS="${MAX_RESTARTS:-3}"
+JOB_ID="${JOB_ID:-$(basename "$RUN_DIR")}"
+NPROC="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
+((NPROC > 0)) || fail "torch sees no GPU on $(hostname)" "set NPROC to the number of ranks per node to train on CPU"
+
+# Overrides of the recipe by concern; empty arrays leave it as it is.
+MODEL_ARGS=(${MODEL_PATH:+"model.path=$MODEL_PATH"})
+PARALLEL_ARGS=()                                            # actor.pipeline_model_parallel_size=4
+ROLLOUT_ARGS=()                                             # rollout.tensor_model_parallel_size=8
+ALGO_ARGS=()                                                # algorithm.kl_coef=0.001
+CKPT_ARGS=("trainer.run_dir=$RUN_DIR" checkpoint.resume=auto)  # trainer.save_freq=20
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # keeps TP messages in the order of the kernels
+export TOKENIZERS_PARALLELISM=false                                      # tokenizer threads do not survive a fork
+# Network. NCCL and gloo choose an interface by themselves; on machines with several, name the one that reaches the
+# other nodes (a prefix: eth, ib, bond0):
+#   export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
+# RDMA: the adapters that NCCL may use, and their traffic class or GID index where the fabric needs one:
+#   export NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
+# What NCCL chose, and why it waits:
+#   export NCCL_DEBUG=INFO TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
+
+# A signal to this script lets the run save and exit with 75; ranks that take longer than GRACE_SECONDS are killed.
+SIGNAL_ARGS=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE_SECONDS:-150}")
+RDZV_ARGS=(--nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS"
+    --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$JOB_ID"
+    ${RDZV_CONF:+--rdzv-conf "$RDZV_CONF"} ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"})
+TRAIN_ARGS=("$RECIPE" "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${ALGO_ARGS[@]}"
+    "${CKPT_ARGS[@]}" "$@")
+for argument in "$@"; do
+    [[ $argument != --dry-run ]] || exec python "$ENTRY" "${TRAIN_ARGS[@]}" --world-size "$((NNODES * NPROC))"
+done
+exec bash launch/supervise.sh "$RUN_DIR" torchrun "${SIGNAL_ARGS[@]}" "${RDZV_ARGS[@]}" "$ENTRY" "${TRAIN_ARGS[@]}"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward pass keeps for its backward, and what exists for a moment.
+
+Counted from the tensors that autograd saves in this program's layers, per token of a packed microbatch (elements; `h`
+hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with sequence parallelism, else 1):
+
+    norms        4 h / s                             input and output of both
+    attention    ((q + 2 kv) + (q + kv) + q) / tp    projected, rotated, attended
+                 ((q + 2 kv) + q + q) / tp           with Ulysses: exchanged, attended, exchanged back
+    MLP          5 f / tp                            [gate; up], silu(gate), up + 0, their product
+    experts      k (h + 6 f / tp)                    k experts per token: what they receive and compute
+    head         h / s + h                           final norm, and what the output layer gathers
+
+Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. Where norms are
+not fused (CPU), each keeps another h / s, and attention a copy of its result. A test compares the sum with the peak of
+real updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import padded_vocab_size
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes of one rank.
+
+    Attributes:
+        stored: kept between forward and backward of all microbatches that are in flight.
+        transient: of one layer while it is computed, forward or backward.
+        logits: of a chunk of tokens, with the gradient of the output layer in an update.
+    """
+
+    stored: int
+    transient: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Stored, and the larger of what exists for a moment."""
+        return self.stored + max(self.transient, self.logits)
+
+
+def count_layer_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool) -> float:
+    """Elements per token that one layer keeps."""
+    tp = layout.tp_size
+    s = tp if sequence_parallel else 1
+    h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
+    q, kv = shape.num_heads * d, shape.num_kv_heads * d
+    if layout.cp_size == 1:
+        attention = 3 * q + 3 * kv + (0 if fused else q + (q + kv) * shape.qk_norm)
+    else:
+        attention = 3 * q + 2 * kv + (q + 2 * kv + (0 if fused else q + kv)) * shape.qk_norm
+    elements = (4 if fused else 6) * h / s + attention / tp
+    if shape.num_experts:
+        return elements + shape.experts_per_token * (h + 6 * f / tp)
+    return elements + 5 * f / tp
+
+
+def count_layers_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int, num_layers: int) -> float:
+    """Layers whose activations a stage holds at its peak, counted once per microbatch.
+
+    1F1B: a stage begins with `pp - pp_rank` forward passes. Interleaved: with
+    `2 (pp - pp_rank - 1) + (vpp - 1) pp + 1` passes of chunks.
+    """
+    per_chunk = num_layers / (layout.pp_size * layout.vpp_size)
+    if layout.vpp_size == 1:
+        return per_chunk * min(num_microbatches, layout.pp_size - pp_rank)
+    passes = 2 * (layout.pp_size - pp_rank - 1) + (layout.vpp_size - 1) * layout.pp_size + 1
+    return per_chunk * min(num_microbatches * layout.vpp_size, passes)
+
+
+def compute_activation_bytes(
+    shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, *, pp_rank: int, num_microbatches: int,
+    itemsize: int, is_update: bool, fused: bool = True,
+) -> ActivationBytes:
+    """Activations of one role on one rank.
+
+    Args:
+        shape: the model, with its head.
+        layout, config: of the role; its token budget is taken as full.
+        pp_rank: the pipeline stage.
+        num_microbatches: of one update or scoring pass.
+        itemsize: bytes of an activation element.
+        is_update: forward and backward; else forward only.
+        fused: norms and attention keep no intermediate results.
+    """
+    tokens = config.max_tokens_per_microbatch / layout.cp_size
+    s = layout.tp_size if config.sequence_parallel else 1
+    h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
+    is_full = is_update and config.recompute_granularity == "full"
+    layer = count_layer_elements(shape, layout, config.sequence_parallel, fused)
+    head = (h / s + h) * tokens * itemsize if is_last else 0
+    logits = 0
+    if is_last and not shape.has_score_head:
+        logits = _count_logits(shape, layout, config, itemsize, is_update)
+    if not is_update:
+        transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
+        return ActivationBytes(0, int(transient), int(head) + logits)
+    in_flight = count_layers_in_flight(layout, pp_rank, num_microbatches, shape.num_layers)
+    stored = in_flight * (h / s if is_full else layer)
+    # Gradients of one layer's results while it goes back; with recomputation its own activations as well.
+    transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
+    return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits)
+
+
+def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool) -> float:
+    """Elements per token that exist at once in a forward pass without a backward: an MLP at work, and its residual."""
+    tp = layout.tp_size
+    s = tp if sequence_parallel else 1
+    h, f, k = shape.hidden_size, shape.ffn_hidden_size / tp, shape.experts_per_token
+    if shape.num_experts:  # what k experts receive; then what they compute, or return
+        return k * (2 * h + max(5 * f, 2 * h + 2 * f)) + 6 * h / s
+    return 5 * f + 4 * h / s + h
+
+
+def _count_logits(
+    shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int, is_update: bool
+) -> int:
+    """A chunk's logits as they are made and twice in float32, and the hidden states that they are made from.
+
+    In an update also the gradients of those, of the logits and of the output layer.
+    """
+    columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
+    tokens = config.max_tokens_per_microbatch // layout.cp_size
+    chunk, hidden = min(config.logprob_chunk_tokens, tokens), tokens * shape.hidden_size * itemsize
+    made = itemsize if itemsize < _FLOAT else 0  # float32 logits are not converted
+    if not is_update:
+        return chunk * columns * (made + 2 * _FLOAT) + hidden
+    is_single = config.logprob_chunk_tokens >= tokens
+    weight = columns * shape.hidden_size * (itemsize if is_single else _FLOAT + itemsize)
+    return chunk * columns * (made + 2 * _FLOAT + min(itemsize, _FLOAT)) + weight + 2 * hidden

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse a job that cannot fit, before anything starts: which phase, by how much, and what would fit.
+
+The same planner serves `tools/plan.py`, a dry run that is told the memory of a GPU, and the start of a run on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job, build_job
+from megatron_rl.planning.layouts import Candidate, Problem, check_job, find_nearest, find_problem, list_candidates
+from megatron_rl.planning.memory import compute_memory
+from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import Head, ModelShape, model_shape_from_config
+
+
+def read_shape(path: Path, head: Head = "lm") -> ModelShape:
+    """The shape in a model directory or a config.json.
+
+    Raises:
+        UserError: there is none, or it is not served.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}", source="the model's config.json",
+                        expected="a model directory in HF format, or its config.json",
+                        hint="put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON",
+                        ) from None
+    return model_shape_from_config(config, source=str(file), head=head)
+
+
+def find_shape(model_path: str, recipe: Path | None) -> Path:
+    """Where a model's config.json is: in its directory; else in `shapes/` beside the recipe, or beside ours, by name.
+
+    The name is the last part of the model's path. Where there is none, the place in its directory.
+    """
+    own = Path(model_path) / "config.json"
+    shelves = [recipe.parent / "shapes"] if recipe is not None else []
+    shelves.append(Path(__file__).resolve().parents[2] / "launch" / "recipes" / "shapes")
+    places = [own, *(shelf / f"{Path(model_path).name}.json" for shelf in shelves)]
+    return next((place for place in places if place.is_file()), own)
+
+
+def read_job(
+    config: RunConfig, cluster: Cluster, recipe: Path | None = None, *, hf_config: Path | None = None,
+    critic_hf_config: Path | None = None, reward_hf_config: Path | None = None,
+) -> Job:
+    """A job with the shapes of its models, read from disk.
+
+    Args:
+        config: the resolved config.
+        cluster: where it is to run.
+        recipe: shapes may lie beside it.
+        hf_config, critic_hf_config, reward_hf_config: model directory or config.json, instead of those of the config.
+
+    Raises:
+        UserError: a model's config.json is missing or not served.
+    """
+    def scoring(path: str | None, given: Path | None) -> ModelShape | None:
+        if given is None and path is None:
+            return None
+        return read_shape(given or find_shape(path or "", recipe), head="score")
+
+    return build_job(
+        config, read_shape(hf_config or find_shape(config.model.path, recipe)), cluster,
+        critic_shape=scoring(config.critic.path, critic_hf_config),
+        reward_shape=scoring(config.reward_model.path, reward_hf_config))
+
+
+def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
+    """The refusal of a job that does not fit: phase, amount, and what would."""
+    if nearest is None:
+        hint = ("no layout of this model fits here; use more or larger accelerators, shorter sequences, or lower "
+                "actor.max_tokens_per_microbatch and rollout.gpu_memory_utilization")
+    else:
+        hint = (f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))} "
+                f"(predicted {nearest.seconds:.1f} s per step)")
+    return UserError(problem.found, source="the recipe and the cluster",
+                     expected="every phase within an accelerator's memory", hint=hint)
+
+
+def check_fits(config: RunConfig, cluster: Cluster, recipe: Path | None = None) -> str:
+    """Refuse what cannot fit; returns one line on the phase that takes the most.
+
+    Raises:
+        UserError: a phase takes more than the memory, or the run's own checks refuse the config.
+    """
+    job = read_job(config, cluster, recipe)
+    check_job(job)
+    memory = compute_memory(job)
+    problem = find_problem(job, memory)
+    if problem is not None:
+        assumed = Assumptions()
+        candidates = list_candidates(job, build_workload(job, assumed), assumed)
+        raise explain_problem(job, problem, find_nearest(job, candidates))
+    fullest = max(memory, key=lambda rank: rank.peak.total)
+    return (f'planned memory: at most {fullest.peak.total / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB per GPU, '
+            f'in phase "{fullest.peak.name}" on rank {fullest.rank}')
+
+
+def describe_cluster(world_size: int, memory_gib: float, gpus_per_node: int | None = None) -> Cluster:
+    """A cluster known by its size only, with default links and `RESERVE`.
+
+    Args:
+        world_size: accelerators.
+        memory_gib: of each.
+        gpus_per_node: default: 8, or all where there are fewer.
+
+    Raises:
+        UserError: the nodes would not be equal.
+    """
+    per_node = gpus_per_node or min(8, world_size)
+    if per_node < 1 or world_size % per_node:
+        raise UserError(f"{world_size} ranks on nodes of {per_node} GPUs", source="--gpus-per-node",
+                        expected="equal nodes", hint="give --gpus-per-node N with N a divisor of the number of ranks")
+    memory = int(memory_gib * GIB)
+    return Cluster(nodes=world_size // per_node, gpus_per_node=per_node, memory_bytes=memory,
+                   reserve_bytes=int(RESERVE * memory))
+
+
+def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
+    """The cluster that this process runs on, its GPUs as large as the smallest here; None without GPUs."""
+    import torch  # a dry run does without
+
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    if not sizes:
+        return None
+    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
+    return describe_cluster(world_size, min(sizes) / GIB, per_node)

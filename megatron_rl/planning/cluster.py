@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machines that a plan is for, and the one layout of a run on them that a plan describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.batch_plan import sections_in_use
+from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+GIB = 1 << 30
+RESERVE = 0.05  # share of the memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal accelerators.
+
+    Attributes:
+        nodes, gpus_per_node: how many.
+        memory_bytes: of one accelerator.
+        reserve_bytes: of it, what is neither weights nor activations: driver context, communication buffers,
+            fragmentation; `RESERVE` of the memory unless somebody knows better.
+        within_node, across_nodes: bytes per second and direction of one accelerator's links.
+        flops: dense operations per second of one accelerator in the training dtype, at peak.
+        memory_bandwidth: bytes per second between an accelerator and its memory.
+        host_bandwidth: bytes per second between an accelerator and the host.
+        has_fused_norms: norms and attention keep no intermediate results (CUDA); false on CPU.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    memory_bytes: int
+    reserve_bytes: int
+    within_node: float = 400e9
+    across_nodes: float = 50e9
+    flops: float = 990e12
+    memory_bandwidth: float = 3.35e12
+    host_bandwidth: float = 50e9
+    has_fused_norms: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "memory_bytes", "within_node", "across_nodes", "flops",
+                     "memory_bandwidth", "host_bandwidth"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name} = {getattr(self, name)}", source="the cluster", expected="more than 0",
+                                hint="see --help for the units")
+        if not 0 <= self.reserve_bytes < self.memory_bytes:
+            raise UserError(
+                f"a reserve of {self.reserve_bytes / GIB:g} GiB of {self.memory_bytes / GIB:g} GiB",
+                source="the cluster", expected="a part of the memory", hint="lower --reserve-gib")
+
+    @property
+    def world_size(self) -> int:
+        """Accelerators, one rank each."""
+        return self.nodes * self.gpus_per_node
+
+    def is_within_node(self, ranks: list[int]) -> bool:
+        """Whether all of these ranks share a node."""
+        return len({rank // self.gpus_per_node for rank in ranks}) == 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with the models that it builds, before a layout is judged.
+
+    Attributes:
+        config: the resolved config; its layout is the one that is planned.
+        shape: the policy.
+        critic_shape, reward_shape: models with a score head; None where there is none.
+        cluster: what it is to run on.
+    """
+
+    config: RunConfig
+    shape: ModelShape
+    critic_shape: ModelShape | None
+    reward_shape: ModelShape | None
+    cluster: Cluster
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The actor's layout on all ranks."""
+        return build_layout(self.config.actor, self.cluster.world_size)
+
+    @property
+    def has_reference(self) -> bool:
+        """A frozen model scores tokens for the KL term."""
+        return self.config.algorithm.kl_coef > 0
+
+    def with_config(self, **sections: dict[str, object]) -> Job:
+        """The same job with other settings, `actor={"offload_optimizer": True}`."""
+        changed = {name: replace(getattr(self.config, name), **values) for name, values in sections.items()}
+        return replace(self, config=replace(self.config, **changed))
+
+
+def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
+    """The layout that a section of the config describes.
+
+    Raises:
+        UserError: the sizes do not divide the world.
+    """
+    return ParallelLayout(
+        world_size, tp_size=config.tensor_model_parallel_size, pp_size=config.pipeline_model_parallel_size,
+        vpp_size=config.virtual_pipeline_model_parallel_size or 1, cp_size=config.context_parallel_size,
+        ep_size=config.expert_model_parallel_size)
+
+
+def build_job(
+    config: RunConfig, shape: ModelShape, cluster: Cluster, *, critic_shape: ModelShape | None = None,
+    reward_shape: ModelShape | None = None,
+) -> Job:
+    """Find out which models a run builds.
+
+    Args:
+        config: the resolved config.
+        shape: the policy.
+        cluster: where it is to run.
+        critic_shape, reward_shape: those of models with a path of their own; else the policy's with a score head.
+    """
+    scoring, in_use = dataclasses.replace(shape, has_score_head=True, tied_embeddings=False), sections_in_use(config)
+    return Job(config, shape, (critic_shape or scoring) if "critic" in in_use else None,
+               (reward_shape or scoring) if "reward_model" in in_use else None, cluster)

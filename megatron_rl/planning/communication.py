@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that one rank sends per step, by what they are for and over which links.
+
+A collective over p ranks of a buffer of n bytes costs a rank (p - 1) / p * n for a reduce-scatter, an all-gather or
+an all-to-all, and twice that for an all-reduce (the ring). A group crosses nodes as soon as one of its members is on
+another node; then all of its bytes are counted there, as its slowest link decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import Cluster, Job, build_layout
+from megatron_rl.planning.parameters import DTYPE_BYTES, compute_role_bytes
+from megatron_rl.weights.families import ModelShape
+
+WITHIN, ACROSS = "within node", "across nodes"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one kind.
+
+    Attributes:
+        kind: "actor TP", "actor DP", "critic PP", ...
+        link: `WITHIN` or `ACROSS`.
+        bytes_per_rank: sent by one rank in one step of the main loop.
+    """
+
+    kind: str
+    link: str
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens of one step, as the plan assumes them.
+
+    Attributes:
+        num_rollouts: responses of a step.
+        prompt_tokens, response_tokens: mean length of each.
+        passes: trainings on each token (`ppo_epochs`).
+        optimizer_steps: of a step.
+    """
+
+    num_rollouts: int
+    prompt_tokens: float
+    response_tokens: float
+    passes: int
+    optimizer_steps: int
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and response tokens of all rollouts."""
+        return self.num_rollouts * (self.prompt_tokens + self.response_tokens)
+
+
+def list_traffic(job: Job, work: Workload) -> list[Traffic]:
+    """Everything but the switch of the weights, which the reshard planner counts."""
+    found = list(_role_traffic(job, work, "actor", job.shape, job.config.actor, forwards=1 + job.has_reference))
+    if job.critic_shape is not None:
+        found += _role_traffic(job, work, "critic", job.critic_shape, job.config.critic, forwards=1)
+    if job.reward_shape is not None:
+        found += _role_traffic(job, work, "reward model", job.reward_shape, job.config.reward_model, forwards=1,
+                               is_trained=False)
+    found.append(_engine_traffic(job, work))
+    return [traffic for traffic in found if traffic.bytes_per_rank]
+
+
+def _role_traffic(
+    job: Job, work: Workload, name: str, shape: ModelShape, section: LayoutConfig, *, forwards: int,
+    is_trained: bool = True,
+) -> Iterator[Traffic]:
+    """One role: `forwards` scoring passes over all tokens, and its updates."""
+    layout, cluster = build_layout(section, job.cluster.world_size), job.cluster
+    itemsize = DTYPE_BYTES[job.config.model.dtype]
+    tp, pp, cp, ep = layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size
+    tokens = work.tokens / layout.dp_size / cp
+    trainings = work.passes if is_trained else 0
+    # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
+    # parallelism gathers the inputs again for the gradients of the weights.
+    rounds = forwards + trainings * (2 + (section.recompute_granularity == "full"))
+    layers = shape.num_layers / pp
+    hidden = tokens * shape.hidden_size * itemsize
+    extra = 0.5 * trainings if section.sequence_parallel else 0.0
+    yield Traffic(f"{name} TP", link_of(layout, cluster, "tp"),
+                  int(4 * layers * (rounds + extra) * hidden * (tp - 1) / tp))
+    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
+    yield Traffic(f"{name} CP", link_of(layout, cluster, "cp"), int(layers * rounds * attention * (cp - 1) / cp))
+    exchanged = 2 * shape.experts_per_token * hidden / (tp if section.sequence_parallel else 1)
+    yield Traffic(f"{name} EP", _expert_link(layout, cluster), int(layers * rounds * exchanged * (ep - 1) / ep))
+    stages = layout.vpp_size * (pp > 1)
+    yield Traffic(f"{name} PP", link_of(layout, cluster, "pp"),
+                  int(stages * (forwards + 2 * trainings) * hidden / (tp if section.sequence_parallel else 1)))
+    if is_trained:
+        role = compute_role_bytes(shape, layout, 0, dtype=job.config.model.dtype,
+                                  use_distributed_optimizer=section.use_distributed_optimizer)
+        replicas = layout.dp_size * cp
+        moved = role.gradients + role.parameters if section.use_distributed_optimizer else 2 * role.gradients
+        yield Traffic(f"{name} DP", link_of(layout, cluster, "cp", "dp"),
+                      int(work.optimizer_steps * moved * (replicas - 1) / replicas))
+
+
+def _engine_traffic(job: Job, work: Workload) -> Traffic:
+    """Two all-reduces per layer for every token that an engine reads or writes."""
+    tp, shape = job.config.rollout.tensor_model_parallel_size, job.shape
+    tokens = work.tokens * tp / job.cluster.world_size
+    hidden = tokens * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
+    link = WITHIN if tp <= job.cluster.gpus_per_node and job.cluster.gpus_per_node % tp == 0 else ACROSS
+    return Traffic("engine TP", link, int(4 * shape.num_layers * hidden * (tp - 1) / tp))
+
+
+def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
+    """The slowest link class of the groups over `axes`: those of the first rank stand for all."""
+    sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
+    last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
+    return WITHIN if cluster.is_within_node([0, last]) else ACROSS
+
+
+def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
+    """The ranks that share the experts are neighbours in cp x dp."""
+    return WITHIN if cluster.is_within_node([0, layout.tp_size * layout.ep_size - 1]) else ACROSS

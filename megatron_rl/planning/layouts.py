@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layouts hold a job, in the order of their predicted step time, and which of them is nearest to a given one.
+
+Candidates vary the actor's TP, PP, EP and recomputation, offloading while others work, and the engine's TP; the other
+roles follow the actor. Everything else stays as in the recipe. What the run's own checks refuse (batch plan, model
+shape, config) is no candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.loading import check_config
+from megatron_rl.planning.cluster import GIB, Job, build_layout
+from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
+from megatron_rl.planning.memory import Phase, RankMemory, compute_memory
+from megatron_rl.planning.parameters import DTYPE_BYTES
+from megatron_rl.planning.steptime import Assumptions, predict_step
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What candidates vary, in the words of the config; `offload`: everything that can be, is offloaded."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    sequence_parallel: bool
+    recompute_granularity: str
+    offload: bool
+    rollout_tensor_model_parallel_size: int
+
+    def overrides(self, job: Job) -> list[str]:
+        """What to add to the command line to get from the job to this choice."""
+        now, wanted = asdict(describe_choice(job)), asdict(self)
+        changed = {name: value for name, value in wanted.items() if value != now[name]}
+        texts = []
+        for name, value in changed.items():
+            if name == "offload":
+                texts += [f"{setting}=true" for setting in _offload_settings(job) if not _is_set(job, setting)]
+            elif name == "rollout_tensor_model_parallel_size":
+                texts.append(f"rollout.tensor_model_parallel_size={value}")
+            else:
+                texts += [f"{role}.{name}={'null' if value is None else str(value).lower()}" for role in _roles(job)]
+        return texts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with what it takes.
+
+    Attributes:
+        choice: the layout.
+        job: the run in it.
+        worst_rank, worst_phase: where the most memory is needed.
+        seconds: predicted, of a step.
+    """
+
+    choice: Choice
+    job: Job
+    worst_rank: int
+    worst_phase: Phase
+    seconds: float
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that are left in the fullest phase; negative if it does not fit."""
+        return self.job.cluster.memory_bytes - self.worst_phase.total
+
+
+def describe_choice(job: Job) -> Choice:
+    """The layout that a job has."""
+    actor = job.config.actor
+    return Choice(
+        actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size,
+        actor.virtual_pipeline_model_parallel_size, actor.context_parallel_size, actor.expert_model_parallel_size,
+        actor.sequence_parallel, actor.recompute_granularity,
+        all(_is_set(job, setting) for setting in _offload_settings(job)), job.config.rollout.tensor_model_parallel_size)
+
+
+def check_job(job: Job) -> BatchPlan:
+    """Refuse what the run itself would refuse before it starts.
+
+    Raises:
+        UserError: from the config's, the batch plan's or the model's own checks.
+    """
+    check_config(job.config)
+    plan = BatchPlan.build(job.config, job.cluster.world_size)
+    for role in _roles(job):
+        section = getattr(job.config, role)
+        layout = build_layout(section, job.cluster.world_size)
+        job.shape.check_training_layout(
+            layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
+            sequence_parallel=section.sequence_parallel, section=role)
+    job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
+    return plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a job does not fit.
+
+    Attributes:
+        found: one sentence with the numbers.
+        rank, phase: where.
+        excess: bytes too many.
+    """
+
+    found: str
+    rank: int
+    phase: str
+    excess: int
+
+
+def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
+    """What does not fit: the fullest phase, or a KV cache that holds no whole response; None if all fits."""
+    rank, limit = max(memory, key=lambda rank: rank.peak.total), job.cluster.memory_bytes
+    peak, stage = rank.peak, job.layout.coordinates(rank.rank).pp
+    if peak.total > limit:
+        excess = peak.total - limit
+        return Problem(
+            f'phase "{peak.name}" takes {peak.total / GIB:.1f} GiB of {limit / GIB:.1f} GiB on rank {rank.rank} '
+            f"(pipeline stage {stage}): {excess / GIB:.1f} GiB too many", rank.rank, peak.name, excess)
+    longest = job.config.data.max_prompt_length + job.config.data.max_response_length
+    rank = min(memory, key=lambda rank: rank.kv_cache_bytes)
+    needed = rank.kv_bytes_per_token * longest
+    if rank.kv_cache_bytes < needed:
+        missing = needed - rank.kv_cache_bytes
+        return Problem(
+            f'phase "rollout" leaves {rank.kv_cache_bytes / GIB:.2f} GiB for the KV cache on rank {rank.rank}, and one '
+            f"response of {longest} tokens takes {needed / GIB:.2f} GiB: {missing / GIB:.2f} GiB too few",
+            rank.rank, "rollout", missing)
+    return None
+
+
+def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
+    """A candidate if the job is accepted and fits, else None."""
+    try:
+        check_job(job)
+        memory = compute_memory(job, ends_only=True)
+    except UserError:
+        return None
+    if find_problem(job, memory):
+        return None
+    rank = max(memory, key=lambda rank: rank.peak.total)
+    step = predict_step(job, work, list_traffic(job, work), memory, _guess_switch_seconds(job, memory), assumed)
+    return Candidate(describe_choice(job), job, rank.rank, rank.peak, step.total)
+
+
+def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
+    """What the engine does not share with the actor, over the link that the actor's pipeline crosses."""
+    own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
+    axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
+    is_far = link_of(job.layout, job.cluster, *axes) == ACROSS
+    return own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+
+
+def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Candidate]:
+    """All layouts that fit, the fastest first."""
+    found = (judge(_apply(job, choice), work, assumed) for choice in _list_choices(job))
+    return sorted((c for c in found if c is not None), key=lambda c: (c.seconds, -c.headroom))
+
+
+def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
+    """The candidate that changes the least: doublings of a size, and switches, count one each."""
+    here = describe_choice(job)
+    return min(candidates, key=lambda c: (_distance(here, c.choice), c.seconds), default=None)
+
+
+def _distance(a: Choice, b: Choice) -> float:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+             "rollout_tensor_model_parallel_size", "context_parallel_size")
+    doublings = sum(abs(math.log2(getattr(a, name) / getattr(b, name))) for name in sizes)
+    switches = sum(getattr(a, name) != getattr(b, name) for name in ("recompute_granularity", "offload"))
+    return doublings + switches
+
+
+def _list_choices(job: Job) -> Iterator[Choice]:
+    shape, world, node = job.shape, job.cluster.world_size, job.cluster.gpus_per_node
+    now = describe_choice(job)
+    rollout_sizes, offloads = _rollout_sizes(job), sorted({now.offload, True})
+    recomputations = sorted({"none", "full", now.recompute_granularity})
+    for tp in _divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
+        for pp in _divisors(shape.num_layers):
+            if tp > node or world % (tp * pp * now.context_parallel_size):
+                continue
+            replicas = world // (tp * pp)
+            for ep in _divisors(shape.num_experts) if shape.num_experts else [1]:
+                if replicas % ep:
+                    continue
+                vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
+                for rollout_tp, recompute, offload in product(rollout_sizes, recomputations, offloads):
+                    yield Choice(
+                        tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
+
+
+def _rollout_sizes(job: Job) -> list[int]:
+    node = job.cluster.gpus_per_node
+    sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
+    return sorted(sizes | {job.config.rollout.tensor_model_parallel_size})
+
+
+def _apply(job: Job, choice: Choice) -> Job:
+    layout = {name: value for name, value in asdict(choice).items()
+              if name not in ("offload", "rollout_tensor_model_parallel_size")}
+    sections: dict[str, dict[str, object]] = {role: dict(layout) for role in _roles(job)}
+    sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
+    for setting in _offload_settings(job) if choice.offload else ():
+        section, _, leaf = setting.partition(".")
+        sections.setdefault(section, {})[leaf] = True
+    return job.with_config(**sections)
+
+
+def _roles(job: Job) -> list[str]:
+    """Sections of the config with a layout, of the models that the run builds."""
+    built = {"actor": job.shape, "critic": job.critic_shape, "reward_model": job.reward_shape}
+    return [role for role, shape in built.items() if shape is not None]
+
+
+def _offload_settings(job: Job) -> list[str]:
+    """The switches that give memory back while others work; optimizer states only where main weights are separate."""
+    trained = ["actor"] + (["critic"] if job.critic_shape is not None else [])
+    settings = [f"{section}.offload_gradients" for section in trained]
+    if DTYPE_BYTES[job.config.model.dtype] < 4:
+        settings += [f"{section}.offload_optimizer" for section in trained]
+    if job.has_reference:
+        settings.append("reference.offload")
+    if job.reward_shape is not None:
+        settings.append("reward_model.offload")
+    return settings
+
+
+def _is_set(job: Job, setting: str) -> bool:
+    section, _, leaf = setting.partition(".")
+    return getattr(getattr(job.config, section), leaf)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a rank in every phase of a step.
+
+What lasts (weights, gradients, optimizer states) is exact (`parameters.py`); activations and logits are counted
+(`activations.py`) for a full token budget; the engine's activations and the reserve are allowances. A phase fits if its
+parts add up to no more than the accelerator's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.activations import compute_activation_bytes
+from megatron_rl.planning.cluster import Job, build_layout
+from megatron_rl.planning.parameters import DTYPE_BYTES, RoleBytes, compute_engine_numel, compute_role_bytes
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.placement import Placement
+from megatron_rl.weights.rollout_layout import vllm_placements
+
+# vLLM's own default for the tokens of one engine step, and what it keeps of each besides the KV cache.
+ENGINE_BATCH_TOKENS = 8192
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one rank holds in one phase, by kind, in bytes."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The phases of one rank, and how much KV cache its engine has.
+
+    Attributes:
+        rank: of the job.
+        phases: in the order of a step.
+        kv_cache_bytes: room for keys and values; negative where the engine's share is too small for its weights.
+        kv_bytes_per_token: of one engine rank.
+    """
+
+    rank: int
+    phases: list[Phase] = field(default_factory=list)
+    kv_cache_bytes: int = 0
+    kv_bytes_per_token: int = 0
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes the most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
+    """Memory of one rank per combination of the roles' pipeline stages; others are equal up to buffer padding.
+
+    Args:
+        job: the run in one layout.
+        ends_only: leave out stages in the middle, which hold no more than the second one.
+    """
+    ranks = _representatives(job)
+    if ends_only and len(ranks) > 3:
+        ranks = [ranks[0], ranks[1], ranks[-1]]
+    return [_compute_rank(job, rank) for rank in ranks]
+
+
+def _representatives(job: Job) -> list[int]:
+    stages = [job.layout.pp_size]
+    stages += [build_layout(config, job.cluster.world_size).pp_size for _, _, config in _scoring_roles(job)]
+    parts = min(math.lcm(*stages), job.cluster.world_size)
+    return [i * job.cluster.world_size // parts for i in range(parts)]
+
+
+def _scoring_roles(job: Job) -> Iterator[tuple[str, ModelShape, LayoutConfig]]:
+    """Roles with a layout of their own."""
+    if job.critic_shape is not None:
+        yield "critic", job.critic_shape, job.config.critic
+    if job.reward_shape is not None:
+        yield "reward model", job.reward_shape, job.config.reward_model
+
+
+def _compute_rank(job: Job, rank: int) -> RankMemory:
+    config, dtype = job.config, job.config.model.dtype
+    actor = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype,
+                               use_distributed_optimizer=config.actor.use_distributed_optimizer)
+    # In training everything of the actor is there; while others work, what is offloaded is on the host.
+    training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
+    waiting = dict(training)
+    if config.actor.offload_gradients:
+        waiting["gradients"] = 0
+    if config.actor.offload_optimizer:
+        waiting["optimizer"] = 0
+    reference = 0
+    if job.has_reference:
+        reference = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype, is_trained=False).parameters
+    resting = {"reference": 0 if config.reference.offload else reference}
+    for name, shape, section in _scoring_roles(job):
+        layout = build_layout(section, job.cluster.world_size)
+        resting[name] = _resting_bytes(name, compute_role_bytes(
+            shape, layout, rank, dtype=dtype, is_trained=name == "critic",
+            use_distributed_optimizer=getattr(section, "use_distributed_optimizer", False)), section)
+    base = {"reserve": job.cluster.reserve_bytes}
+    memory = _engine_phases(job, rank, actor, base | waiting | resting)
+    phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
+    scoring = _activations(job, rank, job.shape, config.actor, is_update=False)
+    phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
+    update = _activations(job, rank, job.shape, config.actor, is_update=True)
+    phases.append(Phase("actor update", base | training | resting | update))
+    return replace(memory, phases=[_without_zeros(phase) for phase in phases])
+
+
+def _resting_bytes(name: str, role: RoleBytes, section: LayoutConfig) -> int:
+    """What another role keeps on the device while it does not work."""
+    if name == "reward model":
+        return 0 if section.offload else role.total
+    gradients = 0 if section.offload_gradients else role.gradients
+    return role.parameters + gradients + (0 if section.offload_optimizer else role.optimizer)
+
+
+def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[Phase]:
+    for name, shape, section in _scoring_roles(job):
+        layout, dtype = build_layout(section, job.cluster.world_size), job.config.model.dtype
+        role = compute_role_bytes(shape, layout, rank, dtype=dtype, is_trained=name == "critic",
+                                  use_distributed_optimizer=getattr(section, "use_distributed_optimizer", False))
+        at_work = resident | {name: role.total}
+        forward = _activations(job, rank, shape, section, is_update=False)
+        yield Phase({"critic": "values", "reward model": "rewards"}[name], at_work | forward)
+        if name == "critic":
+            yield Phase("critic update", at_work | _activations(job, rank, shape, section, is_update=True))
+
+
+def _activations(
+    job: Job, rank: int, shape: ModelShape, section: LayoutConfig, *, is_update: bool
+) -> dict[str, int]:
+    layout = build_layout(section, job.cluster.world_size)
+    found = compute_activation_bytes(
+        shape, layout, section, pp_rank=layout.coordinates(rank).pp, itemsize=DTYPE_BYTES[job.config.model.dtype],
+        num_microbatches=count_microbatches(job, layout, section), is_update=is_update,
+        fused=job.cluster.has_fused_norms)
+    is_logits = found.logits > found.transient
+    return {"activations": found.stored + (0 if is_logits else found.transient), "logits": found.logits * is_logits}
+
+
+def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) -> int:
+    """Microbatches of one optimizer step on one rank when every response is as long as it may be."""
+    data, config = job.config.data, job.config
+    longest = data.max_prompt_length + data.max_response_length
+    prompts = config.actor.ppo_mini_batch_size or data.train_batch_size
+    per_rank = -(-prompts * config.rollout.n // layout.dp_size)
+    per_microbatch = max(1, section.max_tokens_per_microbatch // longest)
+    number = -(-per_rank // per_microbatch)
+    return -(-number // layout.pp_size) * layout.pp_size if layout.vpp_size > 1 else number
+
+
+def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
+    """Start of the engine, the switch and the rollout."""
+    config, rollout, shape = job.config, job.config.rollout, job.shape
+    itemsize, tp = DTYPE_BYTES[config.model.dtype], rollout.tensor_model_parallel_size
+    weights = compute_engine_numel(shape, tp) * itemsize
+    aliased = count_aliased_elements(shape, job.layout, rank, tp) * itemsize if config.hybrid.alias_weights else 0
+    own = weights - aliased
+    working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
+    if rollout.kv_cache_gib is not None:
+        cache = int(rollout.kv_cache_gib * (1 << 30))
+    else:
+        # vLLM takes its share of the whole device, whatever else is there; what it borrows is not in it.
+        cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
+    engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
+    # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
+    fresh = {"gradients": actor.gradients, "optimizer": actor.optimizer // 3 if config.model.dtype != "float32" else 0}
+    moves = own > 0
+    staging = 2 * config.hybrid.bucket_bytes if moves and job.cluster.nodes > 1 else 0
+    per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
+    return RankMemory(rank, [
+        Phase("engine start", resident | fresh | engine),
+        Phase("switch", resident | {"engine weights": own, "staging": staging}),
+        Phase("rollout", resident | engine),
+    ], cache, per_token)
+
+
+def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, itemsize: int) -> int:
+    width = shape.ffn_hidden_size * (shape.experts_per_token or 1)
+    hidden = ENGINE_BATCH_TOKENS * (4 * shape.hidden_size + 3 * width / tp_size) * itemsize
+    return int(hidden + max_num_seqs * shape.vocab_size * (itemsize + 2 * _FLOAT))
+
+
+def count_aliased_elements(shape: ModelShape, layout: ParallelLayout, rank: int, rollout_tp: int) -> int:
+    """Elements that the engine shares with the actor on this rank.
+
+    Read off the tables of a model of two layers, the second of which stands for all.
+    """
+    at = layout.expert_coordinates(rank)
+    layer, first, last = _count_aliased_blocks(
+        replace(shape, num_layers=2), min(layout.pp_size, 2), layout.tp_size, at.tp, layout.ep_size, at.ep, rollout_tp,
+        rank % rollout_tp)
+    ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
+    return shape.num_layers // layout.pp_size * layer + ends
+
+
+@lru_cache(maxsize=4096)
+def _count_aliased_blocks(
+    shape: ModelShape, num_stages: int, tp_size: int, tp_rank: int, ep_size: int, ep_rank: int, rollout_tp: int,
+    rollout_rank: int,
+) -> tuple[int, int, int]:
+    """Shared elements of the last layer, and of what is not a layer on the first and on the last stage."""
+    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank)
+    # Both sides pad the vocabulary; a storage fits both if they pad it alike.
+    has_same_vocabulary = padded_vocab_size(shape.vocab_size, tp_size) == padded_vocab_size(shape.vocab_size, 1)
+    layer, ends = 0, []
+    for stage in range(num_stages):
+        ours = megatron_placements(shape, tp_size=tp_size, tp_rank=tp_rank, pp_size=num_stages, pp_rank=stage,
+                                   ep_size=ep_size, ep_rank=ep_rank)
+        pairs = find_aliases(ours, theirs)
+        layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
+        ends.append(sum(sizes[name] for name, source in pairs.items() if ".layers." not in name
+                        and (has_same_vocabulary or not source.endswith(PADDED_PARAMETERS))))
+    return layer, ends[0], ends[-1]
+
+
+@lru_cache(maxsize=64)
+def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tuple[list[Placement], dict[str, int]]:
+    """The engine's table, and the elements of its parameters."""
+    table, sizes = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank), defaultdict(int)
+    for placement in table:
+        sizes[placement.param] += math.prod(stop - start for start, stop in placement.local_box)
+    return table, dict(sizes)
+
+
+def _without_zeros(phase: Phase) -> Phase:
+    return Phase(phase.name, {name: size for name, size in phase.parts.items() if size})

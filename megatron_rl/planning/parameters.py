@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact sizes of a rank's parameters, gradients and optimizer states.
+
+Which parameters a rank has, and their shapes, come from the placement tables that training itself uses. How
+megatron-core lays them out is arithmetic (`param_and_grad_buffer.py`, `distrib_optimizer.py` there): parameters lie in
+one buffer per kind (dense, expert) in reverse order of the model; with the distributed optimizer each starts at a
+multiple of 64 elements, a bucket ends at a multiple of lcm(DP, 128), and DP rank r owns the r-th part of every bucket.
+
+Invariant (asserted in tests/planning/test_parameters.py against real actors): the three numbers are those of the run,
+rank by rank and byte by byte. Not counted: Adam's step counters, a scalar per parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.rollout_layout import vllm_placements
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4
+_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
+# The order in which megatron-core's modules register their parameters.
+_ORDER = (
+    "embedding.", "input_layernorm.", "self_attention.linear_proj.", "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.", "self_attention.k_layernorm.", "pre_mlp_layernorm.", "mlp.router.", "mlp.",
+    "final_layernorm.", "output_layer.", "score.",
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model chunk.
+
+    Attributes:
+        name: inside the chunk.
+        numel: elements on this rank.
+        is_expert: its gradient is reduced over the replicas of an expert only (expert parallelism).
+        is_shared: the embedding that the first and last pipeline stage both hold.
+    """
+
+    name: str
+    numel: int
+    is_expert: bool
+    is_shared: bool
+
+
+@dataclass(frozen=True)
+class RoleBytes:
+    """Bytes on one rank that last as long as the role does.
+
+    Attributes:
+        parameters: weights in the training dtype, with the padding of their buffers.
+        gradients: float32 buffers; 0 for a role without an optimizer.
+        optimizer: Adam's two moments, and float32 weights where training is in bfloat16.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def list_chunks(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
+    """The parameters of each model chunk of a rank, in the order of `named_parameters()`."""
+    pp_rank = layout.coordinates(rank).pp
+    embedding, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size)
+    is_tied = shape.tied_embeddings and not shape.has_score_head
+    if is_tied and layout.pp_size > 1:  # the last stage has a copy
+        embedding, output = (
+            [replace(p, is_shared=p.name.endswith(PADDED_PARAMETERS)) for p in block] for block in (embedding, output))
+    elif is_tied:
+        output = [p for p in output if not p.name.endswith(PADDED_PARAMETERS)]
+    per_chunk = shape.num_layers // (layout.pp_size * layout.vpp_size)
+    chunks = []
+    for chunk in range(layout.vpp_size):
+        is_first = pp_rank == 0 and chunk == 0
+        is_last = pp_rank == layout.pp_size - 1 and chunk == layout.vpp_size - 1
+        layers = [replace(p, name=f"decoder.layers.{number}.{p.name}") for number in range(per_chunk) for p in layer]
+        chunks.append([*(embedding if is_first else ()), *layers, *(output if is_last else ())])
+    return chunks
+
+
+@lru_cache(maxsize=256)
+def _building_blocks(
+    shape: ModelShape, tp_size: int, ep_size: int
+) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """Embedding, one layer, and what follows the last: read off the tables of a model of one layer in two stages."""
+    small = replace(shape, num_layers=2)
+    stages = [
+        _read_parameters(small, [
+            (p.param.partition(".")[2], p.local_box) for p in megatron_placements(
+                small, tp_size=tp_size, tp_rank=0, pp_size=2, pp_rank=pp_rank, ep_size=ep_size, ep_rank=0)],
+            tp_size, ep_size)
+        for pp_rank in range(2)]
+    prefix = "decoder.layers.0."
+    layer = tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stages[0] if p.name.startswith(prefix))
+    return (tuple(p for p in stages[0] if not p.name.startswith(prefix)), layer,
+            tuple(p for p in stages[1] if not p.name.startswith(prefix)))
+
+
+def _read_parameters(
+    shape: ModelShape, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]], tp_size: int, ep_size: int
+) -> list[Parameter]:
+    """Sizes of parameters from the boxes that are placed in them, in megatron-core's order."""
+    sizes: dict[str, list[int]] = {}
+    for name, box in boxes:
+        stops = [stop for _, stop in box]
+        sizes[name] = [max(pair) for pair in zip(sizes.get(name, stops), stops, strict=True)]
+    for name, size in sizes.items():
+        if name.endswith(PADDED_PARAMETERS):
+            size[0] = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
+    return [
+        Parameter(name, math.prod(sizes[name]), is_expert=ep_size > 1 and ".experts." in name, is_shared=False)
+        for name in sorted(sizes, key=_position)
+    ]
+
+
+def _position(name: str) -> tuple[int, int, str, bool]:
+    """Module, expert, then linear_fc1 before linear_fc2, then the weight before the bias."""
+    *path, last = name.split(".")
+    expert = int(path[path.index("local_experts") + 1]) if "local_experts" in path else -1
+    return next(i for i, part in enumerate(_ORDER) if part in name), expert, path[-1], last != "weight"
+
+
+@lru_cache(maxsize=4096)
+def compute_role_bytes(
+    shape: ModelShape, layout: ParallelLayout, rank: int, *, dtype: str, is_trained: bool = True,
+    use_distributed_optimizer: bool = True,
+) -> RoleBytes:
+    """Bytes of one role on one rank.
+
+    Args:
+        shape: the model, with its head.
+        layout: of the role.
+        rank: of the role, 0 <= rank < layout.world_size.
+        dtype: of parameters, "float32" or "bfloat16".
+        is_trained: the role has gradients and an optimizer.
+        use_distributed_optimizer: shard optimizer states over DP (ZeRO-1).
+    """
+    size = DTYPE_BYTES[dtype]
+    chunks = list_chunks(shape, layout, rank)
+    if not is_trained:
+        return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size, 0, 0)
+    at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
+    replicas = {False: (layout.dp_size * layout.cp_size, at.cp + layout.cp_size * at.dp),
+                True: (layout.dp_size * layout.cp_size // layout.ep_size, experts_at.dp)}
+    in_buffers = owned = 0
+    for chunk in chunks:
+        for is_expert, (num_replicas, index) in replicas.items():
+            members = [p for p in chunk if p.is_expert == is_expert]
+            if use_distributed_optimizer:
+                total, mine = _lay_out(members, num_replicas, index)
+            else:
+                total = mine = sum(p.numel for p in members)
+            in_buffers += total
+            owned += mine
+    per_owned = 2 * _MOMENT_BYTES + (_MAIN_BYTES if dtype != "float32" else 0)
+    return RoleBytes(in_buffers * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
+
+
+def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, int]:
+    """Elements of the buffer, and of the parameters' parts that replica `index` owns."""
+    alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
+    buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
+    for parameter in reversed(members):
+        if parameter.is_shared and buckets[-1]:
+            buckets.append([])
+        start = _round_up(buckets[-1][-1][1], _PARAMETER_ALIGNMENT) if buckets[-1] else 0
+        buckets[-1].append((start, start + parameter.numel))
+        if parameter.is_shared:
+            buckets.append([])
+    total = owned = 0
+    for bucket in filter(None, buckets):
+        size = _round_up(bucket[-1][1], alignment)
+        low, high = index * (size // num_replicas), (index + 1) * (size // num_replicas)
+        owned += sum(max(0, min(stop, high) - max(start, low)) for start, stop in bucket)
+        total += size
+    return total, owned
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@lru_cache(maxsize=256)
+def compute_engine_numel(shape: ModelShape, tp_size: int) -> int:
+    """Elements of the rollout engine's parameters on one rank (TP ranks have equal shards)."""
+    small, blocks = replace(shape, num_layers=1), replace(shape, num_layers=2)
+    one, two = (sum(math.prod(stop - start for start, stop in p.local_box)
+                    for p in vllm_placements(s, tp_size=tp_size, tp_rank=0)) for s in (small, blocks))
+    return one + (shape.num_layers - 1) * (two - one)

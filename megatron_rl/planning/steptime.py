@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step, predicted from counts and a few stated efficiencies.
+
+Operations: 2 per weight and token forward, 4 backward, 2 more with full recomputation, and causal attention,
+2 s d n per token and direction. Training reaches `mfu` of the accelerator's peak; decoding reads weights and keys at
+`bandwidth_efficiency` of its memory's bandwidth, one token of every running response per pass; communication that is
+not hidden adds its bytes over the link's bandwidth. Lengths are assumed (`mean_response`), and nothing is measured
+here: the numbers rank layouts and show where time goes, within a factor, not a percent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.planning.cluster import Job, build_layout
+from megatron_rl.planning.communication import WITHIN, Traffic, Workload
+from megatron_rl.planning.memory import RankMemory
+from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
+from megatron_rl.weights.families import ModelShape
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a prediction rests on.
+
+    Attributes:
+        mfu: share of peak operations that training and scoring reach.
+        bandwidth_efficiency: share of memory bandwidth that decoding reaches.
+        link_efficiency: share of a link's bandwidth that collectives reach.
+        mean_response: mean response over the longest one; likewise of prompts.
+        mean_prompt: see there.
+        decode_overhead: seconds of one decoding pass that are neither memory nor operations.
+    """
+
+    mfu: float = 0.4
+    bandwidth_efficiency: float = 0.7
+    link_efficiency: float = 0.8
+    mean_response: float = 0.5
+    mean_prompt: float = 0.5
+    decode_overhead: float = 0.004
+
+    def describe(self) -> str:
+        """In one sentence, for the report."""
+        return (f"{self.mfu:.0%} of peak operations, {self.bandwidth_efficiency:.0%} of memory bandwidth and "
+                f"{self.decode_overhead * 1e3:g} ms per decoding pass, {self.link_efficiency:.0%} of link bandwidth; "
+                f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by phase, and the pipeline's idle share of the actor's update."""
+
+    phases: dict[str, float]
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        """All phases, one after the other."""
+        return sum(self.phases.values())
+
+
+def build_workload(job: Job, assumed: Assumptions) -> Workload:
+    """Tokens of a step under the assumed lengths."""
+    config, data = job.config, job.config.data
+    minibatches = data.train_batch_size // (config.actor.ppo_mini_batch_size or data.train_batch_size)
+    return Workload(
+        num_rollouts=data.train_batch_size * config.rollout.n, passes=config.actor.ppo_epochs,
+        prompt_tokens=data.max_prompt_length * assumed.mean_prompt,
+        response_tokens=data.max_response_length * assumed.mean_response,
+        optimizer_steps=minibatches * config.actor.ppo_epochs)
+
+
+def predict_step(
+    job: Job, work: Workload, traffic: list[Traffic], memory: list[RankMemory], switch_seconds: float,
+    assumed: Assumptions,
+) -> StepTime:
+    """Predict a step.
+
+    Args:
+        job: the run in one layout.
+        work: its tokens.
+        traffic: of `list_traffic`.
+        memory: of `compute_memory`; the smallest KV cache bounds what runs at once.
+        switch_seconds: of the reshard plan.
+        assumed: efficiencies.
+    """
+    def wait(role: str) -> float:
+        return sum(t.bytes_per_rank / _bandwidth(job, t) / assumed.link_efficiency
+                   for t in traffic if t.kind.startswith(role))
+
+    def compute(shape: ModelShape, section: LayoutConfig, rounds: float) -> float:
+        return _pass_seconds(job, work, shape, section, assumed, rounds)
+
+    def training_rounds(section: LayoutConfig) -> int:
+        return work.passes * (3 + (section.recompute_granularity == "full"))
+
+    config, actor = job.config, job.config.actor
+    phases = {"switch": switch_seconds, "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
+              "log-probs": compute(job.shape, actor, 1 + job.has_reference),
+              "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor ")}
+    if job.critic_shape is not None:
+        rounds = 1 + training_rounds(config.critic)
+        phases["critic"] = compute(job.critic_shape, config.critic, rounds) + wait("critic ")
+    if job.reward_shape is not None:
+        phases["reward model"] = compute(job.reward_shape, config.reward_model, 1) + wait("reward model ")
+    if actor.offload_optimizer:
+        optimizer = max(phase.parts.get("optimizer", 0) for rank in memory for phase in rank.phases)
+        phases["offload"] = 2 * optimizer / job.cluster.host_bandwidth
+    return StepTime(phases, compute_bubble(job, work, actor))
+
+
+def compute_bubble(job: Job, work: Workload, section: LayoutConfig) -> float:
+    """Idle time of a pipeline over its working time, (pp - 1) / (vpp m) with m microbatches."""
+    layout = build_layout(section, job.cluster.world_size)
+    per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
+    microbatches = max(1, -(-per_step // section.max_tokens_per_microbatch))
+    return (layout.pp_size - 1) / (layout.vpp_size * microbatches)
+
+
+def count_operations(shape: ModelShape, length: float) -> float:
+    """Operations per token of one forward pass through a sequence of `length` tokens."""
+    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    width = shape.ffn_hidden_size * (shape.experts_per_token or 1)
+    layer = h * (2 * q + 2 * kv) + 3 * h * width + h * shape.num_experts
+    head = 0 if shape.has_score_head else h * shape.vocab_size
+    return 2 * (shape.num_layers * layer + head) + shape.num_layers * 2 * q * length
+
+
+def _pass_seconds(
+    job: Job, work: Workload, shape: ModelShape, section: LayoutConfig, assumed: Assumptions, rounds: float
+) -> float:
+    """`rounds` forward passes (a backward pass counts as two) over all tokens."""
+    length = work.prompt_tokens + work.response_tokens
+    operations = rounds * work.tokens * count_operations(shape, length) / job.cluster.world_size
+    return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(job, work, section))
+
+
+def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
+    """Waves of responses that run at once; each decoding pass reads the weights and all their keys and values."""
+    rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
+    tp = rollout.tensor_model_parallel_size
+    engines = cluster.world_size // tp
+    per_engine = -(-work.num_rollouts // engines)
+    mean = work.prompt_tokens + work.response_tokens / 2  # a response's cache while it grows
+    per_token = memory[0].kv_bytes_per_token
+    cache = max(min(rank.kv_cache_bytes for rank in memory), 0)
+    running = max(1, min(rollout.max_num_seqs, per_engine, cache // max(1, int(per_token * mean))))
+    passes = work.response_tokens * per_engine / running
+    weights = compute_engine_numel(shape, tp) * DTYPE_BYTES[job.config.model.dtype]
+    if shape.num_experts:  # few responses do not reach all experts
+        weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
+    bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency
+    operations = running * count_operations(shape, mean) / tp / (cluster.flops * assumed.mfu)
+    decode = passes * (max((weights + running * mean * per_token) / bandwidth, operations) + assumed.decode_overhead)
+    prefill = per_engine * work.prompt_tokens * count_operations(shape, work.prompt_tokens) / tp
+    return decode + prefill / (cluster.flops * assumed.mfu)
+
+
+def _bandwidth(job: Job, traffic: Traffic) -> float:
+    return job.cluster.within_node if traffic.link == WITHIN else job.cluster.across_nodes

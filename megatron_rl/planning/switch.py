@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The switch of the weights on paper: the reshard plan of a run, counted for every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.parameters import DTYPE_BYTES
+from megatron_rl.resharding.planner import Planner, Shard, group_shards
+from megatron_rl.resharding.summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.rollout_layout import vllm_placements
+
+
+@dataclass(frozen=True)
+class SwitchPlan:
+    """Bytes of one switch and the seconds that they take at least."""
+
+    summary: ReshardSummary
+    prediction: Prediction
+
+
+def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tuple[list[Shard], list[Shard]]:
+    """Both sides of the move, as training and the engine lay them out."""
+    at = layout.expert_coordinates
+    source = group_shards(
+        lambda rank: megatron_placements(
+            shape, tp_size=layout.tp_size, tp_rank=at(rank).tp, pp_size=layout.pp_size, pp_rank=at(rank).pp,
+            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at(rank).ep),
+        lambda rank: (at(rank).tp, at(rank).pp, at(rank).ep), layout.world_size)
+    destination = group_shards(
+        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
+        lambda rank: rank % rollout_tp, layout.world_size)
+    return source, destination
+
+
+def plan_switch(job: Job) -> SwitchPlan:
+    """Make the plan that training executes, and count its bytes on every rank."""
+    cluster = job.cluster
+    source, destination = build_shards(job.shape, job.layout, job.config.rollout.tensor_model_parallel_size)
+    planner = Planner(source, destination, ranks_per_node=cluster.gpus_per_node)
+    summary = summarize(
+        planner.flows(), num_ranks=cluster.world_size, itemsize=DTYPE_BYTES[job.config.model.dtype],
+        ranks_per_node=cluster.gpus_per_node, bucket_bytes=job.config.hybrid.bucket_bytes)
+    return SwitchPlan(summary, predict_seconds(summary, Bandwidths(cluster.within_node, cluster.across_nodes)))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launch scripts would start, with stand-ins on PATH that write down how they were called.
+
+Covers: arguments, environment, a SLURM-style environment, requeueing on a signal, and that no script kills by name.
+Not covered: SLURM, Apptainer, Docker and ROCm themselves. That the same main runs to equal metrics under torchrun, this
+SLURM environment and Ray is in test_same_metrics.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "launch/recipes/toy_arithmetic.yaml"
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])
+# Writes its name, arguments and the interesting part of the environment as one JSON line.
+RECORDER = f"""#!{sys.executable}
+import json, os, sys
+keep = ("NNODES", "NPROC", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "JOB_ID", "HIP_VISIBLE_DEVICES", "PYTHON_BIN",
+        "OMP_NUM_THREADS", "NCCL_DEBUG")
+with open(os.environ["RECORD"], "a") as file:
+    seen = {{name: os.environ.get(name) for name in keep}}
+    file.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], seen]) + "\\n")
+if os.path.basename(sys.argv[0]) == "scontrol" and sys.argv[1] == "show":
+    print("node07\\nnode08")
+if os.path.basename(sys.argv[0]) == "srun" and os.environ.get("SRUN_SECONDS"):
+    import signal, time
+    signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(1.0), sys.exit(75)))
+    time.sleep(float(os.environ["SRUN_SECONDS"]))
+"""
+SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout", "150"]
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "megatron_rl", "SLURM_JOB_NODELIST": "node[07-08]",
+         "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """PATH with stand-ins first; `RECORD` is where they write."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for name in ("torchrun", "srun", "scontrol", "apptainer"):
+        (directory / name).write_text(RECORDER)
+        (directory / name).chmod(0o755)
+    (directory / "python").symlink_to(sys.executable)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP_NUM", "NCCL"))}
+    return clean | {"PATH": f"{directory}:{os.environ['PATH']}", "PYTHON_BIN": str(directory),
+                    "RECORD": str(tmp_path / "record")}
+
+
+def run(script: str, *arguments: str, environment: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", f"launch/{script}", *arguments], cwd=ROOT, env=environment | more,
+                          capture_output=True, text=True, timeout=60)
+
+
+def calls(environment: dict[str, str]) -> list[tuple[str, list[str], dict[str, str]]]:
+    return [tuple(json.loads(line)) for line in Path(environment["RECORD"]).read_text().splitlines()]
+
+
+def test_single_node(environment: dict[str, str]) -> None:
+    result = run("train_single_node.sh", RECIPE, "actor.lr=2e-6", environment=environment, NPROC="4", RUN_DIR="runs/a",
+                 MODEL_PATH="/models/m")
+    assert result.returncode == 0, result.stderr
+    [(name, arguments, seen)] = calls(environment)
+    assert (name, seen["OMP_NUM_THREADS"]) == ("torchrun", "1")
+    assert arguments == [*SIGNALS, "--standalone", "--nproc-per-node", "4", "launch/pretrain_grpo.py", RECIPE,
+                         "model.path=/models/m", "trainer.run_dir=runs/a", "actor.lr=2e-6"]
+
+
+def test_multi_node(environment: dict[str, str]) -> None:
+    """The same command on every node: nothing in it depends on which node it is."""
+    result = run("train_multi_node.sh", RECIPE, "--sequence-parallel", environment=environment, NPROC="8", NNODES="2",
+                 MASTER_ADDR="node07", RUN_DIR="/shared/runs/a", RDZV_CONF="join_timeout=60", LOCAL_ADDR="10.0.0.1")
+    assert result.returncode == 0, result.stderr
+    [(_, arguments, _)] = calls(environment)
+    assert arguments == [
+        *SIGNALS, "--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "node07:29400", "--rdzv-id", "a", "--rdzv-conf", "join_timeout=60",
+        "--local-addr", "10.0.0.1", "launch/pretrain_grpo.py", RECIPE, "trainer.run_dir=/shared/runs/a",
+        "checkpoint.resume=auto", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(("script", "more", "message"), [
+    ("train_single_node.sh", {"NPROC": "0"}, "torch sees no GPU"),
+    ("train_multi_node.sh", {"NPROC": "1", "NNODES": "2", "RUN_DIR": "a"}, "MASTER_ADDR is not set"),
+])
+def test_what_is_missing_is_said(environment: dict[str, str], script: str, more: dict[str, str], message: str) -> None:
+    result = run(script, RECIPE, environment=environment, **more)
+    assert result.returncode == 2 and message in result.stderr
+    assert run(script, "absent.yaml", environment=environment, **more).returncode == 2
+    assert run(script, environment=environment, **more).returncode == 2
+    assert not Path(environment["RECORD"]).exists()
+
+
+def test_dry_run_starts_nothing(environment: dict[str, str]) -> None:
+    """The plan is for all ranks of all nodes."""
+    result = run("train_multi_node.sh", RECIPE, "--dry-run", environment=environment, NPROC="8", NNODES="4",
+                 MASTER_ADDR="node07", RUN_DIR="/shared/runs/a")
+    assert result.returncode == 0, result.stderr
+    assert "num_engines = world_size / rollout_tp = 32 / 1 = 32" in result.stdout
+    assert not Path(environment["RECORD"]).exists()
+
+
+def test_slurm(environment: dict[str, str]) -> None:
+    """First node of the job, a port of its own, a run directory that a requeued job finds again."""
+    result = run("slurm.sbatch", RECIPE, "actor.lr=2e-6", environment=environment, **SLURM)
+    assert result.returncode == 0, result.stderr
+    (_, listing, _), (name, arguments, seen) = calls(environment)
+    assert listing == ["show", "hostnames", "node[07-08]"] and name == "srun"
+    assert arguments == ["--kill-on-bad-exit=1", "--ntasks=2", "--ntasks-per-node=1", "--label", "bash",
+                         "launch/train_multi_node.sh", RECIPE, "actor.lr=2e-6"]
+    expected = {"NNODES": "2", "NPROC": "8", "MASTER_ADDR": "node07", "MASTER_PORT": "24711", "JOB_ID": "4711-0",
+                "RUN_DIR": "checkpoints/runs/megatron_rl-4711", "NCCL_DEBUG": "WARN"}
+    assert expected.items() <= seen.items()
+    run("slurm.sbatch", RECIPE, environment=environment, **SLURM, SLURM_RESTART_COUNT="1")
+    again = calls(environment)[-1][2]
+    assert (again["RUN_DIR"], again["JOB_ID"]) == (expected["RUN_DIR"], "4711-1")
+
+
+def test_slurm_on_amd(environment: dict[str, str]) -> None:
+    result = run("slurm_rocm.sbatch", RECIPE, environment=environment, **SLURM, IMAGE="rl.sif", BIND="/models")
+    assert result.returncode == 0, result.stderr
+    name, arguments, seen = calls(environment)[-1]
+    assert name == "srun" and seen["HIP_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert arguments[4:] == [
+        "env", "--unset=ROCR_VISIBLE_DEVICES", "apptainer", "exec", "--rocm", "--bind", str(ROOT), "--pwd", str(ROOT),
+        "--bind", "/models", "rl.sif", "bash", "launch/train_multi_node.sh", RECIPE]
+
+
+def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, str]) -> None:
+    """USR1 comes three minutes before the time limit; the step hears of it, saves and says that it is to go on."""
+    process = subprocess.Popen(["bash", "launch/slurm.sbatch", RECIPE], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               env=environment | SLURM | {"SRUN_SECONDS": "20"})
+    record, deadline = Path(environment["RECORD"]), time.monotonic() + 30
+    while not (record.exists() and '"srun"' in record.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # until the stand-in has its handler
+    process.send_signal(signal.SIGUSR1)
+    start = time.monotonic()
+    assert process.wait(timeout=30) == 0
+    assert time.monotonic() - start > 0.5, "it must wait for the step after the signal"
+    assert calls(environment)[-1][:2] == ("scontrol", ["requeue", "4711"])
+
+
+@pytest.mark.parametrize("signal_name,saves,expected", [("TERM", True, 75), ("USR1", True, 75), ("TERM", False, 1)])
+def test_the_exit_code_after_a_signal(signal_name: str, saves: bool, expected: int, tmp_path: Path) -> None:
+    """A launcher that exits with 1 in any case; stopped.json tells whether its ranks have saved."""
+    save = f"touch {tmp_path}/stopped.json" if saves else ":"
+    launcher = (f"trap 'sleep 0.3; {save}; exit 1' {signal_name}; "
+                f"touch {tmp_path}/ready; while true; do sleep 0.05; done")
+    (tmp_path / "stopped.json").touch()  # of an earlier run: means nothing
+    process = subprocess.Popen(["bash", "launch/supervise.sh", tmp_path, "bash", "-c", launcher], cwd=ROOT)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(getattr(signal, f"SIG{signal_name}"))
+    assert process.wait(timeout=20) == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(script: Path) -> None:
+    """Syntax, strict mode, licence; nothing is killed by name. shellcheck is run by hand: it is not a requirement."""
+    text = script.read_text()
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    assert text.startswith("#!/usr/bin/env bash\n# SPDX-License-Identifier: Apache-2.0\n")
+    assert "set -euo pipefail" in text
+    assert not any(word in text for word in ("pkill", "killall", "pgrep"))
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm"])
+def test_dockerfiles_copy_what_exists(name: str) -> None:
+    lines = (ROOT / f"launch/docker/Dockerfile.{name}").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert copied and all((ROOT / path).exists() for path in copied)
+
+
+def test_ray_is_asked_for_by_name(environment: dict[str, str]) -> None:
+    """Without Ray the launcher says what to install, and a dry run needs none."""
+    code = (f"import sys, runpy; sys.modules['ray'] = None; sys.argv = ['x', {RECIPE!r}, '--num-workers', '8', "
+            "*sys.argv[1:]]; runpy.run_path('launch/ray_train.py', run_name='__main__')")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and 'pip install "ray[train]"' in result.stderr
+    result = subprocess.run([sys.executable, "-c", code, "--dry-run"], cwd=ROOT, capture_output=True, text=True,
+                            timeout=60)
+    assert result.returncode == 0 and "8 / 1 = 8" in result.stdout

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that a verl user types first: their recipe and their overrides, read by --dry-run as they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = ROOT / "tests/config/verl/tutorial.yaml"
+
+
+def dry_run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """--dry-run of the GRPO entry point, with torch made impossible to import."""
+    command = [str(TUTORIAL), "--dry-run", *map(str, arguments)]
+    code = (f"import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', *{command!r}]; "
+            f"runpy.run_path({str(ROOT / 'launch/pretrain_grpo.py')!r}, run_name='__main__')")
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def test_the_tutorial_recipe() -> None:
+    """No --world-size: the recipe's GPUs are planned for."""
+    result = dry_run()
+    assert result.returncode == 0, result.stderr
+    for line in ("num_engines = world_size / rollout_tp = 6 / 2 = 3",
+                 "rollouts_per_step = train_batch_size * n = 60 * 12 = 720",
+                 "rollouts_per_engine = train_batch_size / num_engines * n = 60 / 3 * 12 = 240"):
+        assert line in result.stdout
+    assert result.stderr.startswith("note: contradiction: algorithm.adv_estimator='gae' ")
+    assert "ppo_micro_batch_size_per_gpu=8" in result.stderr
+
+
+def test_overrides_in_the_form_of_verl_scripts() -> None:
+    """The contradiction goes with the estimator; the world size of the command line wins over the recipe's GPUs."""
+    result = dry_run("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "--world-size", 12)
+    assert result.returncode == 0, result.stderr
+    assert "rollouts_per_step = train_batch_size * n = 60 * 8 = 480" in result.stdout
+    assert "num_engines = world_size / rollout_tp = 12 / 2 = 6" in result.stdout
+    assert "contradiction" not in result.stderr
+
+
+def test_what_does_not_divide_is_refused_with_numbers() -> None:
+    result = dry_run("trainer.n_gpus_per_node=7")
+    assert result.returncode == 2
+    assert "world_size 7" in result.stderr and "a world size of 6 or 8" in result.stderr

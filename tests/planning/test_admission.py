@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that cannot fit is refused by a dry run and at the start, before anything is built; one that fits is not.
+
+Not covered: reading the memory of real GPUs (one line of torch); here the cluster that is found is put in its place.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.loading import load_config
+from megatron_rl.planning import admission
+from megatron_rl.planning.admission import check_fits, describe_cluster, find_cluster, find_shape, read_job
+from megatron_rl.types import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = str(ROOT / "launch/pretrain_grpo.py")
+RECIPE = ROOT / "launch/recipes/qwen2.5_7b_gsm8k.yaml"
+ONE_STAGE = ["actor.tensor_model_parallel_size=1", "actor.sequence_parallel=false"]
+
+
+def start(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the entry point here; returns its exit status."""
+    monkeypatch.setattr("sys.argv", ["pretrain_grpo", str(RECIPE), *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(ENTRY, run_name="__main__")
+    return end.value.code
+
+
+def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(["--dry-run", "--world-size", "8", "--gpu-memory-gib", "80"], monkeypatch) == 0
+    assert "planned memory: at most 61.7 of 80.0 GiB per GPU" in capsys.readouterr().out
+    assert start(["--dry-run", "--world-size", "8"], monkeypatch) == 0
+    assert "planned memory" not in capsys.readouterr().out
+
+
+def test_dry_run_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(["--dry-run", "--world-size=8", "--gpu-memory-gib=80", *ONE_STAGE], monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert 'phase "engine start" takes' in error and "GiB too many" in error and "nearest layout that fits" in error
+    assert start(["--dry-run", "--world-size=8", "--gpu-memory-gib=much"], monkeypatch) == 2
+    assert start(["--dry-run", "--world-size=8", "--gpu-memory-gib=80", "--gpus-per-node=3"], monkeypatch) == 2
+    assert "equal nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_start_on_gpus_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_checked: bool
+) -> None:
+    """Before the data, which do not exist here, are looked for; without the check they are what is missed first."""
+    model = tmp_path / "Qwen2.5-7B-Instruct"
+    model.mkdir()
+    (model / "config.json").write_bytes(find_shape(str(model), RECIPE).read_bytes())
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(admission, "find_cluster", lambda *_: describe_cluster(8, 80))
+    arguments = [f"model.path={model}", f"trainer.check_memory={str(is_checked).lower()}", *ONE_STAGE]
+    assert start(arguments, monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert ('phase "engine start" takes' in error) == is_checked and "Traceback" not in error
+
+
+def test_without_gpus_nothing_is_checked() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    assert find_cluster(8, 8) is None
+
+
+def test_cluster_by_its_size() -> None:
+    cluster = describe_cluster(16, 40)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.reserve_bytes) == (2, 8, int(0.05 * (40 << 30)))
+    assert (describe_cluster(4, 40).nodes, describe_cluster(4, 40, 2).nodes) == (1, 2)
+
+
+def test_shapes_are_found_in_the_model_then_beside_the_recipe_then_among_ours(tmp_path: Path) -> None:
+    name, recipe = "Qwen2.5-7B-Instruct", tmp_path / "recipe.yaml"
+    ours = ROOT / f"launch/recipes/shapes/{name}.json"
+    assert find_shape(f"/models/{name}", recipe) == find_shape(f"/models/{name}", None) == ours
+    beside = tmp_path / f"shapes/{name}.json"
+    beside.parent.mkdir()
+    beside.write_bytes(ours.read_bytes())
+    assert find_shape(f"/models/{name}", recipe) == beside
+    assert find_shape("/models/other", recipe) == Path("/models/other/config.json")
+
+
+def test_models_with_a_path_of_their_own_have_their_own_shape() -> None:
+    small = str(ROOT / "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json")
+    settings = ["algorithm.adv_estimator=gae", "reward_model.path=/models/Qwen2.5-0.5B-Instruct"]
+    job = read_job(load_config(RECIPE, settings).config, describe_cluster(8, 80), RECIPE)
+    assert job.critic_shape.num_layers == 28 and job.critic_shape.has_score_head
+    assert job.reward_shape.num_layers == 24 and job.reward_shape.has_score_head
+    job = read_job(load_config(RECIPE, settings).config, describe_cluster(8, 80), RECIPE, critic_hf_config=Path(small))
+    assert job.critic_shape.num_layers == 24
+    with pytest.raises(UserError, match="/models/judge/config.json"):
+        check_fits(load_config(RECIPE, ["reward_model.path=/models/judge"]).config, describe_cluster(8, 80), RECIPE)

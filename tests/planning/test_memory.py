@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which phases a run has and what lies in each of them, and short cuts of the planner against the long way.
+
+Not covered here: the sizes themselves (test_parameters.py exactly, test_peak_memory.py with activations), GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import megatron_rl.planning.memory as memory_module
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import GIB, Job
+from megatron_rl.planning.memory import Phase, compute_memory, count_aliased_elements, count_microbatches
+from megatron_rl.planning.parameters import compute_engine_numel, compute_role_bytes
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.rollout_layout import vllm_placements
+from planning_jobs import make_job, small_shape
+
+PPO = ("algorithm.adv_estimator=gae", "reward_model.path=elsewhere")
+
+
+def phases(job: Job, rank: int = 0) -> dict[str, Phase]:
+    return {phase.name: phase for phase in compute_memory(job)[rank].phases}
+
+
+def test_each_role_adds_its_phases() -> None:
+    common = ["engine start", "switch", "rollout", "log-probs", "actor update"]
+    assert list(phases(make_job(small_shape()))) == common
+    found = phases(make_job(small_shape(), *PPO))
+    assert list(found) == [*common[:3], "values", "critic update", "rewards", *common[3:]]
+    assert "reference" not in found["log-probs"].parts
+    assert "reference" in phases(make_job(small_shape(), "algorithm.kl_coef=0.1"))["log-probs"].parts
+
+
+def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded() -> None:
+    job = make_job(small_shape(), *PPO, "algorithm.kl_coef=0.1", "actor.offload_gradients=true",
+                   "actor.offload_optimizer=true", "critic.offload_gradients=true", "reference.offload=true",
+                   "reward_model.offload=true")
+    found = phases(job)
+    actor = compute_role_bytes(job.shape, job.layout, 0, dtype="bfloat16")
+    critic = compute_role_bytes(job.critic_shape, job.layout, 0, dtype="bfloat16")
+    weights_only = compute_role_bytes(job.shape, job.layout, 0, dtype="bfloat16", is_trained=False).parameters
+    assert found["rollout"].parts["weights"] == actor.parameters
+    assert not {"gradients", "optimizer", "reference", "reward model"} & found["rollout"].parts.keys()
+    assert found["rollout"].parts["critic"] == critic.parameters + critic.optimizer
+    assert found["critic update"].parts["critic"] == critic.total
+    assert "optimizer" not in found["critic update"].parts
+    update = found["actor update"].parts
+    assert (update["gradients"], update["optimizer"]) == (actor.gradients, actor.optimizer)
+    assert found["log-probs"].parts["reference"] == weights_only
+    assert "reference" not in found["actor update"].parts
+
+
+def test_kv_cache_is_what_the_engine_is_given() -> None:
+    """A share of the device without the engine's own weights and activations, or the size that is asked for."""
+    job = make_job(small_shape(), "rollout.gpu_memory_utilization=0.25", "hybrid.alias_weights=false")
+    [memory] = compute_memory(job)
+    rollout = memory.phases[2]
+    own = compute_engine_numel(job.shape, 1) * 2
+    assert rollout.parts["engine weights"] == own
+    assert memory.kv_cache_bytes == 20 * GIB - own - rollout.parts["engine activations"]
+    assert memory.kv_bytes_per_token == 2 * 8 * 4 * 8 * 2  # keys and values, layers, KV heads, head size, bytes
+    [memory] = compute_memory(make_job(small_shape(), "rollout.kv_cache_gib=3"))
+    assert memory.kv_cache_bytes == 3 * GIB
+    halved = compute_memory(make_job(small_shape(), "rollout.tensor_model_parallel_size=2"))[0].kv_bytes_per_token
+    replicated = compute_memory(make_job(small_shape(), "rollout.tensor_model_parallel_size=8"))[0].kv_bytes_per_token
+    assert (halved, replicated) == (memory.kv_bytes_per_token // 2, memory.kv_bytes_per_token // 4)
+
+
+def test_equal_layouts_share_storage() -> None:
+    """With the engine's TP the actor's, nothing of the engine's weights is its own."""
+    job = make_job(small_shape(), "actor.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2")
+    assert "engine weights" not in phases(job)["rollout"].parts
+    apart = job.with_config(hybrid={"alias_weights": False})
+    assert phases(apart)["rollout"].parts["engine weights"] == compute_engine_numel(job.shape, 2) * 2
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(tp_size=2), dict(tp_size=2, pp_size=2), dict(pp_size=4, vpp_size=2)])
+@pytest.mark.parametrize("rollout_tp", [1, 2])
+@pytest.mark.parametrize("changes", [dict(), dict(model_type="qwen2", tie_word_embeddings=True, vocab_size=517)])
+def test_shared_elements_are_those_of_the_whole_tables(sizes: dict, rollout_tp: int, changes: dict) -> None:
+    """The planner reads them off two layers; here every pair of the full tables is added up."""
+    shape, layout = small_shape(**changes), ParallelLayout(8, **sizes)
+    for rank in (0, 7):
+        at = layout.coordinates(rank)
+        theirs = vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp)
+        ours = megatron_placements(shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size,
+                                   pp_rank=at.pp, vpp_size=layout.vpp_size)
+        pairs, expected = find_aliases(ours, theirs), 0
+        for placement in theirs:
+            if placement.param in pairs:
+                expected += math.prod(stop - start for start, stop in placement.local_box)
+        assert count_aliased_elements(shape, layout, rank, rollout_tp) == expected
+
+
+@pytest.mark.parametrize("overrides", [
+    ("actor.pipeline_model_parallel_size=4",),
+    ("actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_parallel_size=2"),
+    (*PPO, "actor.pipeline_model_parallel_size=2", "critic.pipeline_model_parallel_size=4"),
+])
+def test_one_rank_of_each_stage_stands_for_all(overrides: tuple[str, ...]) -> None:
+    """No rank takes more than the fullest that is looked at, beyond the padding of buffers."""
+    job = make_job(small_shape(), *overrides)
+    everyone = [memory_module._compute_rank(job, rank) for rank in range(8)]
+    fullest = max(rank.peak.total for rank in everyone)
+    assert fullest == pytest.approx(max(rank.peak.total for rank in compute_memory(job)), rel=1e-3)
+
+
+def test_microbatches_of_full_responses() -> None:
+    """512 responses of 1024 tokens, four in a budget, on eight ranks: sixteen; with VPP a multiple of the pipeline."""
+    job = make_job(small_shape())
+    assert count_microbatches(job, job.layout, job.config.actor) == 16
+    layout = ParallelLayout(8, pp_size=4, vpp_size=2)
+    assert count_microbatches(job, layout, job.config.actor) == 64
+    odd = replace(job.config.actor, ppo_mini_batch_size=10, max_tokens_per_microbatch=7168)
+    job = replace(job, config=replace(job.config, actor=odd))
+    assert count_microbatches(job, layout, odd) == 8  # 80 responses on 2 ranks, 7 at a time: 6; of 4 the next is 8

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planned bytes of parameters, gradients and optimizer states are those of real actors, on every rank of every layout.
+
+Measured after an update, on the tensors that megatron-core allocated. Adam's step counters (4 bytes per parameter) are
+left out on both sides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actor_runs import ALGORITHM, Case, build_actor, build_batch
+from distributed import run_ranks
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.parameters import RoleBytes, compute_engine_numel, compute_role_bytes, list_chunks
+from megatron_rl.training.actor import Actor
+from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.rollout_layout import vllm_placements
+from tiny_models import save_tiny_model
+
+SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
+CASES = {
+    "one": ("qwen2", Case()),
+    "one-bf16": ("qwen3", Case(dtype="bfloat16")),
+    "tp2-sp": ("qwen3", Case(2, dict(tp_size=2), SP)),
+    "pp2-tied": ("qwen2", Case(2, dict(pp_size=2))),
+    "pp2-vpp2-tied-bf16": ("qwen2", Case(2, dict(pp_size=2, vpp_size=2), dtype="bfloat16")),
+    "dp2-bf16": ("qwen2", Case(2, dtype="bfloat16")),
+    "dp2-replicated-bf16": ("qwen3", Case(2, actor=REPLICATED, dtype="bfloat16")),
+    "tp2-dp2": ("llama", Case(4, dict(tp_size=2))),
+    "pp2-dp2-tied": ("qwen2", Case(4, dict(pp_size=2))),
+    "pp2-dp2-tied-replicated": ("qwen2", Case(4, dict(pp_size=2), REPLICATED)),
+    "moe-dp2": ("qwen3_moe", Case(2)),
+    "moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), dtype="bfloat16")),
+    "moe-ep2-tp2-sp": ("qwen3_moe", Case(4, dict(ep_size=2, tp_size=2), SP)),
+    "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
+}
+ALWAYS = ("one-bf16", "tp2-sp", "pp2-vpp2-tied-bf16", "pp2-dp2-tied", "moe-ep2-dp4-bf16")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {family: tmp_path_factory.mktemp(family) for family in ("llama", "qwen2", "qwen3", "qwen3_moe")}
+    for family, path in found.items():
+        save_tiny_model(path, family)
+    return found
+
+
+def measure(actor: Actor) -> RoleBytes:
+    """What the actor's tensors take."""
+    buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+    weights = [p.data for p in actor.stages.parameters()]
+    in_buffers = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+    if in_buffers:  # the parameters are views of them
+        starts = {tensor.untyped_storage().data_ptr() for tensor in in_buffers}
+        assert {tensor.untyped_storage().data_ptr() for tensor in weights} == starts
+    states, optimizer = 0, actor.trainable.optimizer
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for param, state in part.optimizer.state.items():
+            states += sum(tensor.nbytes for tensor in state.values() if torch.is_tensor(tensor) and tensor.ndim > 0)
+            if actor.config.bf16:
+                assert param.dtype == torch.float32
+                states += param.nbytes
+    return RoleBytes(sum(t.nbytes for t in in_buffers or weights), sum(b.grad_data.nbytes for b in buffers), states)
+
+
+def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[RoleBytes, list[list[str]]]:
+    actor = build_actor(case, path)
+    batch = build_batch(actor, case)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    actor.update(batch, ALGORITHM)
+    names = [[name for name, _ in stage.named_parameters()] for stage in actor.stages]
+    return measure(actor), names
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CASES])
+def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> None:
+    family, case = CASES[name]
+    shape, layout = load_model_shape(paths[family]), ParallelLayout(case.world_size, **case.sizes)
+    for rank, (found, names) in enumerate(run_ranks(_measure_rank, case.world_size, case, paths[family])):
+        planned = compute_role_bytes(
+            shape, layout, rank, dtype=case.dtype,
+            use_distributed_optimizer=case.actor.get("use_distributed_optimizer", True))
+        assert planned == found, f"rank {rank}"
+        assert [[p.name for p in chunk] for chunk in list_chunks(shape, layout, rank)] == names, f"rank {rank}"
+
+
+def test_shards_add_up_to_the_model(paths: dict[str, Path]) -> None:
+    """ZeRO-1 splits the states of a replica: together they are those of one rank without it."""
+    shape, layout = load_model_shape(paths["qwen3"]), ParallelLayout(8, tp_size=2)
+    sharded = [compute_role_bytes(shape, layout, rank, dtype="bfloat16").optimizer for rank in range(0, 8, 2)]
+    whole = compute_role_bytes(shape, layout, 0, dtype="bfloat16", use_distributed_optimizer=False).optimizer
+    assert sum(sharded) == whole
+
+
+def test_a_role_without_an_optimizer_has_weights_only(paths: dict[str, Path]) -> None:
+    shape = load_model_shape(paths["qwen3"])
+    expected = sum(p.numel for p in list_chunks(shape, ParallelLayout(1), 0)[0]) * 2
+    found = compute_role_bytes(shape, ParallelLayout(1), 0, dtype="bfloat16", is_trained=False)
+    assert found == RoleBytes(expected, 0, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_engine_elements_are_those_of_its_table(family: str, tp_size: int, paths: dict[str, Path]) -> None:
+    shape = load_model_shape(paths[family])
+    boxes = {(p.param, p.local_box) for p in vllm_placements(shape, tp_size=tp_size, tp_rank=0)}
+    elements = 0
+    for _, box in boxes:
+        size = 1
+        for start, stop in box:
+            size *= stop - start
+        elements += size
+    assert compute_engine_numel(shape, tp_size) == elements

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planned peak of an update and of a scoring pass, against the tensors of real actors.
+
+Measured: the storage of every tensor that an operation makes, forward and backward, until it is released; the peak of
+their sum on top of weights, gradients and optimizer states (exact: test_parameters.py). Activations are most of it, so
+the tolerance of a tenth judges how they are counted. Not covered: scratch memory inside of an operation; GPUs, where
+norms and attention keep less, and what the allocator rounds or leaves unused there.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from actor_runs import ALGORITHM, Case, build_actor
+from distributed import run_ranks
+from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.planning.cluster import Cluster, Job, build_job
+from megatron_rl.planning.memory import compute_memory
+from megatron_rl.training.actor import Actor
+from megatron_rl.weights.families import load_model_shape
+from tiny_models import draw_tokens, save_tiny_model
+
+PROMPT, LENGTH, BUDGET, ROLLOUTS = 4, 128, 2048, 128
+SIZES: dict[str, Any] = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=4, vocab_size=1000)
+NAMES = {"tp_size": "tensor_model_parallel_size", "pp_size": "pipeline_model_parallel_size",
+         "vpp_size": "virtual_pipeline_model_parallel_size", "cp_size": "context_parallel_size",
+         "ep_size": "expert_model_parallel_size"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """World size, sizes of the layout, further settings of the actor, and family of the model."""
+
+    world_size: int = 1
+    sizes: dict[str, int] = field(default_factory=dict)
+    actor: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+
+    def config(self, path: Path) -> RunConfig:
+        """The recipe that describes it."""
+        settings = {NAMES[name]: size for name, size in self.sizes.items()} | self.actor
+        return load_config(None, [
+            f"model.path={path}", "model.dtype=float32", "data.train_files=[x.jsonl]",
+            f"data.train_batch_size={ROLLOUTS // 4}", "rollout.n=4", f"data.max_prompt_length={PROMPT}",
+            f"data.max_response_length={LENGTH - PROMPT}", f"actor.max_tokens_per_microbatch={BUDGET}",
+            *(f"actor.{name}={str(value).lower()}" for name, value in settings.items())]).config
+
+
+SP = dict(sequence_parallel=True)
+LAYOUTS = {
+    "one": Layout(),
+    "qk-norm": Layout(family="qwen3"),
+    "full recomputation": Layout(actor=dict(recompute_granularity="full")),
+    "small chunks of logits": Layout(actor=dict(logprob_chunk_tokens=128)),
+    "tp2": Layout(2, dict(tp_size=2)),
+    "tp2 with sequence parallelism": Layout(2, dict(tp_size=2), SP),
+    "pp2": Layout(2, dict(pp_size=2)),
+    "pp2 vpp2": Layout(2, dict(pp_size=2, vpp_size=2)),
+    "cp2": Layout(2, dict(cp_size=2)),
+    "dp2": Layout(2),
+    "experts ep2": Layout(2, dict(ep_size=2), family="qwen3_moe"),
+}
+
+
+def build_batch(actor: Actor) -> TrainBatch:
+    """Rollouts of the full length, complete but for the old logprobs; every microbatch is full."""
+    lengths, groups = [LENGTH] * ROLLOUTS, actor.groups
+    sequences = [PackedSequence(tokens, PROMPT, np.zeros(LENGTH - PROMPT, np.float32))
+                 for tokens in draw_tokens(lengths)]
+    plan = plan_microbatches(lengths, dp_size=groups.layout.dp_size, max_tokens=BUDGET,
+                             count_multiple=actor.microbatch_count_multiple)
+    weights = compute_sequence_weights("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH)
+    batch = build_train_batch(sequences, weights, [(tuple(range(ROLLOUTS)), plan)], dp_rank=groups.at.dp,
+                              pad_multiple=actor.pad_multiple, device=torch.device("cpu"))
+    batch.advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
+    batch.ref_logprobs = torch.full_like(batch.advantages, -7.0)
+    return batch
+
+
+class StorageWatch(TorchDispatchMode):
+    """Counts the bytes of storages from the operation that makes them until they are released, by whatever thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+        self._known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                self._watch(tensor.untyped_storage())
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def measure_peak(work: Callable[[], object]) -> int:
+    """The most bytes that tensors made by `work()` held at once."""
+    with StorageWatch() as watch:
+        work()
+    return watch.peak
+
+
+def _measure_rank(rank: int, world_size: int, layout: Layout, path: Path) -> dict[str, int]:
+    actor = build_actor(Case(world_size, layout.sizes, layout.actor | dict(max_tokens_per_microbatch=BUDGET)), path)
+    batch = build_batch(actor)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    actor.update(batch, ALGORITHM)  # makes the optimizer's states
+    return {"log-probs": measure_peak(lambda: actor.compute_logprobs(batch)),
+            "actor update": measure_peak(lambda: actor.update(batch, ALGORITHM))}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {layout.family: tmp_path_factory.mktemp(layout.family) for layout in LAYOUTS.values()}
+    for family, path in found.items():
+        save_tiny_model(path, family, **SIZES)
+    return found
+
+
+def plan(layout: Layout, path: Path) -> Job:
+    cluster = Cluster(nodes=1, gpus_per_node=layout.world_size, memory_bytes=1 << 40, reserve_bytes=0,
+                      has_fused_norms=False)
+    return build_job(layout.config(path), load_model_shape(path), cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_peak_is_within_a_tenth(name: str, paths: dict[str, Path]) -> None:
+    layout = LAYOUTS[name]
+    path = paths[layout.family]
+    measured = run_ranks(_measure_rank, layout.world_size, layout, path)
+    for planned in compute_memory(plan(layout, path)):
+        for phase in planned.phases:
+            if phase.name not in measured[planned.rank]:
+                continue
+            lasting = sum(phase.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
+            found = lasting + measured[planned.rank][phase.name]
+            print(f"{name}, rank {planned.rank}, {phase.name}: planned {phase.total / 2**20:.1f} MiB, found "
+                  f"{found / 2**20:.1f}, of which {lasting / 2**20:.1f} last; {phase.parts}")
+            if phase.name == "actor update":
+                assert found > 2 * lasting, "most of it is to be activations"
+            assert phase.total == pytest.approx(found, rel=0.1), phase

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes per link and predicted seconds against formulas worked out by hand.
+
+Not covered: whether real steps take as long; the report says that its seconds are predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, link_of, list_traffic
+from megatron_rl.planning.memory import compute_memory
+from megatron_rl.planning.parameters import compute_role_bytes
+from megatron_rl.planning.steptime import Assumptions, build_workload, compute_bubble, count_operations, predict_step
+from megatron_rl.planning.switch import plan_switch
+from planning_jobs import make_job, published_shape, small_shape
+
+ASSUMED = Assumptions(mean_response=0.5, mean_prompt=0.25)
+TOKENS = 512 * (128 + 256)  # responses of a step, mean prompt and response
+HIDDEN, LAYERS, BYTES = 64, 8, 2
+
+
+def traffic(job: Job) -> dict[str, Traffic]:
+    return {t.kind: t for t in list_traffic(job, build_workload(job, ASSUMED))}
+
+
+def test_workload() -> None:
+    work = build_workload(make_job(small_shape(), "actor.ppo_mini_batch_size=16", "actor.ppo_epochs=2"), ASSUMED)
+    assert work.tokens == TOKENS and work.optimizer_steps == 8 and work.passes == 2
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert traffic(make_job(small_shape(), gpus_per_node=1)) == {}
+
+
+def test_tensor_parallel_all_reduces() -> None:
+    """Two per layer and pass over all tokens of the DP rank; log-probs, forward and backward are three passes."""
+    job = make_job(small_shape(), "actor.tensor_model_parallel_size=2")
+    ring = 2 * (2 - 1) / 2  # bytes that a ring all-reduce over two ranks sends, per byte
+    expected = 2 * LAYERS * 3 * TOKENS / 4 * HIDDEN * BYTES * ring
+    assert traffic(job)["actor TP"].bytes_per_rank == expected
+    recomputed = make_job(small_shape(), "actor.tensor_model_parallel_size=2", "actor.recompute_granularity=full")
+    assert traffic(recomputed)["actor TP"].bytes_per_rank == expected * 4 / 3
+
+
+def test_data_parallel_gradients_and_weights() -> None:
+    """ZeRO-1 scatters float32 gradients and gathers bfloat16 weights, once per optimizer step."""
+    job = make_job(small_shape(), "actor.ppo_mini_batch_size=32")
+    role = compute_role_bytes(job.shape, job.layout, 0, dtype="bfloat16")
+    assert traffic(job)["actor DP"].bytes_per_rank == int(2 * (role.gradients + role.parameters) * 7 / 8)
+
+
+def test_pipeline_sends_its_boundary() -> None:
+    job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4")
+    assert traffic(job)["actor PP"].bytes_per_rank == 3 * TOKENS / 2 * HIDDEN * BYTES
+
+
+def test_context_and_expert_exchanges() -> None:
+    job = make_job(small_shape(), "actor.context_parallel_size=2")
+    heads = (2 * 8 + 2 * 4) * 8  # query and result, key and value
+    assert traffic(job)["actor CP"].bytes_per_rank == LAYERS * 3 * heads * TOKENS / 8 * BYTES / 2
+    experts = small_shape(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96,
+                          norm_topk_prob=True)
+    job = make_job(experts, "actor.expert_model_parallel_size=4")
+    assert traffic(job)["actor EP"].bytes_per_rank == LAYERS * 3 * 2 * 2 * TOKENS / 8 * HIDDEN * BYTES * 3 / 4
+
+
+@pytest.mark.parametrize(("sizes", "axes", "link"), [
+    (dict(tp_size=8), ("tp",), WITHIN), (dict(tp_size=8, pp_size=2), ("pp",), ACROSS),
+    (dict(tp_size=4, cp_size=2), ("cp",), WITHIN), (dict(tp_size=4, cp_size=2), ("cp", "dp"), ACROSS)])
+def test_link_classes(sizes: dict[str, int], axes: tuple[str, ...], link: str) -> None:
+    job = make_job(small_shape(), nodes=2)
+    assert link_of(ParallelLayout(16, **sizes), job.cluster, *axes) == link
+
+
+def test_switch_moves_what_the_engine_lacks() -> None:
+    """From TP 2 to TP 1 every rank lacks the other half of the split matrices; from TP 1 to TP 1 nothing."""
+    assert plan_switch(make_job(small_shape())).summary.bytes_moved == 0
+    job = make_job(small_shape(), "actor.tensor_model_parallel_size=2", gpus_per_node=2)
+    q, kv, ffn = 64 * 64, 32 * 64, 96 * 64
+    split = LAYERS * (2 * q + 2 * kv + 3 * ffn) + 2 * 512 * 64
+    found = plan_switch(job)
+    assert found.summary.bytes_moved == 2 * split / 2 * BYTES  # two ranks, half of it each
+    assert found.prediction.seconds == pytest.approx(split / 2 * BYTES / 400e9)
+
+
+def test_bubble_of_a_pipeline() -> None:
+    """(pp - 1) / (vpp m): 512 responses on 2 ranks of 384 tokens, 4096 per microbatch: 24 microbatches."""
+    job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4")
+    work = build_workload(job, ASSUMED)
+    assert compute_bubble(job, work, job.config.actor) == pytest.approx(3 / 24)
+    interleaved = replace(job.config.actor, virtual_pipeline_model_parallel_size=2)
+    assert compute_bubble(job, work, interleaved) == pytest.approx(3 / 48)
+
+
+def test_operations_per_token_are_twice_the_weights() -> None:
+    """Without attention; of a mixture of experts, those that serve a token."""
+    dense = published_shape("Qwen2.5-7B-Instruct")
+    assert count_operations(dense, 0) / 2 == pytest.approx(7.07e9, rel=0.01)  # 7.61e9 without the embedding
+    assert count_operations(published_shape("Qwen3-30B-A3B"), 0) / 2 == pytest.approx(3.05e9, rel=0.02)
+
+
+def test_seconds_follow_operations_and_memory() -> None:
+    """Twice the accelerators' speed halves training; twice their bandwidth shortens decoding, and nothing else."""
+    def predict(**cluster: float) -> dict[str, float]:
+        job = make_job(published_shape("Qwen2.5-7B-Instruct"), "actor.tensor_model_parallel_size=4", **cluster)
+        work = build_workload(job, ASSUMED)
+        return predict_step(job, work, [], compute_memory(job), 0.0, ASSUMED).phases
+
+    usual, fast, wide = predict(), predict(flops=2 * 990e12), predict(memory_bandwidth=2 * 3.35e12)
+    assert fast["actor update"] == pytest.approx(usual["actor update"] / 2)
+    assert wide["rollout"] < usual["rollout"] and wide["actor update"] == usual["actor update"]
+    operations = 3 * TOKENS * count_operations(published_shape("Qwen2.5-7B-Instruct"), 384) / 8
+    assert usual["actor update"] == pytest.approx(operations / (0.4 * 990e12))

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planning tool: every shipped recipe on the cluster that it names, a large job in time, refusals, files.
+
+The numbers behind the tables are tested in tests/planning/.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith("toy_"))
+SEVEN = str(ROOT / "launch/recipes/qwen2.5_7b_gsm8k.yaml")
+SEVENTY = str(ROOT / "launch/recipes/qwen2.5_72b_math.yaml")
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan", ROOT / "tools/plan.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_recipes_are_shipped_for_real_models() -> None:
+    names = {path.stem for path in RECIPES}
+    assert {"qwen2.5_0.5b_gsm8k", "qwen2.5_7b_gsm8k", "qwen3_8b_math", "llama3.1_8b_gsm8k", "qwen2.5_72b_math",
+            "qwen3_30b_a3b_math"} <= names
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_fits_the_cluster_that_it_names(
+    recipe: Path, tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command in its head is run as it stands there."""
+    [line] = [line for line in recipe.read_text().splitlines() if line.startswith("#   python tools/plan.py ")]
+    monkeypatch.chdir(ROOT)
+    assert tool.main(shlex.split(line)[3:]) == 0, capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "the plan fits" in output.out and "<- this recipe" in output.out
+    assert "note:" not in output.err
+
+
+def test_a_thousand_gpus_are_planned_in_time(tool: ModuleType, tmp_path: Path) -> None:
+    """72B on 1024 GPUs with all layouts; half a minute is the promise."""
+    start, out = time.monotonic(), tmp_path / "plan.json"
+    assert tool.main([SEVENTY, "--nodes", "128", "data.train_batch_size=1024", "actor.ppo_mini_batch_size=256",
+                      f"--json={out}"]) == 0
+    assert time.monotonic() - start < 30
+    plan = json.loads(out.read_text())
+    assert plan["cluster"]["world_size"] == 1024 and plan["fits"] and len(plan["candidates"]) > 10
+    assert plan["batch_plan"]["dp_size"] == 32 and len(plan["memory"]) == 4
+
+
+def test_json_table_and_picture_agree(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "memory.png"
+    assert tool.main([SEVEN, f"--json={out}", f"--plot={picture}", "--top=2"]) == 0
+    plan, text = json.loads(out.read_text()), capsys.readouterr().out
+    phases = plan["memory"][0]["phases"]
+    assert list(phases) == ["engine start", "switch", "rollout", "log-probs", "actor update"]
+    for phase in phases.values():
+        assert phase["total"] == sum(size for part, size in phase.items() if part != "total")
+        assert f"{phase['total'] / 2**30:.2f}" in text
+    assert plan["seconds"]["step"] == pytest.approx(sum(s for name, s in plan["seconds"].items() if name != "step"))
+    assert plan["bytes_per_rank_and_step"]["within node"] == sum(
+        t["bytes_per_rank"] for t in plan["traffic"] if t["link"] == "within node")
+    assert "rollouts_per_step = train_batch_size * n = 256 * 8 = 2048" in text
+    assert "40% of peak operations" in text and "not measured" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert tool.main([SEVEN, "--json=-"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == plan["memory"]
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [SEVENTY, "--nodes", "4", "actor.pipeline_model_parallel_size=1"]
+    assert tool.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert 'phase "engine start" takes' in error and "GiB too many" in error
+    [hint] = [line for line in error.splitlines() if "hint:" in line]
+    change = [word for word in hint.split() if "=" in word]
+    assert change and tool.main([*arguments, *change]) == 0, "the hint, typed at the command line, fits"
+    capsys.readouterr()
+    assert tool.main([SEVENTY, "--nodes", "1", "--gpu-memory-gib", "24", "actor.pipeline_model_parallel_size=1"]) == 1
+    assert "no layout of this model fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--gpu-memory-gib=0"], "memory_bytes = 0"), (["--reserve-gib=90"], "a reserve of 90 GiB"),
+    (["--hf-config=/nowhere"], "/nowhere"), (["actor.lr=fast"], "actor.lr"),
+    (["actor.tensor_model_parallel_size=3"], "world_size 8"), (["model.path=/models/unknown"], "/models/unknown"),
+    (["reward_model.path=/models/judge", "reward.components=[1.0 model]"], "/models/judge"),
+])
+def test_bad_input_is_one_clear_error(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert tool.main([SEVEN, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "hint:" in error and "Traceback" not in error
+
+
+def test_a_verl_recipe_is_planned(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tutorial's six GPUs, its model's shape found by name; what is ignored is said."""
+    recipe = ROOT / "tests/config/verl/tutorial.yaml"
+    assert tool.main([str(recipe), "--gpus-per-node=6", "algorithm.adv_estimator=grpo"]) == 1
+    output = capsys.readouterr()
+    assert "rollouts_per_engine = train_batch_size / num_engines * n = 60 / 3 * 12 = 240" in output.out
+    assert "note: ignored: actor_rollout_ref.actor.strategy='fsdp'" in output.err
+    assert "the nearest layout that fits: actor." in output.err
+
+
+def test_help_is_complete(capsys: pytest.CaptureFixture[str], tool: ModuleType) -> None:
+    with pytest.raises(SystemExit) as end:
+        tool.main(["--help"])
+    assert end.value.code == 0 and "--gpu-memory-gib" in capsys.readouterr().out

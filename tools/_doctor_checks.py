@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor looks at on one machine: versions, accelerators, fast paths, limits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[1]
+Status = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        status: a problem stops a run or makes it wrong; a warning makes it slower or its logs harder to read.
+        found: what was seen, with the numbers.
+        advice: what to do about it, unless it is ok.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Least amounts.
+
+    Attributes:
+        shared_memory_gib, disk_gib: free.
+        open_files: soft limit.
+    """
+
+    shared_memory_gib: float
+    disk_gib: float
+    open_files: int
+
+
+def check_machine(run_dir: Path, needs: Needs) -> list[Finding]:
+    """Everything that needs no other rank."""
+    return [*_check_versions(), *_check_accelerators(), *_check_fast_paths(), *_check_limits(run_dir, needs),
+            *_check_name()]
+
+
+def _check_versions() -> Iterator[Finding]:
+    """Installed versions against the pins, by the check that setup uses."""
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    pins = ROOT / ("requirements.txt" if device == "gpu" else "requirements-cpu.txt")
+    yield Finding("python", "ok", sys.version.split()[0])
+    command = [sys.executable, str(ROOT / "launch/check_environment.py"), "--device", device, "--requirements",
+               str(pins), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line.partition("broken: ")[2] for line in result.stderr.splitlines() if "broken: " in line]
+    if result.returncode not in (0, 1) or (result.returncode and not lines):
+        lines = [f"{command[1]} failed: {result.stderr.strip()[-300:]}"]
+    for line in lines:
+        yield Finding("versions", "warning", line, f"install the pins of {pins.name}: bash launch/setup.sh")
+    if not lines:
+        yield Finding("versions", "ok", f"as pinned in {pins.name}")
+
+
+def _check_accelerators() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+        is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+        yield Finding("accelerators", "ok" if is_cpu_build else "problem",
+                      "none; torch is a CPU build" if is_cpu_build else f"none, although torch is built for {build}",
+                      "" if is_cpu_build else "check the driver, the container's --gpus, and CUDA_VISIBLE_DEVICES")
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        is_taken = free < 0.9 * total
+        yield Finding(
+            f"accelerator {index}", "warning" if is_taken else "ok",
+            f"{device.name}, {total / GIB:.1f} GiB ({free / GIB:.1f} free)",
+            "another process uses it: planned memory will not be there" if is_taken else "")
+
+
+def _check_fast_paths() -> Iterator[Finding]:
+    """What is active, and what each missing one would bring."""
+    from megatron_rl.models.attention_backends import choose_attention_backend
+    from megatron_rl.models.gpt import choose_transformer_impl
+
+    has_gpu = torch.cuda.is_available()
+    attention = choose_attention_backend(torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16)
+    yield _fast_path("attention", attention, attention != "sdpa", "one kernel over all sequences of a packed batch "
+                     "instead of a call per sequence", "pip install --no-build-isolation flash-attn")
+    layers = choose_transformer_impl("auto")
+    yield _fast_path("layers", layers, layers == "transformer_engine", "fused norms and matrix products",
+                     "pip install --no-build-isolation 'transformer-engine[pytorch]'")
+    has_apex = importlib.util.find_spec("apex") is not None
+    yield _fast_path("optimizer", "apex" if has_apex else "torch", has_apex, "one kernel per optimizer step instead of "
+                     "one per tensor", "build apex from source, see requirements.txt")
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    yield Finding("rollout engine", "ok" if has_vllm else "warning", "vLLM" if has_vllm else "vLLM is not installed",
+                  "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it")
+
+
+def _fast_path(name: str, active: str, is_fast: bool, brings: str, how: str) -> Finding:
+    if is_fast:
+        return Finding(f"fast path: {name}", "ok", active)
+    if not torch.cuda.is_available():
+        return Finding(f"fast path: {name}", "ok", f"{active} (nothing faster on CPU)")
+    return Finding(f"fast path: {name}", "warning", f"{active}; missing: {brings}", how)
+
+
+def _check_limits(run_dir: Path, needs: Needs) -> Iterator[Finding]:
+    yield _amount("shared memory", "/dev/shm", _free_gib(Path("/dev/shm")), needs.shared_memory_gib,
+                  "raise it (docker run --ipc host or --shm-size): ranks of a machine map each other's weights")
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    yield _amount("disk", str(place), _free_gib(place), needs.disk_gib, "free some, or choose another trainer.run_dir")
+    if not os.access(place, os.W_OK):
+        yield Finding("disk", "problem", f"{place} cannot be written", "choose another trainer.run_dir")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = soft == resource.RLIM_INFINITY or soft >= needs.open_files
+    yield Finding("open files", "ok" if is_enough else "problem", f"limit {soft} (hard {hard})",
+                  "" if is_enough else f"ulimit -n {needs.open_files}: every peer is a connection")
+    adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    if adapters:
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        is_free = locked == resource.RLIM_INFINITY
+        yield Finding("RDMA", "ok" if is_free else "problem", f"{', '.join(adapters)}; locked memory "
+                      f"{'unlimited' if is_free else locked}", "" if is_free else "ulimit -l unlimited: RDMA pins its "
+                      "buffers")
+    memory = psutil.virtual_memory()
+    yield Finding("host memory", "ok", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available")
+
+
+def _free_gib(path: Path) -> float:
+    return shutil.disk_usage(path).free / GIB
+
+
+def _amount(name: str, place: str, free: float, needed: float, advice: str) -> Finding:
+    found = f"{free:.1f} GiB free at {place}"
+    if free >= needed:
+        return Finding(name, "ok", found)
+    return Finding(name, "problem", f"{found}, less than {needed:g}", advice)
+
+
+def _check_name() -> Iterator[Finding]:
+    """gloo listens where the host's name leads, unless an interface is named."""
+    name, interface = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is not None:
+        is_there = all(part in psutil.net_if_addrs() for part in interface.split(","))
+        yield Finding("interface", "ok" if is_there else "problem", f"GLOO_SOCKET_IFNAME={interface}" +
+                      ("" if is_there else f"; this host has {', '.join(psutil.net_if_addrs())}"),
+                      "" if is_there else "name an interface that every node has")
+        return
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield Finding("host name", "warning", f"{name} does not resolve: {error}",
+                      "on several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them")
+        return
+    is_local = address.startswith("127.") and int(os.environ.get("WORLD_SIZE", 1)) > _ranks_here()
+    advice = "gloo would listen where no other node reaches it: set GLOO_SOCKET_IFNAME to the interface between them"
+    yield Finding("host name", "problem" if is_local else "ok", f"{name} is {address}", advice if is_local else "")
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Will this recipe fit this cluster, what will a step take, and which layouts would be better?
+
+    python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80
+    python tools/plan.py RECIPE.yaml actor.tensor_model_parallel_size=4 --nodes 4 --json plan.json --plot memory.png
+
+Nothing is started and no weights are read: the model's shape comes from its config.json (--hf-config, else the one in
+model.path, else shapes/<last part of model.path>.json beside the recipe). Weights, gradients, optimizer states, batch
+arithmetic and the switch of the weights are exact; activations are counted; seconds are predicted from the stated
+assumptions. Ends with status 1 if the recipe does not fit, 2 if it cannot be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+from megatron_rl.config.loading import load_config
+from megatron_rl.planning.admission import explain_problem, read_job
+from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
+from megatron_rl.planning.report import format_plan, make_plan, save_plot, to_dict
+from megatron_rl.planning.steptime import Assumptions
+from megatron_rl.types import UserError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; what it does not know are overrides of the recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("recipe", type=Path, help="YAML recipe; section.key=value overrides may follow")
+    parser.add_argument("--hf-config", type=Path, help="model directory or config.json of the policy")
+    parser.add_argument("--critic-hf-config", type=Path, help="the same of the critic, where critic.path is set")
+    parser.add_argument("--reward-hf-config", type=Path, help="the same of the reward model")
+    cluster = parser.add_argument_group("cluster")
+    for flag, default, kind, text in (
+        ("--nodes", 1, int, "machines"), ("--gpus-per-node", 8, int, "accelerators per machine"),
+        ("--gpu-memory-gib", 80.0, float, "memory of one accelerator"),
+        ("--intra-gb-s", 400.0, float, "GB/s per accelerator and direction inside a node"),
+        ("--inter-gb-s", 50.0, float, "GB/s per accelerator and direction between nodes"),
+        ("--tflops", 990.0, float, "peak 1e12 operations/s of one accelerator in bfloat16 (H100: 990)"),
+        ("--memory-gb-s", 3350.0, float, "GB/s of its memory (H100: 3350)"),
+        ("--host-gb-s", 50.0, float, "GB/s between it and the host"),
+    ):
+        cluster.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default:g})")
+    cluster.add_argument("--reserve-gib", type=float, help="of its memory, for driver, communication buffers and "
+                         f"fragmentation (default: {RESERVE * 100:g} percent)")
+    assumed = parser.add_argument_group("assumptions")
+    assumed.add_argument("--mfu", type=float, default=0.4, help="share of peak operations in training (0.4)")
+    assumed.add_argument("--mean-response", type=float, default=0.5, help="mean response over the longest one (0.5)")
+    parser.add_argument("--top", type=int, default=10, help="layouts to list (10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON; - for stdout instead")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write memory by phase as a PNG")
+    return parser
+
+
+def read_plan_job(options: argparse.Namespace, overrides: list[str]) -> tuple[Job, list[str]]:
+    """The job that the command line describes, and notes on settings without effect.
+
+    Raises:
+        UserError: anything in recipe, cluster or model that cannot be planned.
+    """
+    loaded, memory = load_config(options.recipe, overrides), int(options.gpu_memory_gib * GIB)
+    reserve = RESERVE * memory if options.reserve_gib is None else options.reserve_gib * GIB
+    cluster = Cluster(
+        nodes=options.nodes, gpus_per_node=options.gpus_per_node, memory_bytes=memory, reserve_bytes=int(reserve),
+        within_node=options.intra_gb_s * 1e9, across_nodes=options.inter_gb_s * 1e9, flops=options.tflops * 1e12,
+        memory_bandwidth=options.memory_gb_s * 1e9, host_bandwidth=options.host_gb_s * 1e9)
+    job = read_job(loaded.config, cluster, options.recipe, hf_config=options.hf_config,
+                   critic_hf_config=options.critic_hf_config, reward_hf_config=options.reward_hf_config)
+    return job, loaded.notes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options, overrides = build_parser().parse_known_args(arguments)
+    try:
+        job, notes = read_plan_job(options, overrides)
+        plan = make_plan(job, Assumptions(mfu=options.mfu, mean_response=options.mean_response))
+        text = json.dumps(to_dict(plan), indent=2) + "\n"
+        is_json_only = options.json is not None and str(options.json) == "-"
+        if options.json is not None and not is_json_only:
+            options.json.write_text(text, encoding="utf-8")
+        if options.plot is not None:
+            save_plot(plan, options.plot)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(text if is_json_only else format_plan(plan, options.top))
+    if plan.problem is not None:
+        print(f"error: {explain_problem(job, plan.problem, plan.nearest)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
