@@ -76,12 +76,12 @@ def draw_ref_logprobs() -> list[torch.Tensor]:
     return [torch.from_numpy(0.3 * rng.normal(size=n) - np.log(VOCAB_SIZE)).float() for n in LENGTHS]
 
 
-def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10) -> Actor:
-    """The actor of this rank; collective."""
+def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10, weights: Path | None = None) -> Actor:
+    """The actor of this rank, with the weights of `path` or of a checkpoint; collective."""
     groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
     return Actor(
         ModelConfig(path=str(path), dtype=case.dtype), ActorConfig(**(ACTOR | case.actor)), load_model_shape(path),
-        groups, path=path, temperature=case.temperature, seed=1, total_optimizer_steps=total_optimizer_steps)
+        groups, path=weights or path, temperature=case.temperature, seed=1, total_optimizer_steps=total_optimizer_steps)
 
 
 def build_batch(actor: PackedModel, case: Case, advantages: list[float] | None = None) -> TrainBatch:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.types import LossLedger
@@ -62,6 +63,13 @@ def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
             f"loss_agg_mode {ledger.mode}: the minibatch has {ledger.num_tokens} tokens in the loss in "
             f"{ledger.num_sequences} sequences and loss weights that sum to {ledger.weight_sum:.8g}, but the losses of "
             f"all microbatches and ranks counted {tokens:.15g} tokens and weights that sum to {weight_sum:.8g}")
+
+
+def is_ledger_met(ledger: LossLedger, tokens: torch.Tensor, weight_sum: torch.Tensor) -> torch.Tensor:
+    """What `check_ledger` checks, for 0-d tensors and without waiting for a device: 0-d bool."""
+    largest = weight_sum.abs().clamp(min=abs(ledger.weight_sum))
+    same_weights = (weight_sum - ledger.weight_sum).abs() <= (_WEIGHT_TOLERANCE * largest).clamp(min=1e-12)
+    return (tokens == ledger.num_tokens) & same_weights
 
 
 def ledger_metrics(ledger: LossLedger, totals: Mapping[str, float], prefix: str = "ledger") -> dict[str, float]:

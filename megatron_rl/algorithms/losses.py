@@ -129,6 +129,13 @@ def compute_policy_loss(
     return loss, metrics
 
 
+@torch.no_grad()
+def find_clipped(inputs: PolicyLossInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Where the configured policy loss clips: [t] bool, False at masked positions."""
+    _, is_clipped = find_policy_loss(config.policy_loss)(_blank_masked(inputs), config)
+    return inputs.loss_mask & is_clipped
+
+
 def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """The inputs with zeros at masked positions: garbage there reaches neither a formula nor its gradient."""
     logprobs, old_logprobs, advantages = (

@@ -4,7 +4,9 @@
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
 a microbatch is a slice of them, so `batch.old_logprobs = actor.compute_logprobs(batch)` is aligned by
 construction. Each microbatch ends in a padding sequence where its length must be a multiple of
-something (TP sequence parallelism, context parallelism) or would be zero; padding enters no loss and no metric.
+something (TP sequence parallelism, context parallelism), must be that of a bucket (`buckets.py`), or would be zero;
+padding enters no loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
+segments come empty ones, up to the number that there is room for.
 
 Where prompts are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
 segments of their own: position and predecessor of their first token go on from the prompt.
@@ -18,8 +20,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from megatron_rl.data.buckets import Buckets
 from megatron_rl.data.packing import MicrobatchPlan
-from megatron_rl.data.prefix import SegmentKeys, build_segment_keys
+from megatron_rl.data.prefix import SegmentKeys, build_segment_keys, move_to_device, pad_segment_keys
 from megatron_rl.types import LossLedger
 
 
@@ -54,6 +57,8 @@ class MicrobatchSlice:
         cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or a response behind a shared prompt.
         max_seqlen: length of the longest segment.
         keys: what each segment attends to, where some see a shared prompt; None: every segment itself.
+        is_bucketed: padded to a bucket; then `max_seqlen` is a bound that all microbatches of the bucket have in
+            common, and what is computed must have shapes that follow from those of the inputs.
     """
 
     start: int
@@ -61,6 +66,7 @@ class MicrobatchSlice:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     keys: SegmentKeys | None = None
+    is_bucketed: bool = False
 
 
 @dataclass
@@ -80,6 +86,8 @@ class TrainBatch:
         rollout_logprobs: float32, from the engine.
         old_logprobs, ref_logprobs, advantages, values, returns, importance_weights: float32, filled in along the
             step.
+        update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
+            last pipeline stage writes them where `record_updates` has made room. NaN: no step has used it.
         slices: one per microbatch.
         minibatch_sizes: microbatches of each minibatch.
         ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
@@ -100,6 +108,8 @@ class TrainBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
+    update_logprobs: torch.Tensor | None = None
+    update_entropy: torch.Tensor | None = None
     ledgers: Sequence[LossLedger] = ()
 
     def minibatches(self) -> Iterator[TrainBatch]:
@@ -112,6 +122,17 @@ class TrainBatch:
     def microbatches(self) -> list[TrainBatch]:
         """One batch per forward/backward; tensors are views."""
         return [self._part([piece]) for piece in self.slices]
+
+    def record_updates(self) -> None:
+        """Make room for what the policy says of the tokens while it is updated (for the rollout log)."""
+        self.update_logprobs, self.update_entropy = (
+            torch.full_like(self.rollout_logprobs, torch.nan) for _ in range(2))
+
+    def take_updates(self, other: TrainBatch) -> None:
+        """Copy what was recorded from a batch with the same tokens, if there is room for it."""
+        if self.update_logprobs is not None:
+            self.update_logprobs.copy_(other.update_logprobs)
+            self.update_entropy.copy_(other.update_entropy)
 
     def _part(self, slices: list[MicrobatchSlice]) -> TrainBatch:
         start, stop = slices[0].start, slices[-1].stop
@@ -139,6 +160,8 @@ def build_train_batch(
     pad_multiple: int,
     device: torch.device,
     group_of: Sequence[int] | None = None,
+    buckets: Buckets | None = None,
+    max_seqlen: int | None = None,
 ) -> TrainBatch:
     """Pack the sequences of one DP rank.
 
@@ -151,6 +174,8 @@ def build_train_batch(
         device: where the tensors live.
         group_of: a number per sequence; sequences of one number that follow each other in a microbatch share their
             prompt. None packs every sequence with its own.
+        buckets: every microbatch gets one of these shapes. None: lengths are multiples of `pad_multiple`.
+        max_seqlen: no sequence is longer (with buckets; padding is cut into segments that are not); None: no bound.
     """
     rows = _Rows()
     slices: list[MicrobatchSlice] = []
@@ -166,12 +191,8 @@ def build_train_batch(
                 assert _have_same_prompt(sequences[previous], sequences[index]), "a group has one prompt"
             rows.append(sequences[index], index, shares_prompt=is_shared)
             previous = index
-        rows.pad(pad_multiple)
-        bounds = np.cumsum([0, *rows.lengths])
-        slices.append(MicrobatchSlice(
-            first, first + int(bounds[-1]), torch.from_numpy(bounds.astype(np.int32)).to(device), max(rows.lengths),
-            build_segment_keys(bounds, rows.prefixes, device)))
-    flat = {name: torch.from_numpy(np.concatenate(pieces)).to(device) for name, pieces in rows.columns.items()}
+        slices.append(_close_microbatch(rows, first, pad_multiple, buckets, max_seqlen, device))
+    flat = {name: move_to_device(np.concatenate(pieces), device) for name, pieces in rows.columns.items()}
     batch = TrainBatch(
         tokens=flat["tokens"], position_ids=flat["positions"], predecessors=flat["predecessors"],
         loss_mask=flat["mask"], loss_weights=flat["logprobs"], sequence_ids=flat["ids"],
@@ -180,6 +201,30 @@ def build_train_batch(
     )
     batch.loss_weights = expand_to_tokens(sequence_weights, batch) * batch.loss_mask
     return batch
+
+
+def _close_microbatch(
+    rows: _Rows, first: int, pad_multiple: int, buckets: Buckets | None, max_seqlen: int | None, device: torch.device
+) -> MicrobatchSlice:
+    """Pad the microbatch that began at row `first`, and describe it."""
+    size = rows.num_tokens
+    if buckets is None:
+        rows.pad(max(-(-size // pad_multiple), 1) * pad_multiple)
+    else:
+        rows.pad(buckets.find_size(size), max_seqlen)
+    bounds = np.cumsum([0, *rows.lengths])
+    keys = build_segment_keys(bounds, rows.prefixes, device)
+    longest, stop = max(rows.lengths), int(bounds[-1])
+    if buckets is not None:
+        # One more, so that there always is an empty segment: it owns the padding of the keys.
+        slots = buckets.find_slots(len(rows.lengths) + 1)
+        bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
+        longest = min(max_seqlen or stop, stop)
+        if keys is not None:
+            keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
+    return MicrobatchSlice(
+        first, first + stop, move_to_device(bounds.astype(np.int32), device), longest, keys,
+        is_bucketed=buckets is not None)
 
 
 def _have_same_prompt(first: PackedSequence, second: PackedSequence) -> bool:
@@ -218,15 +263,19 @@ class _Rows:
             sequence.tokens[rows], np.arange(skipped, s), predecessors, mask[rows], np.full(s - skipped, index),
             logprobs[rows], prefix=(self._prompt_start, self._prompt_start + skipped))
 
-    def pad(self, multiple: int) -> None:
-        """A segment of nothing, where the microbatch's length asks for one."""
-        start = self._total - self._first
-        padding = max(-start % multiple, 0 if start else multiple)
-        if padding:
-            nothing = np.zeros(padding)
-            predecessors = np.maximum(np.arange(start - 1, start - 1 + padding), start)
+    @property
+    def num_tokens(self) -> int:
+        """Of the current microbatch."""
+        return self._total - self._first
+
+    def pad(self, length: int, max_seqlen: int | None = None) -> None:
+        """Segments of nothing, of at most `max_seqlen` tokens, where the microbatch is to be longer than it is."""
+        while (missing := length - self.num_tokens) > 0:
+            start, count = self.num_tokens, min(missing, max_seqlen or missing)
+            nothing = np.zeros(count)
+            predecessors = np.maximum(np.arange(start - 1, start - 1 + count), start)
             self._append_segment(
-                nothing, np.arange(padding), predecessors, nothing.astype(bool), np.full(padding, -1), nothing,
+                nothing, np.arange(count), predecessors, nothing.astype(bool), np.full(count, -1), nothing,
                 prefix=(start, start))
 
     def _append_segment(self, *values: np.ndarray, prefix: tuple[int, int]) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.data.balancing import balance_ranks
+from megatron_rl.data.buckets import Buckets
 from megatron_rl.data.prefix import SharedPrompts
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
@@ -203,9 +204,17 @@ def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
     return [sum(work.sum(members)[1] for members in rank) for rank in plan]
 
 
+def microbatch_sizes(
+    plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrompts | None = None
+) -> list[int]:
+    """Tokens of all microbatches of a plan, without padding."""
+    work = _Workload.measure(lengths, 0.0, shared)
+    return [work.sum(members)[0] for rank in plan for members in rank]
+
+
 def packing_metrics(
     plan: MicrobatchPlan, lengths: Sequence[int], max_tokens: int, *, pad_multiple: int = 1,
-    attention_ratio: float = 0.0, shared: SharedPrompts | None = None,
+    attention_ratio: float = 0.0, shared: SharedPrompts | None = None, buckets: Buckets | None = None,
 ) -> dict[str, float]:
     """How good a plan is; arguments as for `plan_microbatches` and `build_train_batch`.
 
@@ -219,7 +228,8 @@ def packing_metrics(
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]
     sizes = [work.sum(members)[0] for members in microbatches]
-    computed = sum(max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes)
+    computed = sum(
+        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes)
     loads = _rank_costs(plan, work)
     metrics = {
         "packing/efficiency": sum(sizes) / computed,

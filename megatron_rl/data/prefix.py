@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SegmentKeys:
     """The keys that the queries of each segment see: first its prefix, then its own, causally.
 
     Attributes:
-        index: [k] int64, rows of the microbatch, segment after segment.
+        index: [k] int64, rows of the microbatch, segment after segment; -1: padding.
         cu_seqlens: [num_segments + 1] int32, boundaries in `index`.
         max_seqlen: most keys of a segment.
     """
@@ -64,5 +65,26 @@ def build_segment_keys(
     ]
     lengths = [len(r) for r in rows]
     return SegmentKeys(
-        torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(device),
-        torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device), max(lengths))
+        move_to_device(np.concatenate(rows).astype(np.int64), device),
+        move_to_device(np.cumsum([0, *lengths], dtype=np.int32), device), max(lengths))
+
+
+def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor of the same values; the copy to a GPU is from pinned memory, and nobody waits for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def pad_segment_keys(keys: SegmentKeys, num_segments: int, num_keys: int, max_prefixed: int) -> SegmentKeys:
+    """The same keys in tensors of given sizes: the last segment, which has no query, owns the padding.
+
+    Args:
+        keys: of fewer than `num_segments` segments.
+        num_segments, num_keys: wanted.
+        max_prefixed: no segment with its prefix has more keys.
+    """
+    count, room = len(keys.index), num_segments + 1 - len(keys.cu_seqlens)
+    assert room > 0 and num_keys >= count and keys.max_seqlen <= max_prefixed
+    cu_seqlens = F.pad(keys.cu_seqlens, (0, room), value=count)
+    cu_seqlens[-1] = num_keys
+    return SegmentKeys(F.pad(keys.index, (0, num_keys - count), value=-1), cu_seqlens, max_prefixed)

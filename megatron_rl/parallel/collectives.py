@@ -7,6 +7,8 @@ Every function takes its group; none falls back to a global one.
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,16 +50,69 @@ def init_distributed(timeout_minutes: float) -> Process:
     if use_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        single = {} if is_launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        timeout = timedelta(minutes=timeout_minutes)
+        store, rank, world_size = dist.HashStore(), 0, 1
+        if is_launched:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            store = meet(store, rank, world_size, timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-            timeout=timedelta(minutes=timeout_minutes),
-            device_id=device if use_cuda else None,
-            **single,
-        )
+            "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank,
+            world_size=world_size, device_id=device if use_cuda else None)
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """A part of the launcher's store that only the ranks of this attempt know; every rank calls it once.
+
+    torchrun keeps one store for all attempts of a restarted job: ranks would find the addresses of those that were
+    killed (pytorch/pytorch issues 135712 and 167288). So every rank knocks under a new name, rank 0 answers each name
+    that it finds, the names of dead ranks too, and goes on when all ranks have come to the place that it named.
+
+    Raises:
+        TimeoutError: (rank 0; elsewhere torch's own error) a rank did not come in time.
+    """
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"knock/{rank}", name)
+        store.wait([f"answer/{name}"], timeout)
+        place = store.get(f"answer/{name}").decode()
+        store.set(f"{place}/{rank}", "here")
+        return dist.PrefixStore(place, store)
+    absent, answered, deadline = set(range(1, world_size)), set(), time.monotonic() + timeout.total_seconds()
+    while absent:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(absent)} did not come within {timeout}")
+        for peer in sorted(absent):
+            knock = store.get(f"knock/{peer}").decode() if store.check([f"knock/{peer}"]) else None
+            if knock and knock not in answered:
+                store.set(f"answer/{knock}", name)
+                answered.add(knock)
+            if store.check([f"{name}/{peer}"]):
+                absent.remove(peer)
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
+
+
+def open_store(name: str, group: dist.ProcessGroup) -> dist.Store:
+    """A connection of this rank's own to the job's key-value store; collective.
+
+    It can be used by another thread while this one waits in a collective.
+
+    Args:
+        name: of a part of the store that nobody else uses, not even an earlier attempt of a restarted job.
+        group: all ranks.
+    """
+    unique = share_object(f"{name}-{uuid.uuid4().hex}", group)
+    store = dist.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        return dist.PrefixStore(unique, store.clone())
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(unique, store)
 
 
 def memory_in_use(device: torch.device) -> int:

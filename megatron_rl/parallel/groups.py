@@ -61,6 +61,11 @@ class ParallelGroups:
         return self.at.tp == self.at.cp == self.at.pp == 0
 
     @property
+    def is_last_stage_leader(self) -> bool:
+        """True on one rank of each model replica: the first of the TP and CP ranks of its last stage."""
+        return self.at.tp == self.at.cp == 0 and self.is_last_stage
+
+    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage in this rank's pipeline."""
         at = self.at

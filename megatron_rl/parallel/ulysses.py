@@ -146,7 +146,8 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(index)
         combined = values.new_zeros(length).index_copy_(0, index, values)
-        dist.all_reduce(combined, group=group)
+        if group.size() > 1:
+            dist.all_reduce(combined, group=group)
         return combined
 
     @staticmethod

@@ -96,15 +96,15 @@ def compute_logits_gradient(
         z, targets, shard: as in `compute_summary`.
         lse, entropy: [t] of the whole vocabulary.
         grad_logprobs: [t].
-        grad_entropy: [t], or None where the entropy has no gradient (saves a pass over the logits).
+        grad_entropy: [t], or None where the entropy has no gradient (saves a pass and a copy of the logits).
     """
     if shard.width == 0:
         return z
     log_probs = z.sub_(lse[:, None])
-    probs = log_probs.exp()
     if grad_entropy is None:
-        gradient = probs.mul_(-grad_logprobs[:, None])
+        gradient = log_probs.exp_().mul_(-grad_logprobs[:, None])
     else:
+        probs = log_probs.exp()
         slope = log_probs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
         gradient = slope.mul_(probs).neg_()
     columns, is_mine = shard.locate(targets)

@@ -11,6 +11,7 @@ from megatron_rl.algorithms.value_loss import compute_value_loss, finish_explain
 from megatron_rl.config.schema import CriticConfig, ModelConfig
 from megatron_rl.data.batching import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.training.step import StepLoss
 from megatron_rl.training.trainable import TrainedModel, describe_ledgers
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 
@@ -39,6 +40,7 @@ class Critic(TrainedModel):
         super().__init__(model, config, shape, groups, path=path, seed=seed)
         self._value_clip = config.value_clip
         self.add_optimizer(config, total_optimizer_steps)
+        self._value_loss = StepLoss("value", self._compute_value_loss)
 
     def compute_values(self, batch: TrainBatch) -> torch.Tensor:
         """Values of a packed batch, [t] float32, the same on every rank of the replica.
@@ -54,15 +56,7 @@ class Critic(TrainedModel):
         Returns:
             Metrics, the same on every rank; the explained variance is that of the values before the update.
         """
-
-        def loss_function(
-            microbatch: TrainBatch, values: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return compute_value_loss(
-                values, microbatch.values, microbatch.returns, microbatch.loss_mask, microbatch.loss_weights,
-                self._value_clip)
-
-        totals, grad_norm, lr = self.take_optimizer_step(minibatch, loss_function)
+        totals, grad_norm, lr = self.take_optimizer_step(minibatch, self._value_loss)
         return {
             "value/loss": totals["loss"],
             "value/explained_variance": finish_explained_variance(totals),
@@ -72,7 +66,14 @@ class Critic(TrainedModel):
             **describe_ledgers(minibatch, totals),
         }
 
+    def _compute_value_loss(
+        self, microbatch: TrainBatch, values: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return compute_value_loss(
+            values, microbatch.values, microbatch.returns, microbatch.loss_mask, microbatch.loss_weights,
+            self._value_clip)
+
     def _read_out(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
         """Values [t] of the tokens in the loss: the scores of the positions that predict them; 0 elsewhere."""
-        places, rows = self._predicted_rows(microbatch)
+        places, rows, _ = self._predicted_rows(microbatch)
         return (self._combine(self.stages[-1].score(hidden)[rows], places, microbatch),)

@@ -1,34 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's optimizer (ZeRO-1 or replicated), its learning-rate schedule, and DDP."""
+"""megatron-core's optimizer (ZeRO-1 or replicated), its learning-rate schedule, and DDP.
+
+The end of an optimizer step (reduce gradients, norm, clip, Adam, gather weights) looks at no number on the host:
+`finish` is the same function in every step mode, and a CUDA graph can hold it. Where the step is not sound (a loss or a
+norm that is not finite, a wrong count) Adam is told so on the device and leaves weights and states as they are;
+the caller reads the numbers afterwards and raises. Adam is torch's fused one, on CPU and GPU: it takes the learning
+rate and that flag from the device, and needs neither apex nor Transformer Engine.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config.schema import TrainableConfig
 from megatron_rl.parallel.groups import ParallelGroups
 
+_ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
+
 
 @dataclass
 class TrainableModel:
-    """DDP-wrapped model chunks with their optimizer and schedule."""
+    """DDP-wrapped model chunks with their optimizer and schedule.
+
+    Attributes:
+        collection: process groups of the role.
+        adams: torch's optimizers of this rank: of dense parameters, and of experts.
+        is_sound: 0-d bool on the device, read by `finish`: whether the weights may be changed.
+    """
 
     modules: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    collection: ProcessGroupCollection
+    device: torch.device
     offload_gradients: bool = False
     offload_optimizer: bool = False
     is_released: bool = False
+    is_sound: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_sound = torch.ones((), dtype=torch.bool, device=self.device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
+        chained = isinstance(self.optimizer, ChainedOptimizer)
+        self._parts = list(self.optimizer.chained_optimizers) if chained else [self.optimizer]
+        self.adams = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
+        for adam in self.adams:
+            adam.found_inf = self._found_inf
+        self._learning_rates = [
+            torch.zeros((), dtype=torch.float32, device=self.device) for _ in self.optimizer.param_groups]
 
     def release(self) -> None:
         """Give back what generation does not need, as configured; gradients are lost, states go to the host."""
@@ -60,40 +94,91 @@ class TrainableModel:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self) -> tuple[float, float]:
-        """Advance the schedule, clip, update; returns (global gradient norm, learning rate).
-
-        Raises:
-            FloatingPointError: the gradient norm is not finite (the same on every rank).
-        """
+    def advance_schedule(self) -> float:
+        """The learning rate of the next update, which `finish` will read from the device."""
         # Before the update, so that step k of a W-step warm-up uses lr * k / W (the first is not lost on lr 0).
         # The schedule also applies the per-group weight decay multipliers.
         self.scheduler.step(increment=1)
-        succeeded, grad_norm, _ = self.optimizer.step()
-        grad_norm = float(grad_norm if grad_norm is not None else 0.0)
-        if not succeeded or not torch.isfinite(torch.tensor(grad_norm)):
-            raise FloatingPointError(
-                f"gradient norm is {grad_norm}: the weights of this process are no longer usable; "
-                "lower the learning rate, or look at the last lines of metrics.jsonl for a growing mismatch or loss")
-        return grad_norm, float(self.optimizer.param_groups[0]["lr"])
+        for tensor, group in zip(self._learning_rates, self.optimizer.param_groups, strict=True):
+            tensor.fill_(group["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def finish(self) -> torch.Tensor:
+        """Reduce, clip and update where `is_sound` and the norm is finite; no host sync, collective over the role.
+
+        Gradients are summed over microbatches and DP; the loss weights hold the denominator.
+
+        Returns:
+            The global gradient norm before clipping, 0-d float32.
+        """
+        finalize_model_grads(self.modules, None, pg_collection=self.collection)
+        self.optimizer.prepare_grads()
+        norm = self._compute_norm()
+        limit = self.optimizer.config.clip_grad
+        if limit > 0:
+            coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for adam in self.adams:
+                grads = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
+                if grads:
+                    torch._foreach_mul_(grads, coefficient)
+        self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
+        with self._learning_rates_on_device():
+            self.optimizer.step_with_ready_grads()
+        return norm
+
+    def _compute_norm(self) -> torch.Tensor:
+        """Of all parameters of the role, each counted once."""
+        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for part in self._parts:
+            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for group, grads in by_group.items():
+            square = torch.zeros((), dtype=torch.float32, device=self.device)
+            if grads:
+                square = torch.stack(torch._foreach_norm(grads)).square().sum()
+            if group.size() > 1:
+                dist.all_reduce(square, group=group)
+            total = total + square
+        return total.sqrt()
+
+    @contextmanager
+    def _learning_rates_on_device(self) -> Iterator[None]:
+        """Groups hold tensors in the block, and numbers outside of it (for the schedule and for checkpoints)."""
+        groups = self.optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group, tensor in zip(groups, self._learning_rates, strict=True):
+            group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number
 
 
 def build_trainable(
     stages: torch.nn.ModuleList, config: TransformerConfig, groups: ParallelGroups, role: TrainableConfig,
-    *, total_optimizer_steps: int,
+    *, total_optimizer_steps: int, stream: Any = None,
 ) -> TrainableModel:
     """Wrap model chunks in DDP and build their optimizer; collective over the role.
 
     Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
+
+    Args:
+        stream: CUDA stream on which gradients accumulate: the one that graphs will be captured on.
     """
+    overlaps = role.overlap_grad_reduce
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=role.use_distributed_optimizer)
-    modules = [
-        DistributedDataParallel(config, ddp_config, stage, disable_bucketing=index > 0,
-                                pg_collection=groups.collection)
-        for index, stage in enumerate(stages)
-    ]
-    config.finalize_model_grads_func = _finalize_summed_grads
+        grad_reduce_in_fp32=True, use_distributed_optimizer=role.use_distributed_optimizer,
+        overlap_grad_reduce=overlaps)
+    with _on_stream(stream):
+        modules = [
+            DistributedDataParallel(config, ddp_config, stage, disable_bucketing=index > 0,
+                                    pg_collection=groups.collection)
+            for index, stage in enumerate(stages)
+        ]
+    if overlaps:
+        config.no_sync_func = [module.no_sync for module in modules] if len(modules) > 1 else modules[0].no_sync
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=role.lr, min_lr=role.min_lr, weight_decay=role.weight_decay,
@@ -101,6 +186,8 @@ def build_trainable(
             clip_grad=role.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
             use_distributed_optimizer=role.use_distributed_optimizer),
         modules, use_gloo_process_groups=False, pg_collection=groups.collection)
+    device = next(stages.parameters()).device
+    _use_fused_adam(optimizer, is_capturable=stream is not None)
     config.grad_scale_func = optimizer.scale_loss
     decay_steps = max(total_optimizer_steps, role.lr_warmup_steps + 1)
     scheduler = OptimizerParamScheduler(
@@ -109,10 +196,31 @@ def build_trainable(
         start_wd=role.weight_decay, end_wd=role.weight_decay, wd_incr_steps=decay_steps,
         wd_incr_style="constant")
     return TrainableModel(
-        modules, optimizer, scheduler, offload_gradients=role.offload_gradients,
+        modules, optimizer, scheduler, groups.collection, device, offload_gradients=role.offload_gradients,
         offload_optimizer=role.offload_optimizer)
 
 
-def _finalize_summed_grads(model: list[torch.nn.Module], num_tokens: object = None, **kwargs: object) -> None:
-    """Reduce gradients without dividing by a token count: the loss weights hold the denominator."""
-    finalize_model_grads(model, None, **kwargs)
+@contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    """Work that follows what is queued, on another stream, and that what comes next waits for."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        yield
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def _use_fused_adam(optimizer: MegatronOptimizer, *, is_capturable: bool) -> None:
+    """Put torch's fused AdamW in the place of the one that megatron-core chose (apex's, TE's or torch's)."""
+    chained = isinstance(optimizer, ChainedOptimizer)
+    for part in optimizer.chained_optimizers if chained else [optimizer]:
+        if part.is_stub_optimizer:
+            continue
+        groups = part.optimizer.param_groups
+        # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
+        adam = torch.optim.AdamW([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
+        adam.param_groups = [
+            {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}}
+            for group in groups]
+        part.optimizer = adam

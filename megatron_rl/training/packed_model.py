@@ -7,20 +7,22 @@ a role says what it makes of them (`_read_out`), and only that stage ever has it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_rl.checkpoint.huggingface import load_huggingface
-from megatron_rl.config.schema import LayoutConfig, ModelConfig
+from megatron_rl.checkpoint.distributed import load_weights
+from megatron_rl.config.schema import LayoutConfig, ModelConfig, TrainableConfig
 from megatron_rl.data.batching import TrainBatch
+from megatron_rl.data.buckets import Buckets, build_buckets
 from megatron_rl.data.packing import compute_attention_ratio
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import build_packed_sequences
@@ -45,6 +47,7 @@ class PackedModel:
         stages: model chunks (`vpp_size` of them), weights loaded.
         modules: what the schedule runs; roles with an optimizer put DDP wrappers here.
         params: this rank's parameters by name.
+        buckets: the shapes that its training step takes; None: any.
         padded_params: ends of the names of parameters with rows that pad the vocabulary.
     """
 
@@ -66,6 +69,7 @@ class PackedModel:
             shape, groups.layout, dtype=DTYPES[model.dtype], sequence_parallel=layout_config.sequence_parallel,
             recompute_granularity=layout_config.recompute_granularity,
             use_transformer_engine=self.transformer_impl == "transformer_engine")
+        self.buckets = self._build_buckets(layout_config)
         self.stages = build_gpt_stages(shape, self.config, groups, self.transformer_impl)
         self.modules: list[torch.nn.Module] = list(self.stages)
         self.params = {name: p.data for name, p in self.stages.named_parameters()}
@@ -73,7 +77,13 @@ class PackedModel:
         check_placements(
             placements, {name: tuple(p.shape) for name, p in self.params.items()}, where=f"megatron {at}",
             padded=[name for name in self.params if name.endswith(PADDED_PARAMETERS)])
-        load_huggingface(path, placements, self.params, may_lack=self._may_lack)
+        load_weights(Path(path), shape, placements, self.params, may_lack=self._may_lack)
+
+    def _build_buckets(self, config: LayoutConfig) -> Buckets | None:
+        if not isinstance(config, TrainableConfig) or config.step_mode == "eager":
+            return None
+        return build_buckets(
+            config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs)
 
     def placements(self, rank: int) -> list[Placement]:
         """Placement table of any rank of the layout."""
@@ -158,7 +168,11 @@ class PackedModel:
             On the last stage one entry per microbatch: the loss's metrics, or the first tensor [t] that the role
             reads out when `loss_function` is None; empty on other stages.
         """
-        layout, microbatches = self.groups.layout, batch.microbatches()
+        return self.run_microbatches(batch.microbatches(), loss_function)
+
+    def run_microbatches(self, microbatches: Sequence[TrainBatch], loss_function: LossFunction | None) -> list[Any]:
+        """`run_schedule` for microbatches that exist already."""
+        layout = self.groups.layout
         is_forward_only = loss_function is None
         is_interleaved = layout.vpp_size > 1
         iterators = [iter(microbatches) for _ in self.modules]
@@ -167,7 +181,7 @@ class PackedModel:
             module.train(not is_forward_only)
         p2p = P2PCommunicator(self.groups.pp, self.config) if layout.pp_size > 1 else None
         return forward_backward(
-            forward_step_func=partial(self._forward_step, loss_function),
+            forward_step_func=partial(self.forward_step, loss_function),
             data_iterator=iterators if is_interleaved else iterators[0],
             model=self.modules if is_interleaved else self.modules[0],
             num_microbatches=len(microbatches),
@@ -179,14 +193,16 @@ class PackedModel:
             **({"p2p_communicator": p2p} if p2p else {}),
         )
 
-    def _forward_step(
+    def forward_step(
         self, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """megatron-core's forward step function: the output of `module`, and what makes a loss or a result of it."""
         microbatch = next(batches)
         piece = microbatch.slices[0]
         packed = build_packed_sequences(
             piece, microbatch.position_ids, head_dim=self.shape.head_dim, rope_theta=self.shape.rope_theta,
-            dtype=self.config.params_dtype, cp_size=self.groups.layout.cp_size, cp_rank=self.groups.at.cp)
+            dtype=self.config.params_dtype, cp_size=self.groups.layout.cp_size, cp_rank=self.groups.at.cp,
+            rope_scaling=self.shape.rope_scaling)
         mine = self._own_rows(microbatch)
         output = module(
             microbatch.tokens[None, mine], microbatch.position_ids[None, mine], attention_mask=None,
@@ -213,17 +229,32 @@ class PackedModel:
         """The rows of a microbatch that this context parallel rank holds."""
         return shard_rows(len(microbatch.tokens), self.groups.layout.cp_size, self.groups.at.cp)
 
-    def _predicted_rows(self, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens in the loss that this context parallel rank predicts.
+    def _predicted_rows(self, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]:
+        """Tokens that this context parallel rank predicts: those in the loss, or where shapes must be fixed all.
+
+        Of a bucketed microbatch all rows predict, each its successor; where prompts are shared (which needs cp = 1)
+        all places are predicted, each by its predecessor. What is not in the loss is dropped by `_combine`.
 
         Returns:
-            Their places in the microbatch [k], and the rows of the rank's shard whose hidden states predict them [k].
+            Their places in the microbatch [k]; the rows of the rank's shard whose hidden states predict them [k]; the
+            tokens [k]. Place t, behind the end, stands for nothing.
         """
         mine, predecessors = self._own_rows(microbatch), microbatch.predecessors
-        is_mine = microbatch.loss_mask & (predecessors >= mine.start) & (predecessors < mine.stop)
-        places = is_mine.nonzero()[:, 0]
-        return places, predecessors[places] - mine.start
+        tokens, piece = microbatch.tokens, microbatch.slices[0]
+        if not piece.is_bucketed:
+            is_mine = microbatch.loss_mask & (predecessors >= mine.start) & (predecessors < mine.stop)
+            places = is_mine.nonzero()[:, 0]
+            return places, predecessors[places] - mine.start, tokens[places]
+        if piece.keys is not None:
+            assert self.groups.layout.cp_size == 1, "shared prompts have no fixed shape under context parallelism"
+            return torch.arange(len(predecessors), device=tokens.device), predecessors, tokens
+        places = torch.arange(mine.start + 1, mine.stop + 1, device=tokens.device)
+        return places, slice(None), F.pad(tokens, (0, 1))[mine.start + 1 : mine.stop + 1]
 
     def _combine(self, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
         """Values [k] of every context parallel rank at their places: [t], 0 where no rank has one."""
-        return combine_shards(values, places, len(microbatch.tokens), self.groups.cp)
+        length = len(microbatch.tokens)
+        if not microbatch.slices[0].is_bucketed:
+            return combine_shards(values, places, length, self.groups.cp)
+        combined = combine_shards(values, places, length + 1, self.groups.cp)[:length]
+        return torch.where(microbatch.loss_mask, combined, 0.0)

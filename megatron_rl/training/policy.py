@@ -32,11 +32,11 @@ class Policy(PackedModel):
 
     def _read_out(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs [t] of the tokens in the loss, and entropy [t] of the distributions they came from; 0 elsewhere."""
-        places, rows = self._predicted_rows(microbatch)
+        places, rows, targets = self._predicted_rows(microbatch)
         hidden = gather_for_vocab_shards(
             hidden, sequence_parallel=self.config.sequence_parallel, tp_group=self.groups.tp)  # [t/cp, h]
         found = compute_linear_logprobs_and_entropy(
-            hidden[rows], self.stages[-1].output_weight, microbatch.tokens[places], vocab_size=self.shape.vocab_size,
+            hidden[rows], self.stages[-1].output_weight, targets, vocab_size=self.shape.vocab_size,
             temperature=self.temperature, tp_group=self.groups.tp, chunk_tokens=self._chunk_tokens)
         logprobs, entropy = (self._combine(values, places, microbatch) for values in found)
         return logprobs, entropy

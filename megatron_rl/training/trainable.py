@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What actor and critic have in common: DDP, an optimizer, and one optimizer step over a minibatch."""
+"""What actor and critic have in common: DDP, an optimizer, and one optimizer step over a minibatch.
+
+Numbers stay on the device until the step is done, and are read once.
+Whether the step may change the weights is decided there.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.ledger import check_ledger, ledger_metrics
+from megatron_rl.algorithms.ledger import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainableConfig
 from megatron_rl.data.batching import TrainBatch
-from megatron_rl.parallel.collectives import reduce_scalars, share_object
+from megatron_rl.parallel.collectives import broadcast_tensors, share_object
+from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import build_trainable
-from megatron_rl.training.packed_model import LossFunction, PackedModel
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
+from megatron_rl.types import LossLedger
 
 
 class TrainedModel(PackedModel):
@@ -21,25 +29,31 @@ class TrainedModel(PackedModel):
 
     Attributes:
         trainable: the DDP wrappers, the optimizer and its schedule.
+        runner: how microbatches are run, by `step_mode`.
         optimizer_steps: how many were taken.
     """
 
     def add_optimizer(self, config: TrainableConfig, total_optimizer_steps: int) -> None:
         """Wrap the stages in DDP and build their optimizer; last part of a role's construction, collective."""
+        self.runner = self._build_runner(config)
         self.trainable = build_trainable(
-            self.stages, self.config, self.groups, config, total_optimizer_steps=total_optimizer_steps)
+            self.stages, self.config, self.groups, config, total_optimizer_steps=total_optimizer_steps,
+            stream=self.runner.stream)
         self.modules = list(self.trainable.modules)
         # DDP and the optimizer move parameters into contiguous buffers: take their final storage.
         self.params = {name: p.data for name, p in self.stages.named_parameters()}
         self.optimizer_steps = 0
 
+    def _build_runner(self, config: TrainableConfig) -> EagerStep:
+        if config.step_mode == "graph":
+            return GraphStep(self, config.graph_memory_gib)
+        return StaticStep(self) if config.step_mode == "static" else EagerStep(self)
+
     def release_training_memory(self) -> None:
         """Give back what generation does not need; the next optimizer step takes it back."""
         self.trainable.release()
 
-    def take_optimizer_step(
-        self, minibatch: TrainBatch, loss_function: LossFunction
-    ) -> tuple[dict[str, float], float, float]:
+    def take_optimizer_step(self, minibatch: TrainBatch, loss: StepLoss) -> tuple[dict[str, float], float, float]:
         """Forward, backward and update; collective over the role.
 
         Returns:
@@ -48,32 +62,54 @@ class TrainedModel(PackedModel):
 
         Raises:
             LedgerError: the loss did not count the tokens or weights that the minibatch has; on every rank.
-            FloatingPointError: the loss or the gradient norm is not finite; on every rank.
+            FloatingPointError: the loss or the gradient norm is not finite; on every rank. The weights are kept.
         """
         self.trainable.restore()
+        self.runner.prepare(minibatch, loss)
         self.trainable.zero_grad()
-        per_microbatch = self.run_schedule(minibatch, loss_function)
-        totals = self._reduce(per_microbatch, minibatch.tokens.device)
+        totals = self._reduce(self.runner.run(minibatch, loss), loss, minibatch.tokens.device)
+        self.trainable.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
+        lr = self.trainable.advance_schedule()
+        grad_norm = self.runner.finish()
+        *values, norm = torch.cat([totals, grad_norm.double()[None]]).tolist()  # the only wait for the device
+        found = dict(zip(loss.metric_names, values, strict=True))
         for ledger in minibatch.ledgers:
-            check_ledger(ledger, totals["tokens"], totals["weights"])
-        if not math.isfinite(totals["loss"]):
-            raise FloatingPointError(f"the loss of optimizer step {self.optimizer_steps + 1} is {totals['loss']}")
-        grad_norm, lr = self.trainable.step()
+            check_ledger(ledger, found["tokens"], found["weights"])
+        if not math.isfinite(found["loss"]):
+            raise FloatingPointError(f"the loss of optimizer step {self.optimizer_steps + 1} is {found['loss']}")
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm is {norm} in optimizer step {self.optimizer_steps + 1} (the weights are as before); "
+                "lower the learning rate, or look at the last lines of metrics.jsonl for a growing mismatch or loss")
         self.optimizer_steps += 1
-        return totals, grad_norm, lr
+        return found, norm, lr
 
-    def _reduce(self, per_microbatch: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
-        """Sums and maxima over microbatches and DP ranks, from the last stage to all."""
-        totals: dict[str, float] = {}
-        if self.groups.is_last_stage:
-            stacked = {key: torch.stack([m[key] for m in per_microbatch]) for key in per_microbatch[0]}
-            sums = {k: float(v.double().sum()) for k, v in stacked.items() if not k.startswith("max/")}
-            highs = {k: float(v.max()) for k, v in stacked.items() if k.startswith("max/")}
-            totals = reduce_scalars(sums, dist.ReduceOp.SUM, self.groups.dp, device)
-            totals |= reduce_scalars(highs, dist.ReduceOp.MAX, self.groups.dp, device)
-        if self.groups.pp.size() == 1:
-            return totals
-        return share_object(totals, self.groups.pp, self.groups.last_stage_rank)
+    def _reduce(self, rows: list[torch.Tensor], loss: StepLoss, device: torch.device) -> torch.Tensor:
+        """Sums and maxima over microbatches and DP ranks, from the last stage to all: [num_metrics] float64."""
+        groups = self.groups
+        if groups.is_last_stage:
+            table = torch.stack(rows)
+            sums, highs = table[:, : loss.num_sums].sum(0), table[:, loss.num_sums :].amax(0)
+            if groups.dp.size() > 1:
+                dist.all_reduce(sums, group=groups.dp)
+                if len(highs):
+                    dist.all_reduce(highs, op=dist.ReduceOp.MAX, group=groups.dp)
+            totals = torch.cat([sums, highs])
+        if groups.pp.size() > 1:
+            loss.set_names(share_object(loss.metric_names, groups.pp, groups.last_stage_rank))
+            if not groups.is_last_stage:
+                totals = torch.empty(len(loss.metric_names), dtype=torch.float64, device=device)
+            broadcast_tensors([totals], groups.last_stage_rank, groups.pp)
+        return totals
+
+
+def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger]) -> torch.Tensor:
+    """0-d bool: the loss is finite and counted what it should; on the device."""
+    found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
+    sound = found["loss"].isfinite()
+    for ledger in ledgers:
+        sound = sound & is_ledger_met(ledger, found["tokens"], found["weights"])
+    return sound
 
 
 def describe_ledgers(minibatch: TrainBatch, totals: dict[str, float]) -> dict[str, float]:

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
@@ -108,3 +112,31 @@ def test_init_distributed_describes_the_process() -> None:
 
     for rank, process in enumerate(run_ranks(join, 2, timeout=60)):
         assert process == collectives.Process(rank, 2, rank, 2, torch.device("cpu"))
+
+
+def test_attempts_of_a_restarted_job_do_not_see_each_other() -> None:
+    """One store, three attempts in a row, the ranks of each arriving in another order."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt(delays: tuple[float, ...]) -> list[tuple[bool, list[bytes]]]:
+        def be(rank: int) -> tuple[bool, list[bytes]]:
+            time.sleep(delays[rank])
+            client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+            store = collectives.meet(client, rank, 3, timedelta(seconds=20))
+            is_new = not store.check(["old"])
+            store.set(f"address/{rank}", f"{delays} {rank}")
+            addresses = [store.get(f"address/{peer}") for peer in range(3)]
+            store.set("old", "")
+            return is_new or rank > 0, addresses  # a quick peer may have written it already
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(be, range(3)))
+
+    for delays in ((0.0, 0.0, 0.0), (0.3, 0.0, 0.1), (0.0, 0.3, 0.1)):
+        assert attempt(delays) == [(True, [f"{delays} {peer}".encode() for peer in range(3)])] * 3
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not come"):
+        collectives.meet(server, 0, 3, timedelta(seconds=0.2))

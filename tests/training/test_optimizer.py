@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate of every step, and the gradient norm with and without clipping.
+"""The learning rate of every step, the gradient norm with and without clipping, and overlapped gradient reduction.
 
 What a step does to the weights is compared with torch's AdamW in test_actor.py.
 """
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from actor_runs import ALGORITHM, Case, build_actor, build_batch
+from actor_runs import ALGORITHM, Case, build_actor, build_batch, list_pieces
 from distributed import run_ranks
 from tiny_models import save_tiny_model
 
@@ -32,7 +33,8 @@ def _step_without_gradients(rank: int, world_size: int, path: Path, actor: dict[
     found = []
     for _ in range(steps):
         trainable.zero_grad()
-        found.append(trainable.step()[1])
+        found.append(trainable.advance_schedule())
+        trainable.finish()
         assert {group["lr"] for group in trainable.optimizer.param_groups} == {found[-1]}
     return found
 
@@ -84,3 +86,27 @@ def test_gradient_norm_is_reported_before_clipping_and_without_it(
         (norm,) = run_ranks(_gradient_norm, 1, path, Case(actor=settings, dtype=dtype), timeout=60)
         found.append(norm)
     assert found[0] > 0.5 and found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def _update_thrice(rank: int, world_size: int, path: Path, case: Case) -> Any:
+    actor = build_actor(case, path)
+    batch = build_batch(actor, case)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    assert len(batch.slices) > 1
+    return [actor.update(batch, ALGORITHM) for _ in range(3)], list_pieces(actor)
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(pp_size=2)])
+@pytest.mark.parametrize("use_distributed_optimizer", [True, False])
+def test_overlapped_gradient_reduction_changes_no_bit(
+    use_distributed_optimizer: bool, sizes: dict[str, int], path: Path
+) -> None:
+    """Over two DP ranks, with several microbatches: only the last one's gradients are reduced on the way."""
+    settings = dict(use_distributed_optimizer=use_distributed_optimizer)
+    results = []
+    for overlaps in (False, True):
+        case = Case(2 * len(sizes) + 2, sizes, settings | dict(overlap_grad_reduce=overlaps), max_tokens=30)
+        results.append(run_ranks(_update_thrice, case.world_size, path, case, timeout=100))
+    for (metrics, pieces), (expected, expected_pieces) in zip(*results, strict=True):
+        assert metrics == expected
+        assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(pieces, expected_pieces, strict=True))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer step replayed from CUDA graphs: one per shape for a microbatch, and one that finishes the step.
+
+The contract of what is captured: it reads the static inputs of its shape, the weights and a few tensors that stay (KL
+coefficient, learning rates, `is_sound`); it adds to the gradient buffers, or updates weights and Adam's states in
+place. megatron-core's DDP and optimizer keep all of these where they are, so graphs survive updates, and a rollout
+engine that shares the weights sees every one.
+
+Order of an optimizer step:
+
+1. `prepare`: shapes that the minibatch brings for the first time are captured, largest first, in one memory pool (a
+   smaller graph reuses the memory of a larger one; graphs never run at the same time). Before each, the function runs
+   a few times on the stream of the capture: kernels are chosen, NCCL connects, the allocator settles. What that leaves
+   in the gradient buffers is cleared after `prepare`.
+2. `run`: copy a microbatch into its buffers, replay, take the metrics out before the next replay overwrites them.
+3. `finish`: the learning rates and `is_sound` are on the device already; replay.
+
+Gradients accumulate on the stream on which DDP was built: it must be the one of the capture (`stream`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_all_rng_states, model_parallel_cuda_manual_seed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.data.batching import TrainBatch
+from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shape, find_shape
+from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.training.trainable import TrainedModel
+
+_WARM_UPS = 3
+_GIB = 1 << 30
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Captured:
+    """A graph, and the tensor that each replay writes its result into."""
+
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+    def replay(self) -> torch.Tensor:
+        """Run it; the result is a copy, since the next replay of any graph may overwrite the memory."""
+        self.graph.replay()
+        return self.result.clone()
+
+
+class GraphStep(StaticStep):
+    """`StaticStep` with its functions replayed from graphs.
+
+    Args:
+        model: one pipeline stage, dense.
+        memory_gib: once the graphs hold so much, further shapes run without capture; None: no limit.
+    """
+
+    def __init__(self, model: TrainedModel, memory_gib: float | None) -> None:
+        super().__init__(model)
+        self.stream = torch.cuda.Stream()
+        self._pool: Any = None
+        self._graphs: dict[tuple[str, Shape], Captured] = {}
+        self._uncaptured: set[tuple[str, Shape]] = set()
+        self._finish: Captured | None = None
+        self._settings: dict[str, Any] = {}
+        self._memory_limit = None if memory_gib is None else int(memory_gib * _GIB)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory that the graphs hold."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of microbatches."""
+        return len(self._graphs)
+
+    def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
+        """Capture what the minibatch needs and is not captured yet; leaves rubbish in the gradients."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._make_rng_capturable()
+        if self._settings.setdefault(loss.name, loss.settings) != loss.settings:
+            log.warning("the settings of the %s loss have changed: its graphs are captured anew", loss.name)
+            self._graphs = {key: found for key, found in self._graphs.items() if key[0] != loss.name}
+            self._settings[loss.name] = loss.settings
+        missing = {}
+        for microbatch in minibatch.microbatches():
+            key = (loss.name, find_shape(microbatch))
+            if key not in self._graphs and key not in self._uncaptured:
+                missing.setdefault(key, microbatch)
+        for key, microbatch in sorted(missing.items(), key=lambda item: -len(item[1].tokens)):
+            self._prepare_shape(key, microbatch, loss)
+        if self._finish is None:
+            trainable = self._model.trainable
+            trainable.is_sound.fill_(False)  # Adam makes its states, and changes nothing
+            self._finish = self._capture(trainable.finish, "the end of the optimizer step")
+
+    def _prepare_shape(self, key: tuple[str, Shape], microbatch: TrainBatch, loss: StepLoss) -> None:
+        name = describe_shape(microbatch)
+        if self._is_full():
+            log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
+            self._uncaptured.add(key)
+            return
+        self._model.trainable.zero_grad()
+        static = self._inputs.load(microbatch)
+        self._graphs[key] = self._capture(lambda: self.forward_backward(static, loss), f"a microbatch of {name}")
+        log.info("captured a CUDA graph for microbatches of %s; all hold %.2f GiB", name, self.memory_bytes / _GIB)
+
+    def _is_full(self) -> bool:
+        """The same on all ranks that compute a microbatch together: its collectives run during a capture."""
+        if self._memory_limit is None:
+            return False
+        is_full = torch.tensor(int(self.memory_bytes >= self._memory_limit), device=self._model.trainable.device)
+        group = self._model.groups.collection.tp_cp
+        if group.size() > 1:
+            dist.all_reduce(is_full, op=dist.ReduceOp.MAX, group=group)
+        return bool(is_full)
+
+    def _run_one(self, microbatch: TrainBatch, loss: StepLoss) -> torch.Tensor:
+        static = self._inputs.load(microbatch)
+        captured = self._graphs.get((loss.name, find_shape(microbatch)))
+        metrics = captured.replay() if captured else self.forward_backward(static, loss)
+        microbatch.take_updates(static)
+        return metrics
+
+    def finish(self) -> torch.Tensor:
+        """`TrainableModel.finish` from its graph."""
+        return self._finish.replay()
+
+    def _make_rng_capturable(self) -> None:
+        """Generators in a form that a capture can hold; dropout is 0, so their states do not matter."""
+        at, expert_at = self._model.groups.at, self._model.groups.expert_at
+        model_parallel_cuda_manual_seed(
+            torch.cuda.initial_seed() % (1 << 31), use_cudagraphable_rng=True, tp_rank=at.tp, ep_rank=expert_at.ep,
+            etp_rank=at.tp, force_reset_rng=True)
+
+    def _capture(self, function: Callable[[], torch.Tensor], name: str) -> Captured:
+        """Capture a function without arguments; it has run a few times afterwards."""
+        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        for state in get_all_rng_states().values():
+            graph.register_generator_state(state)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for _ in range(_WARM_UPS):
+                function()
+        current.wait_stream(self.stream)
+        self._model.trainable.optimizer.zero_grad()  # no .grad must be left for the capture to add to
+        gc.collect()
+        ops = OpRecorder()
+        try:
+            # thread_local: NCCL's watchdog may look at its events meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"), ops:
+                result = function()
+        except Exception as error:
+            raise explain_capture_failure(error, ops.last, name) from error
+        return Captured(graph, result)
+
+
+class OpRecorder(TorchDispatchMode):
+    """Remembers the last operation that was started, also in backward.
+
+    Attributes:
+        last: its name, e.g. "aten.nonzero.default".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = "none"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operation and run it."""
+        self.last = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def explain_capture_failure(error: Exception, last_op: str, name: str) -> UserError:
+    """The error of a failed capture: what was captured, the operation, and the line that called it."""
+    while error.__context__ is not None:  # the end of a capture that went wrong raises as well
+        error = error.__context__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
+    return UserError(
+        f"the CUDA graph of {name} could not be captured: operation {last_op} ({str(error).splitlines()[0]})",
+        source=where, expected="operations that do not look at values on the host and keep their shapes",
+        hint="set step_mode=static (the same step without capture), and report the operation")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which fast paths of a training step are active here, which are missing, and what the missing ones would bring.
+
+Detection looks at what is installed and at the device; nothing is started, and no process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.config.schema import TrainableConfig
+from megatron_rl.models.attention_backends import choose_attention_backend
+from megatron_rl.models.gpt import choose_transformer_impl
+from megatron_rl.models.transformer_config import DTYPES
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """One of them.
+
+    Attributes:
+        part: of the step.
+        active: what is in use.
+        is_fast: nothing better is known here.
+        brings: what the missing one would do; empty where it is active.
+        advice: how to get it; empty where it cannot be had here.
+    """
+
+    part: str
+    active: str
+    is_fast: bool
+    brings: str = ""
+    advice: str = ""
+
+
+def find_fast_paths(
+    config: TrainableConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1
+) -> list[FastPath]:
+    """Look at everything that a role's step may use.
+
+    Args:
+        config: of the role.
+        dtype: model.dtype.
+        transformer_impl: model.transformer_impl.
+        dp_size: data parallel ranks, over which gradients are reduced.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return [*_find_arithmetic(dtype, device), *_find_kernels(dtype, transformer_impl, device),
+            *_find_launches(config, device), *_find_overlaps(config, dp_size, device)]
+
+
+def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
+    if device.type == "cpu":
+        yield FastPath(
+            "arithmetic", dtype, dtype == "float32", "" if dtype == "float32" else "float32 is much faster on CPU",
+            "" if dtype == "float32" else "model.dtype=float32")
+    elif dtype == "bfloat16":
+        yield FastPath("arithmetic", "bfloat16, gradients and Adam in float32", True)
+    else:
+        yield FastPath("arithmetic", dtype, False, "matrix products on tensor cores, half the memory",
+                       "model.dtype=bfloat16")
+
+
+def _find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
+    is_cpu = device.type == "cpu"
+    attention = choose_attention_backend(device, DTYPES[dtype])
+    brings = "" if is_cpu or attention != "sdpa" else "one kernel over all sequences of a microbatch"
+    yield FastPath("attention", attention, not brings, brings,
+                   brings and "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn")
+    layers = choose_transformer_impl(transformer_impl)
+    brings = "" if is_cpu or layers != "local" else "fused norms and SwiGLU, and the way to FP8"
+    yield FastPath("layers", "megatron-core's own" if layers == "local" else "Transformer Engine", not brings, brings,
+                   brings and "pip install 'transformer-engine[pytorch]'")
+    yield FastPath("optimizer", "torch's fused AdamW (one kernel per group, rate and soundness on the device)", True)
+    yield FastPath("log-probs", "from hidden states in chunks, logits never held", True)
+
+
+def _find_launches(config: TrainableConfig, device: torch.device) -> Iterator[FastPath]:
+    is_fast = device.type == "cpu" or config.step_mode == "graph"
+    yield FastPath(
+        "step", config.step_mode, is_fast, "" if is_fast else "no launch per kernel, which binds small microbatches",
+        "" if is_fast else "step_mode=graph (one pipeline stage, dense models)")
+    if device.type == "cuda":
+        yield FastPath("batches", "copied from pinned memory while the host goes on", True)
+
+
+def _find_overlaps(config: TrainableConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:
+    if dp_size == 1:
+        return
+    is_possible = config.step_mode == "eager"
+    yield FastPath(
+        "gradient reduction", "during backward" if config.overlap_grad_reduce else "after backward",
+        config.overlap_grad_reduce or device.type == "cpu", "hidden behind the last backward",
+        "overlap_grad_reduce=true" if is_possible else "")
+    if config.use_distributed_optimizer:
+        yield FastPath(
+            "weight gathering", "after the update", device.type == "cpu", "hidden behind the next forward; not built: "
+            "rollout and checkpoints read the weights right after the update")
+
+
+def format_table(paths: Iterable[FastPath]) -> list[str]:
+    """Lines of a table: part, what is active, and what the missing one would bring."""
+    rows = [("fast path", "active", "missing")]
+    for path in paths:
+        missing = "" if path.is_fast else f"{path.brings} ({path.advice})" if path.advice else path.brings
+        rows.append((path.part, path.active, missing or "-"))
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [f"{part:<{first}}  {active:<{second}}  {missing}" for part, active, missing in rows]
+

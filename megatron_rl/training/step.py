@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward over the microbatches of a minibatch, in three modes that agree to the last bit.
+
+    eager    megatron-core's schedule on the tensors of the batch
+    static   the same model on buffers that stay: a microbatch is copied into those of its shape, and one function of
+             them alone does forward, loss and backward
+    graph    that function as a CUDA graph per shape (`cuda_graph.py`)
+
+What the function reads besides weights and inputs (the KL coefficient, the learning rate) are tensors that stay, too.
+Its results are gradients, added to megatron-core's gradient buffers, and the packed metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_rl.config.schema import TrainableConfig
+from megatron_rl.data.batching import TrainBatch
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.training.trainable import TrainedModel
+
+Shape = tuple[Any, ...]
+
+
+@dataclass
+class StepLoss:
+    """A loss of an optimizer step; called by the schedule with a microbatch and what the role reads out.
+
+    Attributes:
+        name: one loss has one name.
+        function: returns the loss, and its metrics by name: sums, and maxima whose names begin with "max/".
+        settings: what the function has taken from the config as numbers; a graph holds for one value of it.
+        metric_names: of the packed metrics, sums first; known after the first call.
+        num_sums: how many of them are sums.
+    """
+
+    name: str
+    function: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    settings: Any = None
+    metric_names: tuple[str, ...] = ()
+    num_sums: int = field(default=0)
+
+    def __call__(self, microbatch: TrainBatch, *read_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss (scalar), and its metrics packed in one tensor [num_metrics] float64."""
+        loss, metrics = self.function(microbatch, *read_out)
+        sums = [name for name in metrics if not name.startswith("max/")]
+        self.set_names((*sums, *(name for name in metrics if name.startswith("max/"))))
+        return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
+
+    def set_names(self, names: tuple[str, ...]) -> None:
+        """What the packed metrics are called."""
+        self.metric_names = names
+        self.num_sums = sum(not name.startswith("max/") for name in names)
+
+
+class EagerStep:
+    """megatron-core's schedule, on microbatches as they are."""
+
+    stream: Any = None  # on which gradients accumulate; None: the current one
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+
+    def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
+        """What must be done before the gradients are cleared; may leave rubbish in them."""
+
+    def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
+        """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
+        return self._model.run_microbatches(minibatch.microbatches(), loss)
+
+    def finish(self) -> torch.Tensor:
+        """`TrainableModel.finish`."""
+        return self._model.trainable.finish()
+
+
+class StaticStep(EagerStep):
+    """One function of static buffers per microbatch; under pipelining megatron-core's schedule on static buffers."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        super().__init__(model)
+        self._inputs = StaticInputs()
+
+    @property
+    def num_shapes(self) -> int:
+        """Different shapes of microbatches that it has seen."""
+        return self._inputs.num_shapes
+
+    def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
+        """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
+        microbatches = minibatch.microbatches()
+        if self._model.groups.layout.pp_size > 1:
+            # Several are under way at once: each needs buffers of its own.
+            static = [self._inputs.load(microbatch, slot) for slot, microbatch in enumerate(microbatches)]
+            metrics = self._model.run_microbatches(static, loss)
+            for microbatch, buffers in zip(microbatches, static, strict=True):
+                microbatch.take_updates(buffers)
+            return metrics
+        return [self._run_one(microbatch, loss) for microbatch in microbatches]
+
+    def _run_one(self, microbatch: TrainBatch, loss: StepLoss) -> torch.Tensor:
+        static = self._inputs.load(microbatch)
+        metrics = self.forward_backward(static, loss)
+        microbatch.take_updates(static)
+        return metrics
+
+    def forward_backward(self, static: TrainBatch, loss: StepLoss) -> torch.Tensor:
+        """Add the gradient of one microbatch to the gradient buffers; returns its packed metrics."""
+        model = self._model
+        if not model.modules[0].training:
+            model.modules[0].train()
+        output, finish = model.forward_step(loss, iter((static,)), model.modules[0])
+        value, _, metrics = finish(output)
+        model.config.grad_scale_func(value).backward()
+        return metrics
+
+
+class StaticInputs:
+    """Buffers for microbatches: one set per shape and slot, made from the first microbatch of that shape."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Shape, int], TrainBatch] = {}
+
+    @property
+    def num_shapes(self) -> int:
+        """Different shapes that were loaded."""
+        return len({shape for shape, _ in self._buffers})
+
+    def load(self, microbatch: TrainBatch, slot: int = 0) -> TrainBatch:
+        """Copy a microbatch into the buffers of its shape; returns them."""
+        assert microbatch.slices[0].is_bucketed, "step_mode static and graph take bucketed microbatches"
+        key = (find_shape(microbatch), slot)
+        if key not in self._buffers:
+            self._buffers[key] = _map_tensors(microbatch, torch.clone)
+        else:
+            _copy(_list_tensors(microbatch), _list_tensors(self._buffers[key]))
+        return self._buffers[key]
+
+
+def find_shape(microbatch: TrainBatch) -> Shape:
+    """All that a graph depends on besides the values: sizes, bounds, and which tensors there are."""
+    piece = microbatch.slices[0]
+    sizes = tuple(None if x is None else len(x) for x in _list_optional(microbatch))
+    return (*sizes, piece.max_seqlen, piece.keys.max_seqlen if piece.keys else None)
+
+
+def describe_shape(microbatch: TrainBatch) -> str:
+    """A shape in words."""
+    piece = microbatch.slices[0]
+    keys = "" if piece.keys is None else f" and {len(piece.keys.index)} keys"
+    return f"{len(microbatch.tokens)} tokens in up to {len(piece.cu_seqlens) - 1} sequences{keys}"
+
+
+def _list_optional(microbatch: TrainBatch) -> list[torch.Tensor | None]:
+    piece = microbatch.slices[0]
+    found = [getattr(microbatch, item.name) for item in fields(microbatch)]
+    flat = [x for x in found if x is None or isinstance(x, torch.Tensor)]
+    keys = [piece.keys.index, piece.keys.cu_seqlens] if piece.keys is not None else [None, None]
+    return [*flat, piece.cu_seqlens, *keys]
+
+
+def _list_tensors(microbatch: TrainBatch) -> list[torch.Tensor]:
+    return [x for x in _list_optional(microbatch) if x is not None]
+
+
+def _map_tensors(microbatch: TrainBatch, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
+    piece, keys = microbatch.slices[0], microbatch.slices[0].keys
+    if keys is not None:
+        keys = replace(keys, index=function(keys.index), cu_seqlens=function(keys.cu_seqlens))
+    tensors = {
+        item.name: function(value) for item in fields(microbatch)
+        if isinstance(value := getattr(microbatch, item.name), torch.Tensor)}
+    return replace(microbatch, **tensors, slices=[replace(piece, cu_seqlens=function(piece.cu_seqlens), keys=keys)])
+
+
+def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """One launch per type on a GPU."""
+    by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for source, destination in zip(sources, destinations, strict=True):
+        pair = by_type.setdefault(source.dtype, ([], []))
+        pair[0].append(source)
+        pair[1].append(destination)
+    for from_, to in by_type.values():
+        torch._foreach_copy_(to, from_)
+
+
+def check_step_mode(config: TrainableConfig, shape: ModelShape, section: str) -> None:
+    """Refuse a step mode that this machine or this model cannot run; what the config alone tells is in its checks.
+
+    Raises:
+        UserError: graph without CUDA; graph or overlapped gradient reduction with a mixture of experts.
+    """
+    if config.overlap_grad_reduce and shape.num_experts:
+        raise UserError(
+            f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts: an expert without tokens "
+            "has no gradient to wait for", source=f"{section}.overlap_grad_reduce", expected="false",
+            hint=f"remove {section}.overlap_grad_reduce")
+    if config.step_mode != "graph":
+        return
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"{section}.step_mode = graph, but there is no CUDA device", source=f"{section}.step_mode",
+            expected="a CUDA device", hint=f"set {section}.step_mode=static: the same step without capture")
+    if shape.num_experts:
+        raise UserError(
+            f"{section}.step_mode = graph with a mixture of {shape.num_experts} experts: the number of tokens of each "
+            "expert is read on the host to exchange them, which a graph cannot hold", source=f"{section}.step_mode",
+            expected="eager or static for mixtures of experts", hint=f"set {section}.step_mode=eager")

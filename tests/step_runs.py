@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actors and critics in any step mode on the same ragged batches, and everything about them that must agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, ModelConfig
+from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.data.buckets import Buckets
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.data.prefix import SharedPrompts
+from megatron_rl.parallel.groups import ParallelGroups, build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.training.actor import Actor
+from megatron_rl.training.critic import Critic
+from megatron_rl.training.trainable import TrainedModel
+from megatron_rl.weights.families import load_model_shape
+from tiny_models import VOCAB_SIZE
+
+BUDGET = 64
+GROUP_SIZE = 4
+PROMPT, LONGEST = 5, 24  # tokens of a prompt, and of the longest sequence
+SETTINGS: dict[str, Any] = dict(
+    lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5, max_tokens_per_microbatch=BUDGET)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A role in a layout.
+
+    Attributes:
+        role: "actor" or "critic".
+        sizes: of the layout.
+        config: further settings of the role.
+        dtype: of the model.
+    """
+
+    role: str = "actor"
+    sizes: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a group's prompt is packed once."""
+        return self.config.get("share_prompts", False)
+
+
+def build_role(setup: Setup, path: Path, groups: ParallelGroups, step_mode: str) -> TrainedModel:
+    """The role of this rank; collective."""
+    settings = SETTINGS | dict(share_prompts=False) | setup.config | dict(step_mode=step_mode)
+    model = ModelConfig(path=str(path), dtype=setup.dtype)
+    if setup.role == "critic":
+        return Critic(
+            model, CriticConfig(**settings, value_clip=0.02), load_model_shape(path, head="score"), groups, path=path,
+            seed=1, total_optimizer_steps=100)
+    return Actor(
+        model, ActorConfig(**settings), load_model_shape(path), groups, path=path, temperature=1.0, seed=1,
+        total_optimizer_steps=100)
+
+
+def build_ragged_batch(model: TrainedModel, buckets: Buckets | None, step: int, *, shares_prompts: bool) -> TrainBatch:
+    """Twelve rollouts of new lengths in two minibatches, complete but for the old log-probs and values."""
+    rng = np.random.default_rng(step)
+    lengths = rng.integers(PROMPT + 1, LONGEST + 1, 12).tolist()
+    prompts = rng.integers(0, VOCAB_SIZE, (len(lengths) // GROUP_SIZE, PROMPT))
+    sequences = [
+        PackedSequence(np.concatenate([prompts[i // GROUP_SIZE], rng.integers(0, VOCAB_SIZE, n - PROMPT)]), PROMPT,
+                       np.zeros(n - PROMPT, np.float32))
+        for i, n in enumerate(lengths)
+    ]
+    group_of = [i // GROUP_SIZE for i in range(len(lengths))] if shares_prompts else None
+    plans, ledgers, weights = [], [], []
+    for members in (range(8), range(8, 12)):
+        part = [lengths[i] for i in members]
+        shared = group_of and SharedPrompts([group_of[i] for i in members], [PROMPT] * len(part))
+        plans.append((members, plan_microbatches(
+            part, dp_size=model.groups.layout.dp_size, max_tokens=BUDGET,
+            count_multiple=model.microbatch_count_multiple, shared=shared)))
+        responses = [n - PROMPT for n in part]
+        weights.append(compute_sequence_weights("token-mean", responses, LONGEST))
+        ledgers.append(build_ledger("token-mean", responses, LONGEST))
+    device = model.trainable.device
+    batch = build_train_batch(
+        sequences, np.concatenate(weights), plans, dp_rank=model.groups.at.dp, pad_multiple=model.pad_multiple,
+        device=device, group_of=group_of, buckets=buckets, max_seqlen=LONGEST)
+    batch.ledgers = ledgers
+    batch.advantages = expand_to_tokens(rng.normal(size=len(lengths)), batch)
+    noise = torch.from_numpy(rng.normal(size=(len(lengths) + 1, LONGEST)).astype(np.float32)).to(device)
+    batch.returns = noise[batch.sequence_ids, batch.position_ids % LONGEST]
+    batch.ref_logprobs = 0.3 * batch.returns - float(np.log(VOCAB_SIZE))
+    return batch
+
+
+def take_steps(model: TrainedModel, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own."""
+    if isinstance(model, Critic):
+        batch.values = model.compute_values(batch)
+        return batch.values, [model.update(minibatch) for minibatch in batch.minibatches()]
+    batch.old_logprobs = model.compute_logprobs(batch)
+    algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
+    return batch.old_logprobs, [model.update(minibatch, algorithm) for minibatch in batch.minibatches()]
+
+
+def gradients(model: TrainedModel) -> list[torch.Tensor]:
+    """The gradient buffers, as the last optimizer step has left them."""
+    buffers = [b for m in model.modules for b in (*m.buffers, *m.expert_parallel_buffers)]
+    return [buffer.grad_data for buffer in buffers]
+
+
+def reduced_gradient(model: TrainedModel) -> torch.Tensor:
+    """The part of the gradient that this rank's optimizer has used: under ZeRO its shard.
+
+    The rest of a gradient buffer is not reduced, and so depends on which context parallel rank has which rows.
+    """
+    groups = [group for adam in model.trainable.adams for group in adam.param_groups]
+    return torch.cat([p.grad.flatten() for group in groups for p in group["params"]])
+
+
+def find_differences(first: TrainedModel, second: TrainedModel) -> list[str]:
+    """What is not bitwise equal: gradients, weights, states of the optimizer."""
+    pairs = {"gradients": (gradients(first), gradients(second))}
+    pairs["weights"] = ([*first.params.values()], [*second.params.values()])
+    states = [
+        [x for state in adam.state.values() for x in state.values()]
+        for model in (first, second) for adam in model.trainable.adams]
+    pairs["states"] = (sum(states[: len(states) // 2], []), sum(states[len(states) // 2 :], []))
+    return [name for name, (a, b) in pairs.items()
+            if len(a) != len(b) or not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))]
+
+
+def compare_modes(
+    setup: Setup, path: Path, world_size: int, num_steps: int, mode: str = "static"
+) -> dict[str, Any]:
+    """Run eager and another mode on the same padded microbatches; one rank's findings.
+
+    Returns:
+        differences: step -> what was not bitwise equal.
+        shapes: different shapes that the mode has seen; sizes: buckets of the ladder.
+        metrics: of the last step.
+    """
+    groups = build_groups(ParallelLayout(world_size, **setup.sizes))
+    eager, other = (build_role(setup, path, groups, name) for name in ("eager", mode))
+    differences: dict[int, list[str]] = {}
+    for step in range(num_steps):
+        batches = [build_ragged_batch(eager, other.buckets, step, shares_prompts=setup.shares_prompts)
+                   for _ in range(2)]
+        (scores, metrics), (other_scores, other_metrics) = (
+            take_steps(model, batch, step) for model, batch in zip((eager, other), batches, strict=True))
+        found = find_differences(eager, other)
+        found += [] if torch.equal(scores, other_scores) else ["scores"]
+        found += [] if metrics == other_metrics else [f"metrics {metrics} and {other_metrics}"]
+        if found:
+            differences[step] = found
+    return dict(differences=differences, shapes=other.runner.num_shapes, sizes=len(other.buckets.sizes),
+                metrics=metrics[-1])
+
+
+def measure_padding(setup: Setup, path: Path, world_size: int) -> dict[str, float]:
+    """Largest relative differences between a step on padded microbatches and one on microbatches as they are."""
+    groups = build_groups(ParallelLayout(world_size, **setup.sizes))
+    plain, padded = (build_role(setup, path, groups, name) for name in ("eager", "static"))
+    found: dict[str, float] = {}
+    results = []
+    for model in (plain, padded):
+        batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=setup.shares_prompts)
+        scores, metrics = take_steps(model, next(batch.minibatches()), 0)
+        real = batch.sequence_ids[: len(scores)] >= 0
+        results.append((scores[real], metrics[0]))
+    (scores, metrics), (padded_scores, padded_metrics) = results
+    found["scores"] = relative_gap(padded_scores, scores)
+    found |= {name: abs(padded_metrics[name] - value) / max(abs(value), 1e-3) for name, value in metrics.items()}
+    found["gradients"] = relative_gap(reduced_gradient(padded), reduced_gradient(plain))
+    return found
+
+
+def relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((found - expected).double().norm() / expected.double().norm().clamp(min=1e-30))

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of fast paths on a CPU, where nothing is missing but float32. Not covered: what is found on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.training.fast_path import FastPath, find_fast_paths, format_table
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without CUDA")
+
+
+def test_on_a_cpu_only_bfloat16_is_slow() -> None:
+    by_part = {path.part: path for path in find_fast_paths(ActorConfig(), "float32", dp_size=4)}
+    assert all(path.is_fast for path in by_part.values()), [p for p in by_part.values() if not p.is_fast]
+    assert by_part["attention"].active == "sdpa" and by_part["step"].active == "eager"
+    assert by_part["gradient reduction"].active == "after backward"
+    (slow,) = [path for path in find_fast_paths(ActorConfig(), "bfloat16") if not path.is_fast]
+    assert slow.part == "arithmetic" and "float32" in slow.advice
+
+
+def test_overlap_is_a_matter_of_data_parallelism() -> None:
+    parts = {path.part for path in find_fast_paths(ActorConfig(), "float32", dp_size=1)}
+    assert not parts & {"gradient reduction", "weight gathering"}
+
+
+def test_table_says_what_is_missing_and_how_to_get_it() -> None:
+    head, *lines = format_table([
+        FastPath("attention", "sdpa", False, "one kernel", "pip install flash-attn"),
+        FastPath("optimizer", "fused", True)])
+    assert head.split() == ["fast", "path", "active", "missing"]
+    assert lines[0].endswith("sdpa    one kernel (pip install flash-attn)") and lines[1].endswith("fused   -")
