@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron_rl.algorithms import advantages as estimation
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.algorithms.losses import PolicyLossInputs, find_clipped
 from megatron_rl.algorithms.mismatch import (
     compute_importance_weights,
     finish_importance_weights,
@@ -24,8 +26,10 @@ from megatron_rl.algorithms.mismatch import (
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
-from megatron_rl.data.packing import packing_metrics, plan_microbatches
+from megatron_rl.data.buckets import padding_metrics
+from megatron_rl.data.packing import microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.data.prefix import SharedPrompts
+from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.parallel.collectives import gather_arrays, reduce_scalars
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Rollout, RolloutGroup
@@ -71,10 +75,10 @@ def pack_rollouts(
         device: where the tensors live.
 
     Returns:
-        The batch, and packing metrics averaged over minibatches.
+        The batch, and packing metrics averaged over minibatches (padding by bucket: over the whole step).
     """
     sequences = [_pack_sequence(rollout, algorithm) for rollout in rollouts]
-    weights, plans, metrics, ledgers = [], [], [], []
+    weights, plans, metrics, ledgers, sizes = [], [], [], [], []
     group_of = number_groups(rollouts) if config.share_prompts else None
     for first in range(0, len(sequences), plan.rollouts_per_minibatch):
         part = sequences[first : first + plan.rollouts_per_minibatch]
@@ -90,12 +94,14 @@ def pack_rollouts(
         ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, plan.max_response_length))
         metrics.append(packing_metrics(
             layout, lengths, config.max_tokens_per_microbatch, pad_multiple=role.pad_multiple,
-            attention_ratio=role.attention_ratio, shared=shared))
+            attention_ratio=role.attention_ratio, shared=shared, buckets=role.buckets))
+        sizes += microbatch_sizes(layout, lengths, shared)
     batch = build_train_batch(
         sequences, np.concatenate(weights), plans, dp_rank=role.groups.at.dp, pad_multiple=role.pad_multiple,
-        device=device, group_of=group_of)
+        device=device, group_of=group_of, buckets=role.buckets, max_seqlen=plan.longest_sequence)
     batch.ledgers = ledgers
-    return batch, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
+    padding = padding_metrics((size, role.buckets.find_size(size)) for size in sizes) if role.buckets else {}
+    return batch, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 
 
 def number_groups(rollouts: Sequence[Rollout]) -> list[int]:
@@ -211,12 +217,60 @@ def describe_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
-def rollout_row(rollout: Rollout) -> dict[str, Any]:
-    """One rollout as it is written to rollouts/step_<N>.jsonl."""
+def gather_token_values(
+    batch: TrainBatch, num_rollouts: int, algorithm: AlgorithmConfig, is_owner: bool, group: dist.ProcessGroup
+) -> list[dict[str, np.ndarray]]:
+    """What the step knew of each token of its first rollouts, for the rollout log; collective over `group`.
+
+    Args:
+        batch: of this rank, after its updates.
+        num_rollouts: how many rollouts.
+        algorithm: says which tokens are clipped.
+        is_owner: one rank of each DP replica says True: of the last pipeline stage, where the updates are recorded.
+        group: all ranks of the job.
+
+    Returns:
+        One dict per rollout, the same on every rank: name -> [number of its tokens in the loss] float32, with names
+        `old_logprobs`, `advantages`; with a critic `values`; where updates are recorded `ratio`, `clipped` and
+        `entropy` of the last one, NaN before the first.
+    """
+    columns = _token_columns(batch, algorithm)
+    wanted = batch.loss_mask & (batch.sequence_ids < num_rollouts)
+    ids = gather_arrays([batch.sequence_ids[wanted].cpu().numpy()] if is_owner else [], np.int64, group)
+    numbers = gather_arrays(
+        [column[wanted].cpu().numpy() for column in columns.values()] if is_owner else [], np.float32, group)
+    all_ids = np.concatenate([x for rank in ids for x in rank])
+    table = np.concatenate([np.stack(rank) for rank in numbers if rank], axis=1)  # [num_columns, tokens]
+    order = np.argsort(all_ids, kind="stable")  # tokens of a rollout keep their order
+    bounds = np.searchsorted(all_ids[order], np.arange(num_rollouts + 1))
+    return [dict(zip(columns, table[:, order[start:stop]], strict=True)) for start, stop in pairwise(bounds)]
+
+
+def _token_columns(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    columns = {"old_logprobs": batch.old_logprobs, "advantages": batch.advantages, "values": batch.values}
+    now = batch.update_logprobs
+    if now is not None:
+        clipped = find_clipped(
+            PolicyLossInputs(now, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.sequence_ids), algorithm)
+        columns |= {"ratio": (now - batch.old_logprobs).exp(), "entropy": batch.update_entropy,
+                    "clipped": torch.where(now.isnan(), now, clipped.float())}
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """One rollout as it is written to rollouts/step_<N>.jsonl.
+
+    Args:
+        rollout: scored.
+        token_texts: of the tokenizer.
+        values: of its tokens, from `gather_token_values`.
+    """
     return {
         "prompt_id": rollout.prompt.prompt_id, "sample_index": rollout.sample_index, "prompt": rollout.prompt.text,
         "response": rollout.response, "ground_truth": rollout.prompt.ground_truth, "reward": rollout.reward,
         "reward_components": rollout.reward_components, "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version, "tokens": rollout.response_tokens.tolist(),
-        "rollout_logprobs": [round(float(x), 6) for x in rollout.rollout_logprobs],
+        "token_texts": token_texts(rollout.response_tokens),
+        "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
+        **token_fields(len(rollout.response_tokens), values),
     }

@@ -230,6 +230,14 @@ class HybridEngine:
             groups.append(RolloutGroup(prompt, rollouts))
         return groups
 
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs: which tensors the next sample of the certificate looks at."""
+        return {"certificate_turn": self._certificate.turn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a saved state."""
+        self._certificate.turn = state["certificate_turn"]
+
     def close(self) -> None:
         """Release the engine."""
         self._engine.close()

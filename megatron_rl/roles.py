@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,14 +19,13 @@ from megatron_rl.algorithms.advantages import RegisteredEstimator, find_advantag
 from megatron_rl.algorithms.losses import find_policy_loss
 from megatron_rl.algorithms.plugins import load_plugins
 from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
-from megatron_rl.config.loading import dump_yaml
-from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.checkpoint.side_files import list_side_files
+from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainableConfig
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.hybrid_engine import HybridEngine
-from megatron_rl.observability.run import Run
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, raise_together, share_object
+from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.ulysses import check_context_parallel
@@ -38,6 +37,7 @@ from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.reference import Reference
 from megatron_rl.training.reward_model import RewardModel
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
 from megatron_rl.weights.placement import Placement
@@ -79,6 +79,11 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def group_timeout(config: RunConfig) -> timedelta:
+    """Time limit of the process groups: somewhat more than the watchdog's, which explains what it ends."""
+    return timedelta(seconds=config.trainer.collective_timeout + 30)
+
+
 def read_layout(config: LayoutConfig, world_size: int, shape: ModelShape, section: str) -> ParallelLayout:
     """A role's layout, checked against its model.
 
@@ -93,6 +98,8 @@ def read_layout(config: LayoutConfig, world_size: int, shape: ModelShape, sectio
         layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=config.sequence_parallel,
         section=section)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
+    if isinstance(config, TrainableConfig):
+        check_step_mode(config, shape, section)
     return layout
 
 
@@ -234,7 +241,7 @@ def _groups_of(layout: ParallelLayout, actor_groups: ParallelGroups, config: Run
     """The actor's process groups for a role of the same layout, else groups of its own."""
     if layout == actor_groups.layout:
         return actor_groups
-    return build_groups(layout, timedelta(minutes=config.trainer.timeout_minutes))
+    return build_groups(layout, group_timeout(config))
 
 
 def build_hybrid_engine(
@@ -258,29 +265,15 @@ def build_hybrid_engine(
         run_seed=config.trainer.seed, timers=timers)
 
 
-def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Run:
-    """Open the run directory: `trainer.run_dir`, or a new name that rank 0 chooses; collective.
-
-    Raises:
-        UserError: the directory holds another run, or cannot be written; raised on every rank.
-    """
-    group, run, error = dist.group.WORLD, None, None
-    name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
-    try:
-        run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
-    except UserError as caught:
-        error = caught
-    except OSError as caught:
-        error = UserError(f"cannot write the run directory: {caught}", source="trainer.run_dir",
-                          expected="a directory on a disk that can be written", hint="choose another place")
-    raise_together(error, group)
-    return run
-
-
 def save_actor(directory: Path, config: RunConfig, actor: Actor) -> None:
     """Write the actor in HF format, with the tokenizer and config of `model.path`; collective."""
     save_huggingface(
         directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
         actor.params, side_files_from=config.model.path, group=actor.groups.world,
         bucket_bytes=config.hybrid.bucket_bytes)
+
+
+def side_files(config: RunConfig, path: str) -> dict[str, Path]:
+    """What belongs to the model of a role beside its weights."""
+    tokenizer = config.model.tokenizer
+    return list_side_files(Path(path), Path(tokenizer) if tokenizer else None)

@@ -24,11 +24,14 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles import (
     ModelInputs,
     build_actor,
+    group_timeout,
     launched_world_size,
-    open_run,
     read_model_inputs,
     save_actor,
+    side_files,
 )
+from megatron_rl.survival import Checkpoints, open_run
+from megatron_rl.types import UserError
 
 
 class SftTrainer:
@@ -38,24 +41,31 @@ class SftTrainer:
         self, config: RunConfig, inputs: ModelInputs, data: SftSet, plan: SftPlan, recipe: Path | None = None
     ) -> None:
         self.config, self.plan = config, plan
-        self.process = init_distributed(config.trainer.timeout_minutes)
-        self.run = open_run(config, recipe, plan.total_steps)
-        groups = build_groups(inputs.layout, timedelta(minutes=config.trainer.timeout_minutes))
+        self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+        opened = open_run(config, recipe, plan.total_steps)
+        self.run = opened.run
+        groups = build_groups(inputs.layout, group_timeout(config))
         actor = build_actor(config, inputs, groups, plan.total_steps)
         self.actor = self.run.timers.watch(actor, update_sft="update")
         self.examples = PromptBatches(
             data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+        self.checkpoints = Checkpoints(
+            config, opened, {"actor": actor}, {"prompts": self.examples},
+            side_files={"actor": side_files(config, config.model.path)},
+            export=lambda directory: save_actor(directory, config, actor), total_steps=plan.total_steps)
 
     def train(self) -> None:
-        """One optimizer step per batch; the model is written in HF format at the end."""
-        for step in range(1, self.plan.total_steps + 1):
+        """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
+        resumed = self.checkpoints.start()
+        for step in range((resumed or 0) + 1, self.plan.total_steps + 1):
+            self.run.timers.step = step
             with self.run.timers.phase("step"):
                 batch = self.pack(next(self.examples))
                 self.run.count(self.actor.update_sft(batch))
-                frequency, is_last = self.config.trainer.save_freq, step == self.plan.total_steps
-                if (frequency and step % frequency == 0) or (is_last and self.config.trainer.save_final):
-                    self.save(step)
+                self.checkpoints.end_step(step)
             self.run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
         self.run.finish()
 
     def pack(self, examples: Sequence[SftExample]) -> TrainBatch:
@@ -68,7 +78,7 @@ class SftTrainer:
         lengths, budget = [len(s.tokens) for s in sequences], self.plan.max_tokens_per_microbatch
         layout = plan_microbatches(
             lengths, dp_size=self.plan.dp_size, max_tokens=budget, count_multiple=self.actor.microbatch_count_multiple)
-        self.run.count(packing_metrics(layout, lengths, budget))
+        self.run.count(packing_metrics(layout, lengths, budget, buckets=self.actor.buckets))
         self.run.count({
             "tokens/prompt": sum(len(e.prompt_tokens) for e in examples),
             "tokens/response": sum(len(e.response_tokens) for e in examples),
@@ -78,13 +88,7 @@ class SftTrainer:
             self.config.data.max_response_length)
         return build_train_batch(
             sequences, weights, [(range(len(sequences)), layout)], dp_rank=self.actor.groups.at.dp,
-            pad_multiple=self.actor.pad_multiple, device=self.process.device)
-
-    def save(self, step: int) -> None:
-        """Write the policy in HF format; collective."""
-        with self.run.timers.phase("save"):
-            save_actor(self.run.checkpoint_dir(step) / "huggingface", self.config, self.actor)
-            self.run.point_at("latest", step)
+            pad_multiple=self.actor.pad_multiple, device=self.process.device, buckets=self.actor.buckets)
 
 
 def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
@@ -92,6 +96,7 @@ def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
 
     Raises:
         UserError: bad input, before any process group exists.
+        Preempted: a signal asked the run to stop.
     """
     config, world_size = loaded.config, launched_world_size()
     inputs = read_model_inputs(config, world_size)
@@ -108,5 +113,9 @@ def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
         for line in plan.formulas():
             say("  %s", line)
         trainer.train()
+    except UserError:
+        trainer.checkpoints.commit()
+        raise
     finally:
+        trainer.checkpoints.close()
         trainer.run.close()

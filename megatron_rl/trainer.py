@@ -29,11 +29,13 @@ from megatron_rl.experience import (
     compute_advantages,
     correct_mismatch,
     describe_rollouts,
+    gather_token_values,
     measure_kl,
     move_tokens,
     pack_rollouts,
     rollout_row,
 )
+from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.rewards.scorer import Scorer
@@ -44,13 +46,17 @@ from megatron_rl.roles import (
     build_hybrid_engine,
     build_reference,
     build_reward_model,
+    group_timeout,
     launched_world_size,
-    open_run,
     read_rl_inputs,
     save_actor,
+    side_files,
 )
+from megatron_rl.survival import Checkpoints, open_run
+from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.types import Rollout
+from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.types import Rollout, UserError
 
 
 class RlTrainer:
@@ -65,11 +71,15 @@ class RlTrainer:
 
     def __init__(self, config: RunConfig, inputs: RlInputs, plan: BatchPlan, recipe: Path | None = None) -> None:
         self.config, self.inputs, self.plan = config, inputs, plan
-        self.process = init_distributed(config.trainer.timeout_minutes)
-        self.run = open_run(config, recipe, plan.total_steps)
-        timers = self.run.timers
+        self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+        opened = open_run(config, recipe, plan.total_steps)
+        self.run, timers = opened.run, opened.run.timers
         timers.memory_probe = partial(memory_in_use, self.process.device)
-        groups = build_groups(inputs.model.layout, timedelta(minutes=config.trainer.timeout_minutes))
+        self.profiler = StepProfiler(
+            self.run.dir, steps=config.trainer.profile_steps, ranks=config.trainer.profile_ranks,
+            rank=self.process.rank, device=self.process.device)
+        timers.annotate = self.profiler.phase if self.profiler.is_used else None
+        groups = build_groups(inputs.model.layout, group_timeout(config))
         actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps)
         reference = build_reference(config, inputs.model, groups)
         critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps)
@@ -82,18 +92,26 @@ class RlTrainer:
         self.prompts = PromptBatches(
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         tokenizer = inputs.model.tokenizer
+        self.token_texts = TokenTexts(tokenizer.decode)
         self.collector = Collector(
             hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
             scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
             reward_model=self.score_with_model if self.reward_model else None,
             stop_token_ids=(tokenizer.eos_token_id,), timers=timers, group=dist.group.WORLD,
             needs_greedy_baseline=inputs.estimator.needs_greedy_baseline)
+        self.checkpoints = Checkpoints(
+            config, opened, {"actor": actor} | ({"critic": critic} if critic else {}),
+            {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
+            side_files={"actor": side_files(config, config.model.path)}
+            | ({"critic": side_files(config, inputs.critic.path)} if critic else {}),
+            export=lambda directory: save_actor(directory, config, actor), total_steps=plan.total_steps)
 
     def train(self) -> None:
         """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
         for step in self.steps():
             with self.hybrid.rollout_mode():  # weights: Megatron TP/PP/DP -> engine TP
                 collected = self.collector.collect(step)
+            self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
             batch = self.pack(collected.rollouts, self.actor, self.config.actor)
             batch.old_logprobs = self.actor.compute_logprobs(batch)
             if self.reference:
@@ -105,6 +123,7 @@ class RlTrainer:
             algorithm = self.algorithm_now()
             estimate = self.estimate(collected, batch, algorithm)
             batch.advantages = estimate.advantages
+            self.checkpoints.safe_point()  # or here, or after the step
             if self.critic:
                 critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
             for _ in range(self.plan.ppo_epochs):
@@ -114,7 +133,7 @@ class RlTrainer:
                 if step > self.config.trainer.critic_warmup:
                     for minibatch in batch.minibatches():
                         self.run.count(self.actor.update(minibatch, algorithm))
-            self.describe(step, collected)
+            self.describe(step, collected, batch)
 
     # What surrounds the steps.
 
@@ -135,28 +154,33 @@ class RlTrainer:
             self.hybrid.transport, f"{stats.bytes_moved:,}", f"{stats.bytes_copied:,}", f"{stats.bytes_aliased:,}",
             config.hybrid.verify)
         say("prompts: %d (%d truncated, %d dropped)", len(train.prompts), train.num_truncated, train.num_dropped)
+        for line in format_table(find_fast_paths(
+                config.actor, config.model.dtype, config.model.transformer_impl, self.plan.dp_size)):
+            say("  %s", line)
         for line in self.plan.formulas():
             say("  %s", line)
 
     def steps(self) -> Iterator[int]:
         """Count the steps; validate, save and record around them as the config says."""
-        total, trainer = self.plan.total_steps, self.config.trainer
-        if trainer.val_before_train and self.inputs.validation:
+        total, trainer, run = self.plan.total_steps, self.config.trainer, self.run
+        resumed = self.checkpoints.start()
+        if resumed is None and trainer.val_before_train and self.inputs.validation:
             self.validate()
-            self.run.record(0)
-        for step in range(1, total + 1):
-            with self.run.timers.phase("step"):
+            run.record(0)
+            self.checkpoints.mark(0)
+            self.checkpoints.safe_point()
+        for step in range((resumed or 0) + 1, total + 1):
+            run.timers.step = step
+            with self.profiler.step(step), run.timers.phase("step"):
                 yield step
                 is_best = False
-                if self._is_due(step, trainer.test_freq, at_end=True) and self.inputs.validation:
-                    is_best = self.run.is_best(self.validate(), trainer.best_metric)
-                if is_best or self._is_due(step, trainer.save_freq, at_end=trainer.save_final):
-                    self.save(step, is_best)
-            self.run.record(step)
-        self.run.finish()
-
-    def _is_due(self, step: int, frequency: int, *, at_end: bool) -> bool:
-        return bool(frequency and step % frequency == 0) or (at_end and step == self.plan.total_steps)
+                if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):
+                    is_best = run.is_best(self.validate(), trainer.best_metric)
+                self.checkpoints.end_step(step, is_best)
+            run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
+        run.finish()
 
     def pack(self, rollouts: Sequence[Rollout], role: PackedModel, config: LayoutConfig) -> TrainBatch:
         """A role's packed batch on this rank."""
@@ -164,6 +188,8 @@ class RlTrainer:
             rollouts, self.plan, self.config.algorithm, role, config, self.process.device)
         if role is self.actor:
             self.run.count(metrics)
+            if self.config.trainer.log_rollouts:
+                batch.record_updates()
         return batch
 
     def pack_for_critic(self, rollouts: Sequence[Rollout], batch: TrainBatch) -> TrainBatch:
@@ -171,6 +197,7 @@ class RlTrainer:
         actor, critic = self.actor, self.critic
         is_alike = (
             actor.groups.layout == critic.groups.layout and actor.pad_multiple == critic.pad_multiple
+            and actor.buckets == critic.buckets
             and self.config.actor.max_tokens_per_microbatch == self.config.critic.max_tokens_per_microbatch
             and self.config.actor.share_prompts == self.config.critic.share_prompts)
         return batch if is_alike else self.pack(rollouts, critic, self.config.critic)
@@ -210,16 +237,8 @@ class RlTrainer:
         self.run.count(metrics)
         return metrics
 
-    def save(self, step: int, is_best: bool = False) -> None:
-        """Write the policy in HF format; collective."""
-        with self.run.timers.phase("save", swallow=True):
-            save_actor(self.run.checkpoint_dir(step) / "huggingface", self.config, self.actor)
-            self.run.point_at("latest", step)
-            if is_best:
-                self.run.point_at("best", step)
-
-    def describe(self, step: int, collected: Collected) -> None:
-        """Count what a step was like, and write some of its rollouts."""
+    def describe(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+        """Count what a step was like, and write some of its rollouts; collective."""
         stats, limit = self.hybrid.reshard_stats, self.config.trainer.log_rollouts
         self.run.count(describe_rollouts(collected.groups) | collected.metrics)
         self.run.count({
@@ -228,11 +247,15 @@ class RlTrainer:
             "reshard/bytes_aliased": stats.bytes_aliased,
             "reshard/verified_tensors": self.hybrid.verified_tensors,
         })
-        rollouts = collected.rollouts
-        self.run.write_rollouts(step, [rollout_row(r) for r in (rollouts if limit < 0 else rollouts[:limit])])
+        rollouts = collected.rollouts if limit < 0 else collected.rollouts[:limit]
+        values = gather_token_values(
+            batch, len(rollouts), self.config.algorithm, self.actor.groups.is_last_stage_leader, dist.group.WORLD)
+        self.run.write_rollouts(
+            step, (rollout_row(r, self.token_texts, found) for r, found in zip(rollouts, values, strict=True)))
 
     def close(self) -> None:
         """Release the engine, end reward workers and close the sinks (also after an error)."""
+        self.checkpoints.close()
         self.collector.close()
         self.hybrid.close()
         self.run.close()
@@ -243,6 +266,7 @@ def train_rl(loaded: LoadedConfig, recipe: Path | None) -> None:
 
     Raises:
         UserError: bad input, before any process group exists; or a failing reward source.
+        Preempted: a signal asked the run to stop.
     """
     config, world_size = loaded.config, launched_world_size()
     inputs = read_rl_inputs(config, world_size)
@@ -251,5 +275,8 @@ def train_rl(loaded: LoadedConfig, recipe: Path | None) -> None:
     try:
         trainer.introduce()
         trainer.train()
+    except UserError:
+        trainer.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
+        raise
     finally:
         trainer.close()

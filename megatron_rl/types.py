@@ -40,6 +40,15 @@ class UserError(ValueError):
         return _rebuild_user_error, (self.found, parts)
 
 
+class Preempted(Exception):
+    """A signal asked the run to stop; what it needs to go on is on the disk. Entry points exit with EXIT_PREEMPTED."""
+
+
+# Exit codes of a rank beside 0, 1 (an unexpected exception) and 2 (UserError); see docs/checkpoints.md.
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
+EXIT_STALLED = 70  # the watchdog ended a rank that waited in vain
+
+
 def _rebuild_user_error(found: str, parts: dict[str, str]) -> UserError:
     return UserError(found, **parts)
 

@@ -16,18 +16,7 @@ from distributed import run_ranks
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
-PLUGIN = '''
-from megatron_rl.algorithms.advantages import register_advantage_estimator
-from megatron_rl.algorithms.losses import register_policy_loss
-
-@register_advantage_estimator("above_best")
-def compute_above_best(inputs, config):
-    return inputs.expand([s - scores.max() for scores in inputs.grouped_scores() for s in scores])
-
-@register_policy_loss("plain")
-def compute_plain_loss(inputs, config):
-    return -inputs.advantages * inputs.logprobs, inputs.loss_mask & False
-'''
+README = Path(__file__).parents[1] / "README.md"
 
 
 def run(world_size: int, overrides: list[str], run_dir: Path) -> list[dict[str, Any]]:
@@ -136,15 +125,17 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(
 
 
 def test_estimator_and_loss_of_the_users_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    (tmp_path / "mine.py").write_text(PLUGIN)
-    extra = [f"algorithm.plugins=[{tmp_path}/mine.py]", "algorithm.adv_estimator=above_best",
+    """The file that README shows."""
+    (code,) = (block for block in README.read_text().split("```python\n")[1:] if block.startswith("# mine.py"))
+    (tmp_path / "mine.py").write_text(code.split("```")[0])
+    extra = [f"algorithm.plugins=[{tmp_path}/mine.py]", "algorithm.adv_estimator=best_of_group",
              "algorithm.policy_loss=plain", "data.validation_files=[]", "trainer.save_final=false"]
     records = run(2, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
     assert [r["policy/grad_norm"] > 0 for r in records] == [True, True]
     assert all(r["policy/clip_fraction"] == 0 for r in records)
-    extra[1] = "algorithm.adv_estimator=above_bset"
+    extra[1] = "algorithm.adv_estimator=best_of_gruop"
     (error,) = run_ranks(train, 1, overrides_for(task, tmp_path / "typo", *extra), timeout=60)
-    assert 'did you mean "above_best"' in error
+    assert 'did you mean "best_of_group"' in error
 
 
 def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:

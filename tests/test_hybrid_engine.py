@@ -150,6 +150,7 @@ CASES = [
     ("vllm", "qwen2", 4, {"pp_size": 2}, 4),  # more engine ranks than KV heads: replicated
     ("hf", "qwen2", 2, {"tp_size": 2}, 1),
     ("vllm", "mistral", 2, {"tp_size": 2}, 1),
+    ("vllm", "gemma", 2, {"tp_size": 2}, 2),
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2),
     ("vllm", "mixtral", 4, {"tp_size": 2, "ep_size": 2}, 2),

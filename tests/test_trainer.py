@@ -25,6 +25,7 @@ LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
     (4, 2, 2, 1, 1),
     (4, 2, 1, 2, 2),
     (4, 1, 2, 2, 1),
+    (4, 2, 1, 1, 1),  # what is left of the world is context parallel
 ]
 
 
@@ -86,7 +87,8 @@ def test_layouts_train_alike(
     shard is orders of magnitude above it.
     """
     run_dir = tmp_path / "run"
-    overrides = overrides_for(task, run_dir, *layout_overrides(tp, pp, rollout_tp))
+    overrides = overrides_for(
+        task, run_dir, *layout_overrides(tp, pp, rollout_tp), f"actor.context_parallel_size={world // (tp * pp * dp)}")
     assert run_ranks(train, world, overrides, timeout=150) == [None] * world
     for mine, reference in zip(read_records(run_dir), read_records(one_rank), strict=True):
         for key in ("reward/mean", "tokens/response", "validation/validation/accuracy"):

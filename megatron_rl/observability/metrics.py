@@ -59,11 +59,11 @@ class MetricsSink:
         total_steps: steps of the run, for "step/total" and the ETA.
         config: what to write where; the section `observability` of the run.
         is_writer: True on the one rank that writes.
-        resume: append to the metrics of an earlier part of the same run.
+        after_step: go on with a run: what it wrote about later steps is dropped; None: a new run.
         stream: console; default stdout. The progress bar needs a terminal.
 
     Raises:
-        UserError: `run_dir` holds the metrics of another run and `resume` is False.
+        UserError: `run_dir` holds the metrics of another run and `after_step` is None.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MetricsSink:
         config: SinkSettings,
         is_writer: bool,
         *,
-        resume: bool = False,
+        after_step: int | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self.run_dir, self.total_steps, self.config, self.is_writer = Path(run_dir), total_steps, config, is_writer
@@ -82,12 +82,14 @@ class MetricsSink:
         self._tensorboard: Any = None
         self._bar: tqdm | None = None
         if is_writer:
-            self._open(resume)
+            self._open(after_step)
 
-    def _open(self, resume: bool) -> None:
+    def _open(self, after_step: int | None) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         path = self.run_dir / METRICS_FILE
-        if not resume and path.exists() and path.stat().st_size:
+        if after_step is not None:
+            drop_records(self.run_dir, after_step)
+        elif has_records(self.run_dir):
             raise UserError(
                 f"{path} already holds the metrics of a run", source="trainer.run_dir",
                 expected="a new or empty run directory", hint="choose another trainer.run_dir, or remove this one",
@@ -96,9 +98,11 @@ class MetricsSink:
         if self.config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only here
 
-            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"))
+            first = None if after_step is None else after_step + 1  # TensorBoard hides what it has from there on
+            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first)
         if self.config.progress_bar and self._stream.isatty():
-            self._bar = tqdm(total=self.total_steps, unit="step", file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(total=self.total_steps, unit="step", file=self._stream, dynamic_ncols=True,
+                             initial=max(after_step or 0, 0))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step.
@@ -148,6 +152,27 @@ def encode_record(step: int, metrics: Mapping[str, float]) -> str:
         raise ValueError("'step' is not a metric")
     finite = {key: metrics[key] if math.isfinite(metrics[key]) else None for key in sorted(metrics)}
     return json.dumps({"step": step, **finite}, allow_nan=False)
+
+
+def has_records(run_dir: Path) -> bool:
+    """True if a run has written metrics there."""
+    path = Path(run_dir) / METRICS_FILE
+    return path.exists() and path.stat().st_size > 0
+
+
+def drop_records(run_dir: Path, after_step: int) -> None:
+    """Remove the records of later steps, and a last line that was cut off; the others keep their bytes.
+
+    Raises:
+        UserError: a line is no JSON.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if path.exists():
+        kept = sum(record["step"] <= after_step for record in _read_lines(path))
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in lines[:kept]), encoding="utf-8")
+        partial.replace(path)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:

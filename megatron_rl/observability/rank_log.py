@@ -28,6 +28,11 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+def log_path(run_dir: Path, rank: int) -> Path:
+    """The log file of a rank."""
+    return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
 def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
     """Open `logs/rank<N>.log` of a run (appending) and return the logger of the package.
 
@@ -37,9 +42,9 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
     """
     logger = logging.getLogger(LOGGER_NAME)
     close_rank_log(logger)
-    log_dir = Path(run_dir) / "logs"
-    log_dir.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(log_dir / f"rank{rank}.log", encoding="utf-8")
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(to_file)
     if rank == 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 
@@ -24,6 +24,10 @@ class PhaseTimers:
 
     Attributes:
         memory_probe: bytes in use now; asked at the end of each phase, or None.
+        annotate: makes a named range of each phase, for profilers; or None.
+        step: of the main loop, for those who watch from outside.
+        phases: that are going on, the outermost first.
+        num_entered: phases entered so far; ranks of one program enter the same ones in the same order.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -32,6 +36,9 @@ class PhaseTimers:
         self._bytes: dict[str, int] = {}
         self._swallowing = 0
         self.memory_probe: Callable[[], int] | None = None
+        self.annotate: Callable[[str], AbstractContextManager[None]] | None = None
+        self.step = self.num_entered = 0
+        self.phases: list[str] = []
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
@@ -43,9 +50,13 @@ class PhaseTimers:
         """
         start, is_counted = self._clock(), not self._swallowing
         self._swallowing += swallow
+        self.num_entered += 1
+        self.phases.append(name)
         try:
-            yield
+            with self.annotate(name) if self.annotate else nullcontext():
+                yield
         finally:
+            self.phases.pop()
             self._swallowing -= swallow
             if is_counted:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
@@ -70,7 +81,10 @@ class PhaseTimers:
 
 class _Watched:
     def __init__(self, role: Any, timers: PhaseTimers, phases: dict[str, str]) -> None:
-        self._role, self._timers, self._phases = role, timers, phases
+        vars(self).update(_role=role, _timers=timers, _phases=phases)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._role, name, value)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._role, name)

@@ -90,6 +90,9 @@ class Certificate:
         num_engines, engine: engines in the job, and the one of this rank.
         group: all ranks.
         sample_share: share of the bytes that one `verify(sample=True)` looks at.
+
+    Attributes:
+        turn: samples taken so far, where the rotation stands.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Certificate:
         self._shapes, self._source, self._destination, self._dtype = dict(shapes), source, destination, dtype
         self._num_engines, self._engine, self._group = num_engines, engine, group
         self._rotation = _split_by_share(self._shapes, sample_share)
-        self._turn = 0
+        self.turn = 0
 
     def verify(self, *, sample: bool) -> int:
         """Compare all tensors, or the next of a rotating selection of them; returns how many.
@@ -109,8 +112,8 @@ class Certificate:
         """
         names = list(self._shapes)
         if sample:
-            names = self._rotation[self._turn % len(self._rotation)]
-            self._turn += 1
+            names = self._rotation[self.turn % len(self._rotation)]
+            self.turn += 1
         digests = torch.zeros(1 + self._num_engines, len(names), dtype=torch.int64)
         column = {name: index for index, name in enumerate(names)}
         for row, side in ((0, self._source), (1 + self._engine, self._destination)):

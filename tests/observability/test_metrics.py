@@ -55,9 +55,30 @@ def test_metrics_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
         sink.log(1, {"reward/mean": 1.0})
     with pytest.raises(UserError, match="already holds the metrics"):
         MetricsSink(tmp_path, 2, PLAIN, True)
-    with MetricsSink(tmp_path, 2, PLAIN, True, resume=True, stream=io.StringIO()) as sink:
+    with MetricsSink(tmp_path, 2, PLAIN, True, after_step=1, stream=io.StringIO()) as sink:
         sink.log(2, {"reward/mean": 0.5})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    """Later steps and a line that was cut off; what stays keeps its bytes. TensorBoard hides the same steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = ObservabilityConfig(tensorboard=True, progress_bar=False)
+    with MetricsSink(tmp_path, 4, config, True, stream=io.StringIO()) as sink:
+        for step in range(4):
+            sink.log(step, {"reward/mean": 0.1 * step})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "rew')
+    with MetricsSink(tmp_path, 4, config, True, after_step=1, stream=io.StringIO()) as sink:
+        assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
+        sink.log(2, {"reward/mean": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")]
+    assert found == [(0, 0.0), (1, 0.1), (2, 0.5)]
+    with MetricsSink(tmp_path, 4, PLAIN, True, after_step=-1, stream=io.StringIO()):
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_tensorboard_scalars_read_back(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints on the disk: where they are, which of them are whole, and which may go.
+
+    <run_dir>/checkpoints/
+        step_<N>/          manifest.json  config.yaml  SHA256SUMS  rng/rank_<R>.safetensors
+            actor/         a Megatron distributed checkpoint (weights, optimizer) with config/
+            critic/        the same, where there is one
+        step_<N>.partial/  being written; never read
+        latest, best       links to step_<N>
+
+A checkpoint gets its name when all of it is on the disk, and `latest` moves after that. Whether one is whole is
+told by its digests alone: the newest directory need not be, and then an older one is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.files import DIGESTS_FILE, find_damage, read_digests, sync
+from megatron_rl.types import UserError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+_UNFINISHED = (".partial", ".replaced", ".deleting")
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """The newest whole checkpoint of a run and what was wrong with newer ones.
+
+    Attributes:
+        directory: None if there is none.
+        skipped: newer ones, one line each with the reason.
+    """
+
+    directory: Path | None
+    skipped: tuple[str, ...]
+
+
+def list_steps(root: Path) -> list[tuple[int, Path]]:
+    """Step and directory of every checkpoint with a name of its own, newest first (an export alone is none)."""
+    found = []
+    for path in root.glob("step_*") if root.is_dir() else ():
+        number = path.name.removeprefix("step_")
+        if number.isdecimal() and any((path / name).exists() for name in (MANIFEST_FILE, DIGESTS_FILE)):
+            found.append((int(number), path))
+    return sorted(found, reverse=True)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of manifest.json.
+
+    Raises:
+        UserError: there is none, it does not read, or a newer version of this package wrote it.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = "there is none" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} does not read: {what}", source=str(directory), expected="a checkpoint of this package",
+                        hint="name a directory step_<N> or the output of tools/convert_hf_to_megatron.py") from None
+    if version > FORMAT_VERSION:
+        raise UserError(f"{path} has format {version}", source=str(directory), expected=f"at most {FORMAT_VERSION}",
+                        hint="a newer version of this package wrote it")
+    return manifest
+
+
+def find_problems(directory: Path, part: int = 0, num_parts: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, one line each; [] if it is whole.
+
+    Args:
+        directory: of the checkpoint.
+        part, num_parts: look at this share of its bytes only (ranks share the work).
+    """
+    try:
+        manifest, digests = read_manifest(directory), read_digests(directory)
+    except UserError as error:
+        return [error.found]
+    sizes: dict[str, int] = manifest.get("files", {})
+    problems = [f"{path} is not in {DIGESTS_FILE}" for path in sizes if path not in digests]
+    loads, mine = [0] * num_parts, {}
+    for path in sorted(digests, key=lambda path: -sizes.get(path, 0)):
+        owner = loads.index(min(loads))
+        loads[owner] += sizes.get(path, 1)
+        if owner == part:
+            mine[path] = digests[path]
+    return problems + find_damage(directory, mine, sizes)
+
+
+def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[str]:
+    """The same on every rank of `group`, each of which looks at a share; collective."""
+    problems: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(problems, find_problems(directory, group.rank(), group.size()), group=group)
+    return list(dict.fromkeys(line for lines in problems for line in lines))
+
+
+def find_newest_valid(root: Path, group: dist.ProcessGroup) -> FoundCheckpoint:
+    """Look for a checkpoint to resume from: the newest that is whole; collective."""
+    box: list[Any] = [[path for _, path in list_steps(root)]]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
+    skipped = []
+    for directory in box[0]:
+        problems = find_problems_together(directory, group)
+        if not problems:
+            return FoundCheckpoint(directory, tuple(skipped))
+        further = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        skipped.append(f"{directory}: {problems[0]}{further}")
+    return FoundCheckpoint(None, tuple(skipped))
+
+
+def point_at(root: Path, name: str, step: int) -> None:
+    """Make the link `<root>/<name>` name the checkpoint of a step, in one move."""
+    temporary = root / f".{name}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(f"step_{step}")
+    temporary.replace(root / name)
+    sync(root)
+
+
+def read_pointer(root: Path, name: str) -> int | None:
+    """The step that a link names; None where there is no such link."""
+    try:
+        number = (root / name).readlink().name.removeprefix("step_")
+    except OSError:
+        return None
+    return int(number) if number.isdecimal() else None
+
+
+def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
+    """Delete old checkpoints and the remains of unfinished ones; returns the steps that went.
+
+    The one that `latest` names is never deleted. Newer ones are damaged (the run went on from an older one): they do not
+    count, and stay until the run reaches their step again.
+    """
+    for path in root.glob("step_*"):
+        if path.suffix in _UNFINISHED:
+            shutil.rmtree(path, ignore_errors=True)
+    latest = read_pointer(root, "latest")
+    kept = {latest, read_pointer(root, "best") if keep_best else None}
+    gone = []
+    steps = [(step, path) for step, path in list_steps(root) if latest is None or step <= latest]
+    for step, path in steps[max(keep_last, 1):] if keep_last is not None else ():
+        if step not in kept:
+            doomed = path.with_name(path.name + ".deleting")  # half a checkpoint must not bear a whole one's name
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+            gone.append(step)
+    return gone
+
+
+def resolve_weights(path: Path, role: str = "actor") -> Path:
+    """The distributed checkpoint that a user means: itself, or that of a role in a step or in a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    for candidate in (path, path / role, path / "latest" / role, path / "checkpoints" / "latest" / role):
+        if (candidate / "metadata.json").is_file() and (candidate / ".metadata").is_file():
+            return candidate
+    raise UserError(
+        f"{path} holds no Megatron distributed checkpoint", source=str(path),
+        expected="the output of tools/convert_hf_to_megatron.py, a directory step_<N>, or a run directory",
+        hint="an unfinished one ends in .partial" if path.name.endswith(_UNFINISHED) else "check for a typo")

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of megatron-core's optimizers as pieces of logical tensors.
+
+They are stored as `optimizer.exp_avg.<HF name>`, `optimizer.exp_avg_sq.<HF name>` and, where the weights are not
+float32, `optimizer.main_param.<HF name>`, so that they fit every layout, with ZeRO or without, experts
+included. Under ZeRO a rank owns a flat range of each parameter, which is at most three boxes; they are read and written
+in place. (megatron-core's own `fully_reshardable` format gathers a model replica on one rank, does not know torch's
+AdamW, and does not reshard from EP > 1 to EP = 1.) The number of steps taken is one for all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+
+from megatron_rl.checkpoint.pieces import Holders, Piece, TrainedRole
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, intersect
+
+PREFIX = "optimizer."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """The part of a parameter whose optimizer state is on this rank.
+
+    Attributes:
+        param: name of the parameter.
+        start: first element of the part in the flattened parameter.
+        is_sharded: its data parallel replicas have other parts (ZeRO).
+        optimizer: the torch optimizer that updates it.
+        main: its float32 values in `optimizer`, the key of their state.
+    """
+
+    param: str
+    start: int
+    is_sharded: bool
+    optimizer: torch.optim.Optimizer
+    main: torch.Tensor
+
+
+def list_state_shards(role: TrainedRole) -> list[StateShard]:
+    """All parts that this rank's optimizer updates; none where it has no parameters."""
+    names = {param: name for name, param in role.stages.named_parameters()}
+    whole, shards = role.trainable.optimizer, []
+    for part in whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]:
+        if part.is_stub_optimizer:
+            continue
+        groups = part.optimizer.param_groups
+        if isinstance(part, DistributedOptimizer):
+            for param, (group, index) in part.model_param_group_index_map.items():
+                start = part._get_model_param_range_map(param)["param"].start
+                shards.append(StateShard(names[param], start, True, part.optimizer, groups[group]["params"][index]))
+        else:
+            name_of = {id(getattr(param, "main_param", param)): name for param, name in names.items()}
+            mains = [main for group in groups for main in group["params"]]
+            shards += [StateShard(name_of[id(main)], 0, False, part.optimizer, main) for main in mains]
+    return shards
+
+
+def count_steps(role: TrainedRole) -> int:
+    """Steps that this rank's optimizer says it has taken; `role.optimizer_steps` where it has no parameters."""
+    found = set()
+    for shard in list_state_shards(role):
+        state = shard.optimizer.state.get(shard.main, {})
+        group = next(g for g in shard.optimizer.param_groups if any(p is shard.main for p in g["params"]))
+        found.add(int(state.get("step", group.get("step", 0)) if state else 0))
+    assert len(found) <= 1, f"parameters of one optimizer have taken {sorted(found)} steps"
+    return found.pop() if found else role.optimizer_steps
+
+
+def create_states(role: TrainedRole, steps: int) -> None:
+    """Give the optimizer the states that it has after `steps` steps, to be filled; none for 0 steps.
+
+    torch's Adam counts steps in every state, those of apex and Transformer Engine in the group.
+    """
+    for shard in list_state_shards(role):
+        optimizer, main = shard.optimizer, shard.main
+        optimizer.state.pop(main, None)
+        counts_in_state = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if not counts_in_state:
+            for group in optimizer.param_groups:
+                group["step"] = steps
+        if steps:
+            optimizer.state[main] = {name: torch.zeros_like(main, dtype=torch.float32) for name in MOMENTS}
+            if counts_in_state:
+                on_device = any(optimizer.defaults.get(name) for name in ("capturable", "fused"))
+                optimizer.state[main]["step"] = torch.tensor(
+                    float(steps), dtype=torch.float32, device=main.device if on_device else None)
+
+
+def make_state_pieces(role: TrainedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
+    """Pieces of this rank's optimizer states.
+
+    Args:
+        role: actor or critic.
+        rank: this rank.
+        saved_by: holders of all boxes: only what this rank saves; None: all that it has (to load).
+    """
+    shapes = role.shape.logical_tensors()
+    by_param: dict[str, list[Placement]] = {}
+    for placement in role.placements(rank):
+        by_param.setdefault(placement.param, []).append(placement)
+    for shard in list_state_shards(role):
+        param, placements = role.params[shard.param], by_param[shard.param]
+        if saved_by is not None:
+            placements = [
+                p for p in placements if box_volume(p.hf_box) and _saves(
+                    role.groups.layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=shard.is_sharded)]
+        state = shard.optimizer.state.get(shard.main, {})
+        flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
+        if param.dtype != torch.float32:
+            flat["main_param"] = shard.main.detach().view(-1)
+        yield from _cut(shard.start, flat, placements, tuple(param.shape), shapes)
+
+
+def _cut(
+    start: int, flat: Mapping[str, torch.Tensor], placements: Sequence[Placement], param_shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[Piece]:
+    """Cut flat states, which begin at element `start` of a parameter, along its placements."""
+    length = len(next(iter(flat.values()))) if flat else 0
+    first = 0
+    for box in flat_boxes(start, start + length, param_shape):
+        for placement in placements:
+            part = intersect(box, placement.local_box)
+            if part is None:
+                continue
+            inner = tuple((a - low, b - low) for (a, b), (low, _) in zip(part, box, strict=True))
+            offset = tuple(
+                a - local + hf for (a, _), (local, _), (hf, _) in zip(
+                    part, placement.local_box, placement.hf_box, strict=True))
+            for name, values in flat.items():
+                view = values[first : first + box_volume(box)].view(box_shape(box))[box_slices(inner)]
+                yield Piece(f"{PREFIX}{name}.{placement.hf_name}", shapes[placement.hf_name], offset, view)
+        first += box_volume(box)
+
+
+def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+    """The boxes that make up elements [start, stop) of a flattened vector or matrix, in this order."""
+    if len(shape) == 1:
+        return [((start, stop),)] if start < stop else []
+    width, boxes = shape[1], []
+    while start < stop:
+        row, column = divmod(start, width)
+        if column or stop - start < width:
+            end = min(stop, (row + 1) * width)
+            boxes.append(((row, row + 1), (column, column + end - start)))
+        else:
+            end = stop // width * width
+            boxes.append(((row, end // width), (0, width)))
+        start = end
+    return boxes
+
+
+def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: Placement, *, is_sharded: bool) -> bool:
+    """Whether `rank` saves the state of a box that `first_holder` is the first rank to hold.
+
+    Under ZeRO the data parallel replicas have the state in parts; without it each has all of it. Replicas of
+    other kinds (norms under TP, a tied embedding on the last stage) hold the same once more.
+    """
+    if not is_sharded:
+        return rank == first_holder
+    mine, first = layout.expert_coordinates(rank), layout.expert_coordinates(first_holder)
+    is_expert = ".experts." in placement.param  # their replicas are those of the expert layers
+    return (mine.tp, mine.pp) == (first.tp, first.pp) and (mine.ep == first.ep or not is_expert)

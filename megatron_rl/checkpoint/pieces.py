@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds of a role, as pieces: views of live memory, each with its place in a global tensor.
+
+Saving writes the pieces, loading fills them; the placement tables make them for any layout, so that
+nothing else knows about layouts. Weights have megatron-core's global names (`weights/megatron_global.py`); for the
+optimizer see `optimizer_states.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megatron_rl.resharding.planner import group_shards
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_global import GlobalPlacement, Table
+from megatron_rl.weights.placement import Box, Placement, box_slices, box_volume, intersect, localize
+
+if TYPE_CHECKING:  # tools that convert checkpoints do without megatron-core
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from megatron_rl.parallel.groups import ParallelGroups
+
+Holders = dict[tuple[str, Box], list[int]]
+
+
+class Trainable(Protocol):
+    """The optimizer of a role and its schedule."""
+
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+class TrainedRole(Protocol):
+    """What a checkpoint needs of an actor or a critic (`training.trainable.TrainedModel` has it)."""
+
+    shape: ModelShape
+    groups: ParallelGroups
+    stages: torch.nn.ModuleList
+    params: Mapping[str, torch.Tensor]
+    trainable: Trainable
+    optimizer_steps: int
+    placements: Callable[[int], list[Placement]]
+    shard_key: Callable[[int], Hashable]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`data` is the box of the global tensor `key` that begins at `offset`.
+
+    Attributes:
+        key: the global tensor, of shape `shape`.
+        offset: where the box begins; leading dimensions in which it is one wide may be missing in `data`.
+        data: view of a parameter or an optimizer state.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: torch.Tensor
+
+    @property
+    def box(self) -> Box:
+        """The box in the global tensor."""
+        sizes = (*[1] * (len(self.shape) - self.data.ndim), *self.data.shape)
+        return tuple((start, start + size) for start, size in zip(self.offset, sizes, strict=True))
+
+
+def make_weight_pieces(
+    table: Table, placements: Sequence[Placement], params: Mapping[str, torch.Tensor]
+) -> Iterator[Piece]:
+    """The weights that `placements` speak of, as pieces of megatron-core's global tensors."""
+    for placement in placements:
+        for place in table[placement.hf_name]:
+            part = intersect(place.hf_box, placement.hf_box)
+            if part is not None:
+                yield locate(place, part, params[placement.param][box_slices(localize(part, placement))])
+
+
+def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:
+    """The piece of a global tensor that is `part` of a logical tensor."""
+    inner = tuple(
+        start - hf_start + first
+        for (start, _), (hf_start, _), (first, _) in zip(part, place.hf_box, place.box, strict=True))
+    return Piece(place.key, place.shape, (*place.leading, *inner), data)
+
+
+def find_holders(role: TrainedRole) -> Holders:
+    """Logical tensor and box -> the ranks that hold it."""
+    holders: Holders = {}
+    for shard in group_shards(role.placements, role.shard_key, role.groups.layout.world_size):
+        for p in shard.placements:
+            if box_volume(p.hf_box):
+                holders.setdefault((p.hf_name, p.hf_box), []).extend(shard.ranks)
+    return holders
+
+
+def choose_saved(role: TrainedRole, holders: Holders, rank: int) -> list[Placement]:
+    """The placements of `rank` that it saves: each box is saved once, and the replicas share the bytes."""
+    loads, mine = [0] * role.groups.layout.world_size, set()
+    for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):
+        owner = min(ranks, key=loads.__getitem__)
+        loads[owner] += box_volume(box)
+        if owner == rank:
+            mine.add((name, box))
+    saved = []
+    for p in role.placements(rank):
+        if (p.hf_name, p.hf_box) in mine:
+            mine.remove((p.hf_name, p.hf_box))  # once, should the rank hold it under two names
+            saved.append(p)
+    return saved

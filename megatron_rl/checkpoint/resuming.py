@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Go on from a training checkpoint, in any layout.
+
+Everything is checked before anything is changed: the digests of all files, the model, its vocabulary, the type of the
+weights. Then every rank fills its parameters and optimizer states in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megatron_rl.checkpoint.directory import find_problems_together, read_manifest
+from megatron_rl.checkpoint.manifest import RECIPE_FILE, check_model, describe_role
+from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
+from megatron_rl.checkpoint.pieces import Piece, TrainedRole, make_weight_pieces
+from megatron_rl.checkpoint.rng import restore_rng
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, check_vocabulary
+from megatron_rl.checkpoint.torch_dist import ChunkReader
+from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.types import UserError
+from megatron_rl.weights.megatron_global import megatron_global_placements
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """What a run goes on from.
+
+    Attributes:
+        directory: the checkpoint.
+        step: of the main loop, finished.
+        policy_version: optimizer steps behind the actor's weights.
+        recipe: the config of the run that wrote it, as YAML.
+        state: as it was given to `save`.
+        same_layout: every role is laid out as before, so that random numbers were restored and the run goes on
+            bit by bit; False: they start anew.
+    """
+
+    directory: Path
+    step: int
+    policy_version: int
+    recipe: str
+    state: dict[str, Any]
+    same_layout: bool
+
+
+def load_training_state(
+    directory: Path, roles: Mapping[str, TrainedRole], *, side_files: Mapping[str, Mapping[str, Path]],
+    group: dist.ProcessGroup, is_verified: bool = False,
+) -> ResumedRun:
+    """Restore all roles from a checkpoint; collective.
+
+    Args:
+        directory: `step_<N>`.
+        roles: "actor" and, where there is one, "critic".
+        side_files: role -> files of its model, see `list_side_files`; the tokenizers are compared.
+        group: all ranks.
+        is_verified: its digests were looked at a moment ago (`find_newest_valid`).
+
+    Raises:
+        UserError: a damaged or missing file, another model or vocabulary, no optimizer in it; on every rank.
+    """
+    problems = [] if is_verified else find_problems_together(directory, group)
+    if problems:
+        raise UserError("; ".join(problems[:3]), source=str(directory), expected="a whole checkpoint",
+                        hint="take an older one, or copy this one again")
+    error: UserError | None = None
+    try:
+        manifest = read_manifest(directory)
+        recipe = (directory / RECIPE_FILE).read_text(encoding="utf-8")
+        _check_roles(directory, manifest, roles, side_files)
+    except UserError as caught:
+        error = caught
+    raise_together(error, group)
+    try:
+        for name, role in roles.items():
+            _load_role(directory / name, manifest["roles"][name], role, group.rank())
+        same_layout = all(
+            describe_role(role)["layout"] == manifest["roles"][name]["layout"] for name, role in roles.items())
+        if same_layout:
+            restore_rng(_read_rng(directory / "rng" / f"rank_{group.rank()}.safetensors"))
+    except UserError as caught:
+        error = caught
+    raise_together(error, group)
+    return ResumedRun(
+        directory, manifest["step"], manifest["policy_version"], recipe, manifest["state"], same_layout)
+
+
+def _check_roles(
+    directory: Path, manifest: Mapping[str, Any], roles: Mapping[str, TrainedRole],
+    side_files: Mapping[str, Mapping[str, Path]],
+) -> None:
+    """Refuse a checkpoint that does not fit the run."""
+    if not manifest.get("has_optimizer"):
+        raise UserError(
+            "the checkpoint has weights only", source=str(directory), expected="one with optimizer states",
+            hint="export it with tools/convert_megatron_to_hf.py and start a new run from that model")
+    for name, role in roles.items():
+        saved = manifest["roles"].get(name)
+        if saved is None:
+            raise UserError(
+                f"the checkpoint has no {name}", source=str(directory), expected=f"one of {sorted(roles)}",
+                hint="the run that wrote it trained other roles; compare its config.yaml")
+        check_model(saved["model"], role.shape, directory / name)
+        dtype = describe_role(role)["dtype"]
+        if saved["dtype"] != dtype:
+            raise UserError(
+                f"the {name} was trained in {saved['dtype']}, this run has model.dtype={dtype}",
+                source=str(directory / name), expected=f"model.dtype={saved['dtype']}",
+                hint="a change of type would change the numbers silently; set the old one")
+        check_vocabulary(directory / name / CONFIG_DIR, side_files.get(name, {}))
+
+
+@torch.no_grad()
+def _load_role(directory: Path, saved: Mapping[str, Any], role: TrainedRole, rank: int) -> None:
+    reader = ChunkReader(directory)
+    _fill(reader, list(make_weight_pieces(
+        megatron_global_placements(role.shape), role.placements(rank), role.params)))
+    create_states(role, saved["optimizer_steps"])
+    _fill(reader, list(make_state_pieces(role, rank, None)))
+    scheduler = role.trainable.scheduler
+    scheduler.num_steps = saved["schedule"]["num_steps"]
+    scheduler.step(0)  # the learning rate of this step; its shape is that of the present config
+    role.optimizer_steps = saved["optimizer_steps"]
+
+
+def _fill(reader: ChunkReader, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        reader.read(piece.key, piece.box, piece.data)
+
+
+def _read_rng(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} does not read: {error}", source=str(path), expected="the file as it was written",
+                        hint="take an older checkpoint, or copy this one again") from None

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save training checkpoints, at once or in the background.
+
+A save has three parts. *Taking* lists the pieces of this rank (with `async_save` it copies them to the host).
+*Writing* puts them into files under a temporary name; it needs no other rank and runs in a thread with
+`async_save`. *Committing* is collective: rank 0 adds what describes the files, gives the directory its name, moves
+`latest`, and deletes what is no longer wanted. A rank that could not write ends the save on all ranks; the
+unfinished directory goes and everything older stays.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save as to_safetensors
+
+from megatron_rl.checkpoint.directory import point_at, prune
+from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_write_error, write_file
+from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_manifest
+from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
+from megatron_rl.checkpoint.pieces import Piece, TrainedRole, choose_saved, find_holders, make_weight_pieces
+from megatron_rl.checkpoint.rng import read_rng
+from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
+from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.types import UserError
+from megatron_rl.weights.megatron_global import megatron_global_placements
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended, the same on every rank.
+
+    Attributes:
+        step: of the checkpoint.
+        directory: where it is, or would be.
+        seconds: from the call of `save` to its name.
+        blocked_seconds: of these, the time that training waited.
+        num_bytes: written by all ranks (0 after an error).
+        deleted_steps: older checkpoints that were deleted.
+        error: why it failed; None if it did not.
+    """
+
+    step: int
+    directory: Path
+    seconds: float
+    blocked_seconds: float
+    num_bytes: int = 0
+    deleted_steps: tuple[int, ...] = ()
+    error: UserError | None = None
+
+
+@dataclass
+class _Pending:
+    """A save between `save` and its commit; `chunks`, `records` and `error` are the writer's."""
+
+    content: RunContent
+    manifest: dict[str, Any]
+    partial: Path
+    is_best: bool
+    started: float
+    blocked: float = 0.0
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    records: list[FileRecord] = field(default_factory=list)
+    error: UserError | None = None
+    thread: threading.Thread | None = None
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of one run.
+
+    Args:
+        root: `<run_dir>/checkpoints`.
+        group: all ranks; it moves CPU tensors.
+        async_save: write in the background; `poll` must then be called once in a while.
+        keep_last: newest checkpoints that stay; None: all.
+        keep_best: the one marked as best stays as well.
+        report: called on every rank with the outcome of every save.
+    """
+
+    def __init__(
+        self, root: Path, group: dist.ProcessGroup, *, async_save: bool, keep_last: int | None, keep_best: bool,
+        report: Callable[[SaveOutcome], None],
+    ) -> None:
+        self._root, self._group, self._report = root, group, report
+        self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
+        self._pending: _Pending | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a save is being written."""
+        return self._pending is not None
+
+    def save(
+        self, content: RunContent, roles: Mapping[str, TrainedRole], *, with_optimizer: bool = True,
+        is_best: bool = False, export: Callable[[Path], None] | None = None,
+        rng: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Save; collective. An error is reported, not raised; a save that is still going on is finished first.
+
+        Args:
+            content: what is said about the checkpoint and what belongs to no rank.
+            roles: "actor" and, where there is one, "critic".
+            with_optimizer: save optimizer states and random numbers too (else it cannot be resumed from).
+            is_best: `best` shall name it.
+            export: called on every rank with a directory inside the new checkpoint (to write the HF model there).
+            rng: random number generators of this rank (`read_rng`); default: as they are now.
+        """
+        self.wait()
+        started = time.monotonic()
+        partial = self._root / f"step_{content.step}.partial"
+        manifest = make_manifest(content, roles, with_optimizer=with_optimizer)
+        pending = _Pending(content, manifest, partial, is_best, started)
+        try:
+            self._prepare(partial, roles)
+            if export is not None:
+                export(partial / "huggingface")
+        except (UserError, OSError, SafetensorError) as error:  # on every rank alike
+            return self._finish(pending, explain_write_error(error, partial))
+        pieces = {name: _list_pieces(role, self._group.rank(), with_optimizer) for name, role in roles.items()}
+        rng = (rng or read_rng()) if with_optimizer else None
+        if self._async:
+            pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
+            pending.thread = threading.Thread(
+                target=_write, args=(pending, pieces, rng, self._group.rank()), name="checkpoint", daemon=True)
+            pending.thread.start()
+            pending.blocked = time.monotonic() - started
+            self._pending = pending
+            return None
+        _write(pending, pieces, rng, self._group.rank())
+        return self._commit(pending)
+
+    def poll(self) -> None:
+        """Commit a save in the background if every rank has written its part; collective, cheap."""
+        if self._pending is not None:
+            is_done = torch.tensor(int(not self._pending.thread.is_alive()))
+            dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self._group)
+            if is_done:
+                self._commit(self._pending)
+
+    def wait(self) -> None:
+        """Wait for a save in the background and commit it; collective."""
+        if self._pending is not None:
+            began = time.monotonic()
+            self._pending.thread.join()
+            self._pending.blocked += time.monotonic() - began
+            self._commit(self._pending)
+
+    def _prepare(self, partial: Path, roles: Mapping[str, TrainedRole]) -> None:
+        """Rank 0 makes the empty directories."""
+        error: UserError | None = None
+        if self._group.rank() == 0:
+            try:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                for folder in (*roles, "rng"):
+                    (partial / folder).mkdir(parents=True)
+            except OSError as caught:
+                error = explain_os_error(caught, partial)
+        raise_together(error, self._group)
+
+    def _commit(self, pending: _Pending) -> None:
+        """Join the ranks' parts; rank 0 finishes the directory."""
+        began, deleted, num_bytes = time.monotonic(), [], 0
+        try:
+            raise_together(pending.error, self._group)
+            parts: list[Any] = [None] * self._group.size() if self._group.rank() == 0 else []
+            dist.gather_object((pending.chunks, pending.records), parts or None, group=self._group, group_dst=0)
+            error: UserError | None = None
+            if self._group.rank() == 0:
+                try:
+                    num_bytes = finish_directory(pending.partial, pending.manifest, pending.content, parts)
+                    point_at(self._root, "latest", pending.content.step)
+                    if pending.is_best:
+                        point_at(self._root, "best", pending.content.step)
+                    deleted = prune(self._root, self._keep_last, self._keep_best)
+                except OSError as caught:
+                    error = explain_os_error(caught, pending.partial)
+            raise_together(error, self._group)
+        except UserError as caught:
+            return self._finish(pending, caught)
+        pending.blocked += time.monotonic() - began
+        box = [num_bytes, tuple(deleted)]
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return self._finish(pending, None, *box)
+
+    def _finish(
+        self, pending: _Pending, error: UserError | None, num_bytes: int = 0, deleted: tuple[int, ...] = ()
+    ) -> None:
+        if error is not None and self._group.rank() == 0:
+            shutil.rmtree(pending.partial, ignore_errors=True)
+        self._pending = None
+        seconds = time.monotonic() - pending.started
+        blocked = seconds if pending.thread is None else pending.blocked
+        self._report(SaveOutcome(
+            pending.content.step, self._root / f"step_{pending.content.step}", seconds, blocked, num_bytes, deleted,
+            error))
+
+
+def _list_pieces(role: TrainedRole, rank: int, with_optimizer: bool) -> list[Piece]:
+    """What this rank saves of a role."""
+    holders, table = find_holders(role), megatron_global_placements(role.shape)
+    pieces = list(make_weight_pieces(table, choose_saved(role, holders, rank), role.params))
+    if with_optimizer:
+        assert count_steps(role) == role.optimizer_steps, "the optimizer and its role count different steps"
+        pieces += make_state_pieces(role, rank, holders)
+    return pieces
+
+
+def _copy_to_host(piece: Piece) -> Piece:
+    return Piece(piece.key, piece.shape, piece.offset, piece.data.detach().to("cpu", copy=True))
+
+
+def _write(
+    pending: _Pending, pieces: Mapping[str, list[Piece]], rng: dict[str, torch.Tensor] | None, rank: int
+) -> None:
+    """Write this rank's files; an error is left for the commit."""
+    num_bytes = sum(p.data.numel() * p.data.element_size() for found in pieces.values() for p in found)
+    try:
+        for name, found in pieces.items():
+            if found:
+                writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
+                try:
+                    for piece in found:
+                        writer.add(piece.key, piece.shape, piece.offset, piece.data)
+                    pending.records.append(writer.close())
+                finally:
+                    writer.abandon()
+                pending.chunks[name] = writer.chunks
+        if rng is not None:
+            path = pending.partial / "rng" / f"rank_{rank}.safetensors"
+            pending.records.append(write_file(path, to_safetensors(rng)))
+    except OSError as error:
+        pending.error = explain_os_error(error, pending.partial, num_bytes)

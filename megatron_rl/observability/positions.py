@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank stands: step, phase, and what its main thread is doing, read from outside of that thread.
+
+Nothing is recorded while the program runs: a look at the frames of the thread tells which collective it waits in, over
+which ranks and called from where. The order of phases is the same on all ranks, so the number of phases entered tells
+who is behind.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_rl.observability.timers import PhaseTimers
+
+_PACKAGE = "megatron_rl"
+_DISTRIBUTED = "torch.distributed"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a thread is doing.
+
+    Attributes:
+        operation: the collective that it is in ("all_reduce", "wait"); None: it is in none.
+        ranks: that take part in it; None where that is not known.
+        caller: file, line and function of this package (or the innermost frame) that it was called from.
+    """
+
+    operation: str | None
+    ranks: tuple[int, ...] | None
+    caller: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's place in the program.
+
+    Attributes:
+        num_entered: phases entered so far.
+        seconds: how long it has been seen at this place.
+        looks: how often it was looked at; a process that is gone or stopped looks no more.
+        is_closed: it has left the program in good order.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    num_entered: int
+    operation: str | None
+    ranks: tuple[int, ...] | None
+    caller: str
+    seconds: float
+    looks: int
+    is_closed: bool = False
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: bytes | str) -> Position:
+        """From JSON."""
+        fields: dict[str, Any] = json.loads(text)
+        ranks = fields["ranks"]
+        return Position(**fields | {"ranks": None if ranks is None else tuple(ranks)})
+
+    def describe(self) -> str:
+        """One line of a report."""
+        group = "" if self.ranks is None else f" of ranks {_short(self.ranks)}"
+        doing = f"waits in {self.operation}{group}" if self.operation else "is in no collective"
+        where = f"step {self.step}, phase {self.phase}"
+        return f"rank {self.rank}: {where}: {doing} for {self.seconds:.0f} s ({self.caller})"
+
+
+def find_place(frame: FrameType) -> Place:
+    """Read what a thread is doing from its innermost frame."""
+    operation, ranks, innermost = None, None, frame
+    while frame is not None and _module(frame).startswith(_DISTRIBUTED):
+        name = frame.f_code.co_name
+        operation = operation if name in ("wrapper", "func_wrapper") else name
+        ranks = ranks or _ranks_of(frame)
+        frame = frame.f_back
+    if operation is None and ".wait(" in linecache.getline(innermost.f_code.co_filename, innermost.f_lineno):
+        operation = "wait"
+    caller = frame
+    while caller is not None and not _module(caller).startswith(_PACKAGE):
+        caller = caller.f_back
+    caller = caller or frame or innermost
+    where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} in {caller.f_code.co_name}"
+    return Place(operation, ranks, where)
+
+
+def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
+    """Where this rank stands now, `seconds` and `looks` left at 0; None if the thread is gone.
+
+    Args:
+        rank: this rank.
+        timers: of the program, by which its phases are known.
+        thread: identity of the thread that runs the program.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    place, phases = find_place(frame), [name for name in timers.phases if name != "step"]
+    return Position(rank, timers.step, phases[-1] if phases else "between phases", timers.num_entered,
+                    place.operation, place.ranks, place.caller, 0.0, 0)
+
+
+def explain(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
+    """Who waits for whom.
+
+    Args:
+        positions: of the ranks that answered (None: it did not).
+        silent: ranks whose process is gone or stopped.
+    """
+    known = [p for p in positions if p is not None]
+    first = min((p.num_entered for p in known), default=0)
+    late = {p.rank for p in known if p.num_entered == first and p.operation is None} | set(silent)
+    if not late and len({p.num_entered for p in known}) > 1:
+        late = {p.rank for p in known if p.num_entered == first}
+    waiting = [p for p in known if p.rank not in late]
+    if late and waiting:
+        at = max(waiting, key=lambda p: p.seconds)
+        verdict = (f"{_name(sorted(p.rank for p in waiting))} waited for {_name(sorted(late))} in step {at.step}, "
+                   f"phase {at.phase}, {at.operation or at.caller}")
+    else:
+        verdict = "all ranks wait, in different collectives or for a message that was never sent"
+    lines = [p.describe() for p in known] + [f"rank {rank}: no answer; its process is gone or stopped"
+                                             for rank in silent]
+    return "\n  ".join([verdict, *sorted(lines, key=lambda line: int(line.split()[1].rstrip(":")))])
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def _ranks_of(frame: FrameType) -> tuple[int, ...] | None:
+    """Global ranks of the group that a collective was given."""
+    distributed = sys.modules[_DISTRIBUTED]
+    values = frame.f_locals
+    if "group" not in values and "pg" not in values:
+        return None
+    try:
+        group = values.get("group") or values.get("pg") or distributed.group.WORLD
+        return tuple(distributed.get_process_group_ranks(group))
+    except (KeyError, RuntimeError, TypeError, ValueError):  # not a group, or one that is being destroyed
+        return None
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_short(ranks)}"
+
+
+def _short(ranks: Sequence[int]) -> str:
+    """0-3,6: runs of numbers."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

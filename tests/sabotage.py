@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the whole program that are hit by a signal at a chosen moment, on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import run_ranks
+from megatron_rl.observability.run import Run
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.types import Preempted
+from rl_runs import train
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A signal to one rank.
+
+    Attributes:
+        phase: in which it comes ("update", ...), or "record": between a step's checkpoint and its record.
+        entry: at which entry of the phase, 1 being the first.
+        rank: that is hit.
+        delay: seconds after the entry; 0: at once.
+        number: the signal.
+    """
+
+    phase: str
+    entry: int = 1
+    rank: int = 1
+    delay: float = 0.0
+    number: int = signal.SIGKILL
+
+    def strike(self) -> None:
+        """Send it to this process."""
+        if self.delay:
+            threading.Timer(self.delay, os.kill, (os.getpid(), self.number)).start()
+        else:
+            os.kill(os.getpid(), self.number)
+            time.sleep(0.0)  # let Python run its handler
+
+
+def expect(blow: Blow) -> None:
+    """Make this process strike itself."""
+    real_phase, real_record, entries = PhaseTimers.phase, Run.record, [0]
+
+    def enter(name: str) -> None:
+        entries[0] += name == blow.phase
+        if name == blow.phase and entries[0] == blow.entry:
+            blow.strike()
+
+    @contextlib.contextmanager
+    def phase(self: PhaseTimers, name: str, *, swallow: bool = False) -> Iterator[None]:
+        with real_phase(self, name, swallow=swallow):
+            enter(name)
+            yield
+
+    def record(self: Run, step: int) -> None:
+        enter("record")
+        real_record(self, step)
+
+    PhaseTimers.phase, Run.record = phase, record
+
+
+def train_under(
+    rank: int, world_size: int, overrides: Sequence[str], blow: Blow, program: Callable[..., str | None] = train
+) -> str | None:
+    """One rank of the program; the reason if it was asked to stop."""
+    if rank == blow.rank:
+        expect(blow)
+    try:
+        return program(rank, world_size, overrides)
+    except Preempted as reason:
+        return f"preempted: {reason}"
+
+
+def kill(world_size: int, overrides: Sequence[str], blow: Blow) -> str:
+    """Run until the blow kills a rank and the others fail; returns what they said ("" if the run ended before it)."""
+    try:
+        errors = run_ranks(train_under, world_size, overrides, blow, timeout=170)
+    except AssertionError as failure:
+        assert f"rank {blow.rank} was killed by SIGKILL" in str(failure), failure
+        return str(failure)
+    assert errors == [None] * world_size, errors
+    return ""
+
+
+def read_rollouts(run_dir: Path) -> dict[str, bytes]:
+    """Rollout files by name."""
+    return {path.name: path.read_bytes() for path in sorted((run_dir / "rollouts").iterdir())}
+
+
+def same_files(run_dir: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Content of some files, to see that they are left alone."""
+    return {name: (run_dir / name).read_bytes() for name in names}

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed or asked to stop goes on as if nothing had happened: bitwise equal metrics and rollouts.
+
+One kill and two signals here; test_kill_soak.py has dozens, tests/launch/test_restarts.py the same under torchrun.
+Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from sabotage import Blow, kill, read_rollouts, same_files, train_under
+
+from distributed import run_ranks
+from megatron_rl.checkpoint.directory import find_problems, list_steps, point_at, read_pointer
+from megatron_rl.checkpoint.files import write_file
+from megatron_rl.checkpoint.manifest import seal
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.observability.run import Run
+from megatron_rl.sft_trainer import train_sft
+from megatron_rl.survival import choose_checkpoint, describe_changes
+from megatron_rl.types import UserError
+from rl_runs import layout_overrides, overrides_for, read_records, train
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+# What has a state: dynamic sampling, the adaptive KL coefficient, the schedule, the best metric, the certificate.
+SETTINGS = ["trainer.total_steps=4", "trainer.save_freq=1", "trainer.test_freq=2", "algorithm.dynamic_sampling=true",
+            "algorithm.max_sampling_rounds=2", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.001",
+            "algorithm.kl_horizon=64", "trainer.best_metric=validation/validation/accuracy", "checkpoint.keep_last=2",
+            "actor.lr_warmup_steps=3", "rollout.validation_temperature=1.0", "rollout.n=2", *layout_overrides(2, 1, 1)]
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
+    """The run that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert run_ranks(train, 2, overrides_for(task, run_dir, *SETTINGS), timeout=150) == [None] * 2
+    return run_dir
+
+
+def assert_same(run_dir: Path, whole: Path) -> None:
+    assert read_records(run_dir) == read_records(whole)
+    assert read_rollouts(run_dir) == read_rollouts(whole)
+
+
+@pytest.mark.parametrize("blow", [Blow("update", entry=5), Blow("record", entry=3, rank=0)], ids=["update", "record"])
+def test_a_killed_run_goes_on(blow: Blow, task: Path, whole: Path, tmp_path: Path) -> None:
+    """In the third step; and between the checkpoint of the second and its record in metrics.jsonl (entry 1: step 0)."""
+    run_dir = tmp_path / "run"
+    overrides = overrides_for(task, run_dir, *SETTINGS, "checkpoint.async_save=false")
+    assert kill(2, overrides, blow)
+    assert [record["step"] for record in read_records(run_dir)] == ([0, 1, 2] if blow.phase == "update" else [0, 1])
+    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    assert_same(run_dir, whole)
+    assert "resumed: " + str(run_dir / "checkpoints/step_2") in (run_dir / "logs/rank1.log").read_text()
+    assert read_pointer(run_dir / "checkpoints", "latest") == 4
+    assert read_pointer(run_dir / "checkpoints", "best") == read_pointer(whole / "checkpoints", "best")
+
+
+@pytest.mark.parametrize("blow,saved", [
+    (Blow("rollout", entry=4, number=signal.SIGTERM), 1), (Blow("update", entry=4, number=signal.SIGUSR1), 2),
+], ids=["rollout", "update"])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
+    blow: Blow, saved: int, task: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Before an update the step is done again, after one it is finished; nothing is written but for the signal."""
+    run_dir = tmp_path / "run"
+    overrides = overrides_for(task, run_dir, *SETTINGS, "trainer.save_freq=0", "trainer.best_metric=null")
+    reasons = run_ranks(train_under, 2, overrides, blow, timeout=150)
+    directory = run_dir / f"checkpoints/step_{saved}"
+    name = signal.Signals(blow.number).name
+    assert reasons == [f"preempted: {name} after step {saved}; start the same command again to go on from {directory}"
+                       ] * 2
+    assert find_problems(directory) == [] and [step for step, _ in list_steps(directory.parent)] == [saved]
+    assert '"exit_code": 75' in (run_dir / "stopped.json").read_text()
+    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    assert_same(run_dir, whole)
+    assert not (run_dir / "stopped.json").exists()
+
+
+def test_what_does_not_fit_changes_nothing(task: Path, whole: Path, tmp_path: Path) -> None:
+    """Another model, fewer steps than were taken: one error on every rank, every file as it was."""
+    save_tiny_model(tmp_path / "model", "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=4)
+    (tmp_path / "model/tokenizer.model").write_bytes((task / "model/tokenizer.model").read_bytes())
+    names = ["metrics.jsonl", "config.yaml", "summary.json", "checkpoints/latest/SHA256SUMS", "rollouts/step_4.jsonl"]
+    before = same_files(whole, names)
+    for extra, found in (
+        ([f"model.path={tmp_path}/model", "trainer.total_steps=6"], "the checkpoint belongs to another model: num_l"),
+        (["trainer.total_steps=2"], "has taken 4 steps, 2 are asked for"),
+        (["checkpoint.resume=never"], "already holds the metrics of a run"),
+    ):
+        errors = run_ranks(train, 2, overrides_for(task, whole, *SETTINGS, *extra), timeout=150)
+        assert errors[0] == errors[1] and found in errors[0], errors[0]
+    assert same_files(whole, names) == before
+
+
+def _train_sft(rank: int, world_size: int, overrides: Sequence[str]) -> None:
+    os.environ["WORLD_SIZE"] = str(world_size)
+    train_sft(load_config(None, overrides), None)
+
+
+def test_supervised_fine_tuning_goes_on(task: Path, tmp_path: Path) -> None:
+    overrides = [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
+                 "data.train_batch_size=6", "trainer.total_steps=4", "actor.lr=1e-3", *layout_overrides(1, 2, 1)]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    run_ranks(_train_sft, 2, [*overrides, f"trainer.run_dir={whole}"], timeout=100)
+    overrides.append(f"trainer.run_dir={run_dir}")
+    stop = Blow("update", entry=3, number=signal.SIGTERM)
+    reasons = run_ranks(train_under, 2, overrides, stop, _train_sft, timeout=100)
+    assert all(reason.startswith("preempted: SIGTERM after step 3") for reason in reasons)
+    run_ranks(_train_sft, 2, overrides, timeout=100)
+    assert read_records(run_dir) == read_records(whole) and len(read_records(whole)) == 4
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """From TP2 x PP2 to TP1 x DP4 and to TP4: the next step is the one that the first layout takes, up to rounding.
+
+    That weights and optimizer states are equal bit by bit is in tests/checkpoint/test_resuming.py.
+    """
+    model = tmp_path / "model"
+    save_tiny_model(model, "qwen2", **ENGINE_SIZES | dict(num_key_value_heads=4), vocab_size=16, num_hidden_layers=2)
+    (model / "tokenizer.model").write_bytes((task / "model/tokenizer.model").read_bytes())
+    common = [f"model.path={model}", "data.validation_files=[]"]
+    overrides = overrides_for(task, tmp_path / "run", *common, *layout_overrides(2, 2, 1))
+    assert run_ranks(train, 4, overrides, timeout=150) == [None] * 4
+    for name, layout in (("same", (2, 2, 1)), ("dp4", (1, 1, 1)), ("tp4", (4, 1, 1))):
+        more = [*common, "trainer.total_steps=3", f"checkpoint.resume={tmp_path}/run", *layout_overrides(*layout)]
+        assert run_ranks(train, 4, overrides_for(task, tmp_path / name, *more), timeout=150) == [None] * 4
+    reference, *others = (read_records(tmp_path / name) for name in ("same", "dp4", "tp4"))
+    assert [record["step"] for record in reference] == [3]
+    for (record,) in others:
+        for key in ("policy/loss", "kl/mean", "policy/entropy", "reward/mean", "tokens/response", "policy/lr"):
+            assert record[key] == pytest.approx(reference[0][key], abs=1e-5), key
+        assert record["policy/ratio_max_deviation"] == 0.0
+
+
+def write_step(run_dir: Path, step: int) -> Path:
+    """A checkpoint of one file."""
+    partial = run_dir / f"checkpoints/step_{step}.partial"
+    partial.mkdir(parents=True)
+    seal(partial, {"format": 1, "step": step}, [write_file(partial / "a", b"a")])
+    point_at(run_dir / "checkpoints", "latest", step)
+    return run_dir / f"checkpoints/step_{step}"
+
+
+def choose(run_dir: Path, resume: str, is_known: bool = True) -> Path | str | None:
+    def on_rank(rank: int, world_size: int) -> Path | str | None:
+        run = Run(run_dir, "", 9, ObservabilityConfig(), rank)
+        try:
+            return choose_checkpoint(resume, run, is_known, dist.group.WORLD)
+        except UserError as error:
+            return str(error)
+
+    first, second = run_ranks(on_rank, 2, timeout=30)
+    assert first == second
+    return first
+
+
+def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    assert choose(own, "auto", False) is None and choose(own, "never", False) is None
+    assert "already holds the metrics" in choose(own, "never")
+    assert "there is no checkpoint" in choose(own, "must")
+    foreign = write_step(other, 7)
+    for path in (foreign, other, other / "checkpoints"):
+        assert choose(own, str(path)) == foreign, "before its own first checkpoint a run begins where it is told"
+    old, new = write_step(own, 1), write_step(own, 2)
+    assert choose(own, "auto") == choose(own, "must") == choose(own, str(new)) == new
+    assert choose(own, str(foreign)) == new, "a restarted job must not begin again"
+    assert "step_1 is not the newest checkpoint of this run, step_2 is" in choose(own, str(old))
+    (new / "a").write_bytes(b"b")
+    assert choose(own, "auto") == old
+    assert f"checkpoint skipped, it is not whole: {new}: a has another content" in (own / "logs/rank0.log").read_text()
+    (old / "a").unlink()
+    assert "none of the checkpoints is whole" in choose(own, "auto")
+
+
+def test_changed_settings_are_named() -> None:
+    before = "actor:\n  lr: 1.0\n  tp: 2\ndata:\n  files: [a]\n"
+    assert describe_changes(before, before.replace("1.0", "2.0")) == ["actor.lr: 1.0 -> 2.0"]
