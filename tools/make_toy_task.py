@@ -48,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--operations", default="+", help="any of + and -; use --operations=- for - alone")
     parser.add_argument("--slip-rate", type=float, default=0.65, metavar="P",
                         help="share of demonstrations that forget every carry and borrow")
+    parser.add_argument("--slips-in", default="+-", metavar="OPERATIONS",
+                        help="operations whose demonstrations may slip; the others are shown right: easy prompts")
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts and of the weights")
     parser.add_argument("--hidden-size", type=int, default=128, help="width of the model", metavar="H")
     parser.add_argument("--intermediate-size", type=int, default=argparse.SUPPRESS, metavar="F",
@@ -75,6 +77,8 @@ def check_arguments(task: dict[str, Any]) -> None:
     if not task["operations"] or set(task["operations"]) - set("+-") or len(set(task["operations"])) < len(
             task["operations"]):
         refuse("operations", repr(task["operations"]), "+, - or +-")
+    if set(task["slips_in"]) - set("+-"):
+        refuse("slips-in", repr(task["slips_in"]), "+, - or +-")
     if not 0.0 <= task["slip_rate"] <= 1.0:
         refuse("slip-rate", task["slip_rate"], "a share between 0 and 1")
     hidden, heads, kv_heads = task["hidden_size"], task["heads"], task["kv_heads"]
@@ -109,7 +113,7 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[dict[str, str]], list[dict[
          for prompt, answer in generator.sample(expressions, size)]
         for expressions, size in ((train, task["train"]), (validation, task["validation"])))
     for row in train_rows:
-        slips = generator.random() < task["slip_rate"]
+        slips = generator.random() < task["slip_rate"] and bool(set(task["slips_in"]) & set(row["prompt"]))
         row["demonstration"] = forget_carries(row["prompt"]) if slips else row["answer"]
     return train_rows, validation_rows
 

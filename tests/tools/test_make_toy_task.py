@@ -93,6 +93,15 @@ def test_demonstrations_slip_as_often_as_asked(tool, task, rate, right):
     assert all("demonstration" not in row for row in validation)
 
 
+def test_only_the_operations_named_slip(tool, task):
+    """Easy and hard prompts side by side."""
+    arguments = json.loads((task / "task.json").read_text()) | {
+        "slip_rate": 1.0, "operations": "+-", "slips_in": "-"}
+    for row in tool.make_prompts(arguments)[0]:
+        slip = tool.forget_carries(row["prompt"]) if "-" in row["prompt"] else row["answer"]
+        assert row["demonstration"] == slip
+
+
 def test_package_reads_the_task(task):
     tokenizer = load_tokenizer(task / "model")
     cfg = DataConfig(train_files=[], train_batch_size=1)
@@ -161,7 +170,7 @@ def test_bad_arguments(tool, tmp_path, capsys, arguments, message):
 @pytest.mark.parametrize("operations, prompts", [("+", r"\d\+\d="), ("-", r"\d-\d=")])
 def test_single_operations(tool, operations, prompts):
     task = {"train": 20, "validation": 5, "seed": 1, "max_operand": 9, "operations": operations,
-            "slip_rate": 0.5}
+            "slip_rate": 0.5, "slips_in": "+-"}
     for rows in tool.make_prompts(task):
         assert all(re.fullmatch(prompts, row["prompt"]) for row in rows)
     assert len(tool.train_tokenizer(operations)) > 0
