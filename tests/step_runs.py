@@ -106,6 +106,7 @@ def take_steps(model: TrainedModel, batch: TrainBatch, step: int) -> tuple[torch
         batch.values = model.compute_values(batch)
         return batch.values, [model.update(minibatch) for minibatch in batch.minibatches()]
     batch.old_logprobs = model.compute_logprobs(batch)
+    batch.record_updates()
     algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
     return batch.old_logprobs, [model.update(minibatch, algorithm) for minibatch in batch.minibatches()]
 
@@ -137,6 +138,12 @@ def find_differences(first: TrainedModel, second: TrainedModel) -> list[str]:
             if len(a) != len(b) or not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))]
 
 
+def have_equal_records(first: TrainBatch, second: TrainBatch) -> bool:
+    """Whether the updates have left the same log-probs and entropies in both batches, one for every token."""
+    pairs = [(getattr(first, name), getattr(second, name)) for name in ("update_logprobs", "update_entropy")]
+    return all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in pairs)
+
+
 def compare_modes(
     setup: Setup, path: Path, world_size: int, num_steps: int, mode: str = "static"
 ) -> dict[str, Any]:
@@ -157,6 +164,8 @@ def compare_modes(
             take_steps(model, batch, step) for model, batch in zip((eager, other), batches, strict=True))
         found = find_differences(eager, other)
         found += [] if torch.equal(scores, other_scores) else ["scores"]
+        if isinstance(eager, Actor) and groups.is_last_stage and not have_equal_records(*batches):
+            found.append("records of the update")
         found += [] if metrics == other_metrics else [f"metrics {metrics} and {other_metrics}"]
         if found:
             differences[step] = found

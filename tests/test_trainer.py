@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,25 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
     assert list((one_rank / "tensorboard").glob("events.out.tfevents.*"))
 
 
+def test_rows_of_the_rollout_log(one_rank: Path) -> None:
+    """Every token has what the step knew of it; the first minibatch of a run is updated at a ratio of exactly 1."""
+    rows = _read_rows(one_rank, 1)
+    assert len(rows) == 4
+    for row in rows:
+        length = len(row["tokens"])
+        for name in ("token_texts", "rollout_logprobs", "old_logprobs", "advantages", "ratio", "clipped", "entropy"):
+            assert len(row[name]) == length, name
+        assert "".join(row["token_texts"]) == row["response"] and "values" not in row
+        assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-3)
+        assert row["ratio"] == [1.0] * length and row["clipped"] == [0.0] * length
+        assert len(set(row["advantages"])) == 1 and min(row["entropy"]) > 0
+    assert sum(row["advantages"][0] for row in rows) == pytest.approx(0, abs=1e-4), "rows 0 to 3 are one group"
+
+
+def _read_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+
+
 def _first_batch() -> list[int]:
     """Left operands of the first step's prompts."""
     return next(PromptBatches(list(range(16)), 8, shuffle=True, seed=1))
@@ -97,6 +117,10 @@ def test_layouts_train_alike(
             if key in reference:
                 assert mine[key] == pytest.approx(reference[key], abs=1e-4, rel=1e-4), key
         assert mine.get("policy/ratio_max_deviation", 0.0) == 0.0
+    for mine, reference in zip(_read_rows(run_dir, 1), _read_rows(one_rank, 1), strict=True):
+        assert mine["tokens"] == reference["tokens"]
+        for key in ("old_logprobs", "advantages", "ratio", "entropy"):
+            assert mine[key] == pytest.approx(reference[key], abs=1e-4), key
     mine, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(d / "checkpoints/latest/huggingface")
         for d in (run_dir, one_rank))

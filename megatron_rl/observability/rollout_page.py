@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One self-contained HTML page out of the rollouts of a run: what `tools/view_rollouts.py` writes.
+
+The page holds its data as JSON in elements that browsers do not run: one index of all rollouts (what the list shows,
+sorts and filters) and the per-token values in chunks, which are parsed when a rollout is opened. `<` is escaped in
+them, the script puts texts into the page as text only, and a content security policy allows no script but the page's
+own and no connection at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from megatron_rl.observability.rollout_log import as_numbers
+from megatron_rl.types import UserError
+
+_PARTS = Path(__file__).parent / "viewer"
+_CHUNK = 64  # rollouts whose tokens are parsed together
+_SCALE_QUANTILE = 0.99  # of the sizes of a run's values: where the colour is full
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to colour tokens.
+
+    Attributes:
+        key, label, meaning: name in the data, name in the menu, sentence in the legend.
+        kind: "diverging" (around 0), "sequential" (from 0) or "flag".
+        transform: of a value before it is coloured: "none", "log" or "negative".
+        decimals: kept of a value.
+        scale: transformed value where the colour is full.
+        num_rollouts: that have it; with 0 the mode cannot be chosen.
+    """
+
+    key: str
+    label: str
+    meaning: str
+    kind: str
+    transform: str = "none"
+    decimals: int = 4
+    scale: float = 1.0
+    num_rollouts: int = 0
+
+
+MODES = (
+    Mode("advantage", "advantage", "blue: the update makes the token likelier; orange: less likely", "diverging"),
+    Mode("gap", "rollout/train gap", "log-prob of the trainer minus that of the engine, before the update", "diverging",
+         decimals=6),
+    Mode("ratio", "ratio", "probability in the last optimizer step that used the token over that before the update",
+         "diverging", transform="log"),
+    Mode("clipped", "clipped", "the loss of that optimizer step was clipped at this token", "flag"),
+    Mode("entropy", "entropy", "of the policy's next-token distribution in that optimizer step, in nats", "sequential"),
+    Mode("value", "value", "what the critic expected here", "diverging"),
+    Mode("surprise", "surprise", "minus the log-prob that the engine reported", "sequential", transform="negative"),
+)
+# Mode -> key of the row; the gap is the difference of two.
+_FIELDS = {"advantage": "advantages", "ratio": "ratio", "clipped": "clipped", "entropy": "entropy", "value": "values",
+           "surprise": "rollout_logprobs"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """What was written: numbers of rollouts and steps, size in bytes, and labels of modes that no rollout has."""
+
+    num_rollouts: int
+    num_steps: int
+    num_bytes: int
+    missing: tuple[str, ...]
+
+
+def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, Path]:
+    """Rollout files of a run by step, in order.
+
+    Args:
+        run_dir: the run's directory.
+        steps: only these; None: all.
+
+    Raises:
+        UserError: there are none.
+    """
+    folder = run_dir / "rollouts"
+    expected = "a run directory with rollouts/step_<N>.jsonl"
+    if not folder.is_dir():
+        found = "no such directory" if not run_dir.is_dir() else "there is no rollouts/ in it"
+        raise UserError(f"{run_dir}: {found}", source="RUN_DIR", expected=expected,
+                        hint="give the run_dir that the run printed first")
+    names = {p.stem.removeprefix("step_"): p for p in folder.glob("step_*.jsonl")}
+    files = {int(step): names[step] for step in sorted((s for s in names if s.isdigit()), key=int)}
+    if not any(path.stat().st_size for path in files.values()):
+        raise UserError(f"{folder}: no rollouts in it", source="RUN_DIR", expected=expected,
+                        hint="train with trainer.log_rollouts=N (-1: all)")
+    chosen = {step: path for step, path in files.items() if steps is None or step in steps}
+    if not any(path.stat().st_size for path in chosen.values()):
+        raise UserError(f"{folder} has steps {min(files)} to {max(files)}", source="--steps",
+                        expected="steps that were logged", hint="choose others, or leave it out")
+    return chosen
+
+
+def write_page(run_dir: Path, out: Path, steps: range | None = None) -> Page:
+    """Write the page of a run.
+
+    Args:
+        run_dir: the run's directory.
+        out: the file; it appears when it is complete.
+        steps: only these; None: all.
+
+    Raises:
+        UserError: no rollouts there, or a line that is none.
+    """
+    files = find_rollout_files(run_dir, steps)
+    name = run_dir.resolve().name
+    head, tail = _read_template(name)
+    index, temporary = _Index(name), out.with_name(f".{out.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as page:
+            page.write(head)
+            chunk: list[dict[str, Any]] = []
+            for step, path in files.items():
+                for where, row in _read_rows(path):
+                    chunk.append(index.add(step, row, where))
+                    if len(chunk) == _CHUNK:
+                        _write_data(page, index.next_chunk(), chunk)
+                        chunk = []
+            _write_data(page, index.next_chunk(), chunk)
+            content = index.finish()
+            _write_data(page, "index", content)
+            page.write(tail)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    missing = tuple(mode["label"] for mode in content["modes"] if not mode["num_rollouts"])
+    return Page(len(index.columns["step"]), len(set(index.columns["step"])), out.stat().st_size, missing)
+
+
+class _Index:
+    """What the page knows of every rollout without opening it."""
+
+    def __init__(self, run: str) -> None:
+        names = ("step", "group", "sample", "reward", "length", "finish", "version", "response")
+        self.columns: dict[str, list[Any]] = {name: [] for name in names}
+        self._run, self._num_chunks = run, 0
+        self._groups: dict[tuple[int, str], int] = {}
+        self._prompts: list[dict[str, Any]] = []
+        self._sizes: dict[str, list[np.ndarray]] = {mode.key: [] for mode in MODES}
+
+    def add(self, step: int, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Enter a rollout; returns what is needed once it is opened."""
+        prompt_id, tokens, texts = _text(row.get("prompt_id")), row.get("tokens"), row.get("token_texts")
+        group = self._groups.setdefault((step, prompt_id), len(self._groups))
+        if group == len(self._prompts):
+            self._prompts.append(
+                {"id": prompt_id, "text": _text(row.get("prompt")), "truth": _text(row.get("ground_truth"))})
+        length = next((len(x) for x in (tokens, texts) if isinstance(x, list)), None)
+        entry = {"step": step, "group": group, "sample": _number(row.get("sample_index")),
+                 "reward": _number(row.get("reward")), "length": length, "finish": _text(row.get("finish_reason")),
+                 "version": _number(row.get("policy_version")), "response": _text(row.get("response"))}
+        for name, value in entry.items():
+            self.columns[name].append(value)
+        ids, components = _read_numbers(row, "tokens", length, where), row.get("reward_components")
+        details: dict[str, Any] = {
+            "components": {k: _number(x) for k, x in components.items()} if isinstance(components, dict) else {},
+            "ids": None if ids is None else np.nan_to_num(ids).astype(np.int64).tolist(),
+            "texts": [_text(x) for x in texts] if isinstance(texts, list) and len(texts) == length else None}
+        for mode in MODES:
+            values = _find_values(mode.key, row, length, where)
+            if values is not None:
+                self._sizes[mode.key].append(np.abs(_TRANSFORMS[mode.transform](values)).astype(np.float32))
+                details[mode.key] = as_numbers(values, mode.decimals)
+        return details
+
+    def next_chunk(self) -> str:
+        """Id of the next element with token values."""
+        self._num_chunks += 1
+        return f"chunk-{self._num_chunks - 1}"
+
+    def finish(self) -> dict[str, Any]:
+        """The index as it goes into the page."""
+        modes = [asdict(mode) | {"scale": _find_scale(self._sizes[mode.key]),
+                                 "num_rollouts": len(self._sizes[mode.key])} for mode in MODES]
+        return {"run": self._run, "chunk": _CHUNK, "modes": modes, "prompts": self._prompts, "columns": self.columns}
+
+
+_TRANSFORMS = {
+    "none": lambda x: x,
+    "negative": lambda x: -x,
+    "log": lambda x: np.log(np.maximum(x, 1e-30)),
+}
+
+
+def _find_scale(sizes: list[np.ndarray]) -> float:
+    found = np.concatenate(sizes) if sizes else np.zeros(0)
+    found = found[np.isfinite(found)]
+    scale = float(np.quantile(found, _SCALE_QUANTILE)) if len(found) else 0.0
+    return scale or (float(found.max(initial=0.0)) or 1.0)
+
+
+def _find_values(key: str, row: Mapping[str, Any], length: int | None, where: str) -> np.ndarray | None:
+    """A mode's values [length] of a row, NaN where there is none; None if the row does not have them."""
+    if key == "gap":
+        trainer, engine = (_read_numbers(row, name, length, where) for name in ("old_logprobs", "rollout_logprobs"))
+        return None if trainer is None or engine is None else trainer - engine
+    return _read_numbers(row, _FIELDS[key], length, where)
+
+
+def _read_numbers(row: Mapping[str, Any], name: str, length: int | None, where: str) -> np.ndarray | None:
+    values = row.get(name)
+    if values is None or length is None:
+        return None
+    try:
+        found = np.array(values, np.float64)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.shape != (length,):
+        raise _bad_row(where, f"{name} is not a list of {length} numbers")
+    return found
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a file and where it stands."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise _bad_row(where, f"no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise _bad_row(where, f"a {type(row).__name__}")
+            yield where, row
+
+
+def _bad_row(where: str, found: str) -> UserError:
+    return UserError(found, source=where, expected="one rollout per line, as a run writes them",
+                     hint="if the run is writing this file at the moment, try again; else remove the line")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: Any) -> float | int | None:
+    """The number, or None for anything that is none in JSON."""
+    return +value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
+
+
+def _write_data(page: TextIO, name: str, value: Any) -> None:
+    """A value as JSON that neither ends its element nor begins another one, in ASCII."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    page.write(f'<script type="application/json" id="{name}">{text}</script>\n')
+
+
+def _read_template(run: str) -> tuple[str, str]:
+    """The page before and behind its data."""
+    page, style, script = ((_PARTS / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
+              "form-action 'none'")
+    head, tail = page.split("{{data}}")
+    head = head.replace("{{style}}", style).replace("{{policy}}", policy).replace("{{title}}", html.escape(run))
+    return head, tail.replace("{{script}}", script)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// Texts of the run enter the page through textContent only.
+"use strict";
+(() => {
+  const ROW_HEIGHT = 26; // as in page.css
+  const FIRST_TOKENS = 2000, MORE_TOKENS = 10000; // of one response that are shown at once
+  const find = (id) => document.getElementById(id);
+  const read = (id) => JSON.parse(find(id).textContent);
+  const make = (tag, className, text) => {
+    const element = document.createElement(tag);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+
+  const index = read("index");
+  const { step, group, sample, reward, length, finish, version, response } = index.columns;
+  const total = step.length;
+  const modes = new Map(index.modes.map((mode) => [mode.key, mode]));
+  const members = index.prompts.map(() => []);
+  group.forEach((g, i) => members[g].push(i));
+  const rewards = reward.filter((x) => x !== null);
+  const lowest = rewards.reduce((a, b) => Math.min(a, b), Infinity);
+  const highest = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
+  const state = { order: [], selected: -1, mode: null, texts: null };
+
+  // Colours.
+
+  const BLUE = "33,102,172", ORANGE = "217,95,2", GREEN = "0,128,96", FULL = 0.7;
+  const TRANSFORMS = { none: (x) => x, negative: (x) => -x, log: (x) => Math.log(Math.max(x, 1e-30)) };
+  const shade = (kind, t) => {
+    const strength = Math.min(Math.abs(t), 1) * FULL;
+    return `rgba(${kind !== "diverging" ? GREEN : t < 0 ? ORANGE : BLUE},${strength.toFixed(3)})`;
+  };
+  const colourOf = (mode, value) =>
+    mode.kind === "flag" ? (value ? shade("diverging", -1) : "")
+      : shade(mode.kind, TRANSFORMS[mode.transform](value) / mode.scale);
+  const round = (x) => (x === null ? "none" : String(Number(x.toPrecision(4))));
+
+  function drawLegend() {
+    const legend = find("legend"), mode = state.mode;
+    legend.replaceChildren();
+    if (!mode) return legend.append("no token values in this run: tokens are not coloured");
+    const bar = make("span", "bar");
+    if (mode.kind === "flag") {
+      bar.style.background = shade("diverging", -1);
+      legend.append(bar, mode.label);
+    } else {
+      const isDiverging = mode.kind === "diverging";
+      const stops = (isDiverging ? [-1, 0, 1] : [0, 1]).map((t) => shade(mode.kind, t));
+      bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+      const end = (t) => round(mode.transform === "log" ? Math.exp(t * mode.scale) : t * mode.scale);
+      legend.append(`${isDiverging ? "" : "≤ "}${end(isDiverging ? -1 : 0)}`, bar, end(1));
+    }
+    const missing = index.modes.filter((m) => !m.num_rollouts).map((m) => m.label);
+    legend.append(make("span", "", `${mode.meaning}; no colour: no value, or nothing to show`));
+    if (missing.length) legend.append(make("span", "note", `not in this run: ${missing.join(", ")}`));
+  }
+
+  // The list: only the rows in sight are in the page.
+
+  const list = find("list"), rows = find("rows"), titles = list.querySelector(".titles");
+
+  function drawRows() {
+    const first = Math.max(0, Math.floor(list.scrollTop / ROW_HEIGHT) - 5);
+    const last = Math.min(state.order.length, first + Math.ceil(list.clientHeight / ROW_HEIGHT) + 10);
+    rows.style.transform = `translateY(${first * ROW_HEIGHT}px)`;
+    rows.replaceChildren(...state.order.slice(first, last).map(drawRow));
+  }
+
+  function drawRow(i) {
+    const row = make("div", i === state.selected ? "row selected" : "row");
+    row.dataset.rollout = i;
+    row.setAttribute("role", "option");
+    row.setAttribute("aria-selected", i === state.selected);
+    const cell = make("span", "", round(reward[i]));
+    if (reward[i] !== null && highest > lowest) {
+      cell.style.background = shade("diverging", (0.6 * (2 * reward[i] - highest - lowest)) / (highest - lowest));
+    }
+    const excerpt = response[i].slice(0, 160).replace(/\s+/g, " ");
+    row.append(make("span", "", step[i]), make("span", "", index.prompts[group[i]].id), make("span", "", sample[i]),
+      cell, make("span", "", length[i] ?? ""), make("span", "", excerpt));
+    return row;
+  }
+
+  // Filter and sort.
+
+  const filters = find("filters");
+  const bound = (name, otherwise) => (filters[name].value === "" ? otherwise : Number(filters[name].value));
+
+  function applyFilters() {
+    const columns = { step, reward, length };
+    const ranges = Object.keys(columns).map((name) => ({
+      column: columns[name], low: bound(`${name}-from`, -Infinity), high: bound(`${name}-to`, Infinity),
+    })).filter(({ low, high }) => low > -Infinity || high < Infinity);
+    const wantedFinish = filters.finish.value, wanted = filters.text.value.toLowerCase();
+    if (wanted && !state.texts) {
+      const prompts = index.prompts.map((p) => p.text.toLowerCase());
+      state.texts = response.map((text, i) => `${prompts[group[i]]}\n${text.toLowerCase()}`);
+    }
+    const order = [];
+    for (let i = 0; i < total; i++) {
+      if (ranges.every(({ column, low, high }) => column[i] !== null && column[i] >= low && column[i] <= high)
+        && (!wantedFinish || finish[i] === wantedFinish) && (!wanted || state.texts[i].includes(wanted))) order.push(i);
+    }
+    const [key, direction] = filters.sort.value.split(",");
+    const column = columns[key], sign = Number(direction);
+    const compare = (a, b) => (column[a] === null) - (column[b] === null) || sign * (column[a] - column[b]) || a - b;
+    state.order = order.sort(compare);
+    find("count").textContent = `${order.length.toLocaleString("en")} of ${total.toLocaleString("en")} rollouts`;
+    find("spacer").style.height = `${order.length * ROW_HEIGHT}px`;
+    list.scrollTop = 0;
+    drawRows();
+  }
+
+  // One rollout, or its group.
+
+  const parsed = new Map(); // chunks of token values, the last few that were opened
+  function detailsOf(i) {
+    const chunk = Math.floor(i / index.chunk);
+    const found = parsed.get(chunk) ?? read(`chunk-${chunk}`);
+    parsed.delete(chunk);
+    parsed.set(chunk, found);
+    if (parsed.size > 8) parsed.delete(parsed.keys().next().value);
+    return found[i % index.chunk];
+  }
+
+  function select(i) {
+    state.selected = i;
+    drawRows();
+    drawContent();
+  }
+
+  function drawContent() {
+    const content = find("content"), i = state.selected;
+    find("tip").hidden = true;
+    if (i < 0) return content.replaceChildren(make("p", "facts", "choose a rollout on the left"));
+    const prompt = index.prompts[group[i]];
+    const shown = find("side-by-side").checked ? members[group[i]] : [i];
+    const cards = make("div", shown.length > 1 ? "cards many" : "cards");
+    cards.append(...shown.map((j) => drawCard(j, shown.length > 1)));
+    content.replaceChildren(
+      make("h2", "", `prompt ${prompt.id} of step ${step[i]}`), make("div", "text prompt", prompt.text),
+      make("h2", "", "ground truth"), make("div", "text", prompt.truth || "none"), cards);
+    return undefined;
+  }
+
+  function drawCard(i, isOneOfMany) {
+    const details = detailsOf(i);
+    const card = make("div", isOneOfMany && i === state.selected ? "card selected" : "card");
+    const facts = make("div", "facts");
+    const say = (name, value) => facts.append(`${facts.childNodes.length ? " · " : ""}${name} `, make("b", "", value));
+    say("reward", round(reward[i]));
+    for (const [name, value] of Object.entries(details.components)) say(name, round(value));
+    say("tokens", length[i] ?? "unknown");
+    say("finish", finish[i] || "unknown");
+    say("policy_version", version[i] ?? "unknown");
+    card.append(make("h2", "", `response ${sample[i] ?? ""}`), facts);
+    if (state.mode && !details[state.mode.key]) {
+      card.append(make("div", "note", `this rollout has no ${state.mode.label}: its tokens are not coloured`));
+    }
+    if (!details.texts && !details.ids) {
+      card.append(make("div", "text", response[i]));
+      return card;
+    }
+    if (!details.texts) {
+      card.append(make("div", "note", "the texts of the tokens were not logged: below the response are their ids"),
+        make("div", "text", response[i]));
+    }
+    const box = make("div", "tokens");
+    box.dataset.rollout = i;
+    card.append(box);
+    drawTokens(card, box, details, 0, FIRST_TOKENS);
+    return card;
+  }
+
+  function drawTokens(card, box, details, first, count) {
+    const last = Math.min(first + count, (details.texts ?? details.ids).length);
+    const values = state.mode && details[state.mode.key];
+    const pieces = document.createDocumentFragment();
+    for (let t = first; t < last; t++) {
+      const text = details.texts ? details.texts[t] : "";
+      const isSpecial = details.ids && (!details.texts || text === "");
+      const span = make("span", isSpecial ? "special" : "", isSpecial ? `‹${details.ids[t]}›` : visible(text));
+      span.dataset.t = t;
+      if (values && values[t] !== null) span.style.background = colourOf(state.mode, values[t]);
+      pieces.append(span);
+    }
+    box.append(pieces);
+    const rest = (details.texts ?? details.ids).length - last;
+    if (rest) {
+      const button = make("button", "", `show ${Math.min(rest, MORE_TOKENS)} more of ${rest} tokens`);
+      button.addEventListener("click", () => {
+        button.remove();
+        drawTokens(card, box, details, last, MORE_TOKENS);
+      });
+      card.append(button);
+    }
+  }
+
+  const visible = (text) => text.replace(/[\x00-\x09\x0b-\x1f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
+    .replace(/\n/g, "⏎\n");
+
+  function showTip(event) {
+    const tip = find("tip"), span = event.target.closest(".tokens span");
+    tip.hidden = !span;
+    if (!span) return;
+    const details = detailsOf(Number(span.parentElement.dataset.rollout)), t = Number(span.dataset.t);
+    const lines = [`token ${t}${details.ids ? `, id ${details.ids[t]}` : ""}`];
+    if (details.texts) lines.push(JSON.stringify(details.texts[t]));
+    for (const mode of index.modes) {
+      const value = details[mode.key] ? details[mode.key][t] : null;
+      if (value === null) continue;
+      lines.push(`${mode.label}: ${mode.kind === "flag" ? (value ? "yes" : "no") : round(TRANSFORMS[
+        mode.transform === "negative" ? "negative" : "none"](value))}`);
+    }
+    tip.textContent = lines.join("\n");
+    tip.style.left = `${Math.min(event.clientX + 12, innerWidth - 370)}px`;
+    tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 4)}px`;
+  }
+
+  // Start.
+
+  find("run").textContent = index.run;
+  for (const name of [...new Set(finish)].filter(Boolean).sort()) {
+    const option = make("option", "", name);
+    option.value = name;
+    filters.finish.append(option);
+  }
+  for (const mode of index.modes) {
+    const option = make("option", "", mode.num_rollouts ? mode.label : `${mode.label} (not in this run)`);
+    option.value = mode.key;
+    option.disabled = !mode.num_rollouts;
+    find("mode").append(option);
+  }
+  state.mode = index.modes.find((mode) => mode.num_rollouts) ?? null;
+  if (state.mode) find("mode").value = state.mode.key;
+  find("mode").addEventListener("change", (event) => {
+    state.mode = modes.get(event.target.value);
+    drawLegend();
+    drawContent();
+  });
+  find("side-by-side").addEventListener("change", drawContent);
+  filters.addEventListener("input", applyFilters);
+  filters.addEventListener("reset", () => setTimeout(applyFilters));
+  filters.addEventListener("submit", (event) => event.preventDefault());
+  list.addEventListener("scroll", drawRows);
+  addEventListener("resize", drawRows);
+  list.addEventListener("click", (event) => {
+    const row = event.target.closest("[data-rollout]");
+    if (row) select(Number(row.dataset.rollout));
+  });
+  list.addEventListener("keydown", (event) => {
+    const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!move || !state.order.length) return;
+    event.preventDefault();
+    const at = Math.min(Math.max(state.order.indexOf(state.selected) + move, 0), state.order.length - 1);
+    const top = at * ROW_HEIGHT, room = list.clientHeight - titles.offsetHeight - ROW_HEIGHT;
+    if (top < list.scrollTop) list.scrollTop = top;
+    if (top > list.scrollTop + room) list.scrollTop = top - room;
+    select(state.order[at]);
+  });
+  find("content").addEventListener("mousemove", showTip);
+  find("content").addEventListener("mouseleave", () => { find("tip").hidden = true; });
+  drawLegend();
+  applyFilters();
+  if (total) select(state.order[0]);
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of single tokens out of real tokenizers, and per-token values as a row holds them.
+
+The gathering of the values over ranks is tested in tests/test_experience.py, whole runs in tests/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import sentencepiece
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
+
+
+def test_characters_of_several_tokens_stand_at_the_last() -> None:
+    """A byte-level tokenizer with one token per byte; a character that is cut off stays broken, alone."""
+    vocab = {text: i for i, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts_of = TokenTexts(tokenizer.decode)
+    ids = tokenizer.encode("a b\u00e9\u20ac\N{GRINNING FACE}.").ids
+    assert texts_of(ids) == ["a", " ", "b", "", "\u00e9", "", "", "\u20ac", "", "", "", "\N{GRINNING FACE}", "."]
+    euro = tokenizer.encode("\u20ac").ids
+    assert texts_of([*euro[:2], ids[0], *euro[:1]]) == ["", "\ufffd", "a", "\ufffd"]
+    garbage = texts_of(euro[:1] * 20)
+    assert len(garbage) == 20 and set("".join(garbage)) == {"\ufffd"}
+    assert texts_of([]) == []
+
+
+def test_spaces_and_special_tokens_of_sentencepiece() -> None:
+    """Tokens keep the space in front of them that decoding them alone would drop; the EOS token has no text."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["one two two one two"] * 9), model_writer=model, vocab_size=12, minloglevel=2,
+        hard_vocab_limit=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    ids = tokenizer.encode("two one two")
+    texts = TokenTexts(lambda found: tokenizer.decode([i for i in found if i != 2]))([*ids, 2])
+    assert "".join(texts) == " two one two" and texts[-1] == "" and len(texts) == len(ids) + 1
+
+
+def test_values_are_aligned_to_the_end_and_fit_into_json() -> None:
+    """Tokens in front of those in the loss get null, and so does what is no number; a name without any is left out."""
+    values = {"advantages": np.float32([0.5, -1.23456789]), "ratio": np.float32([np.nan, np.inf]),
+              "entropy": np.float32([np.nan, 1.5]), "values": np.zeros(0, np.float32)}
+    fields = token_fields(3, values)
+    assert fields == {"advantages": [None, 0.5, -1.234568], "entropy": [None, None, 1.5]}
+    assert json.loads(json.dumps(fields, allow_nan=False)) == fields
+    assert as_numbers(np.float32([1e-4, -2]), 3) == [0.0, -2.0]

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout page: what is in it, what it makes of hostile texts and missing fields, and how it works in Chromium.
+
+The browser tests need playwright and a Chromium on the PATH and are skipped without. Not covered: other browsers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+HOSTILE = ("</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'><!-- \u2028 &lt;b&gt; "
+           "\N{GRINNING FACE}")
+TEXTS = ["The", " sum", " is", " 2", "3", "\n", "####", " 23", ""]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("view_rollouts", ROOT / "tools/view_rollouts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_row(prompt_id: int | str, sample: int, texts: list[str] = TEXTS, **fields: Any) -> dict[str, Any]:
+    """A row as a run with a critic writes it."""
+    n = len(texts)
+    engine = [-0.1 * (t % 7) for t in range(n)]
+    return {
+        "prompt_id": prompt_id, "sample_index": sample, "prompt": f"What is {prompt_id} + 3?",
+        "response": "".join(texts), "ground_truth": "9", "reward": sample / 4,
+        "reward_components": {"math": sample / 4, "format": 1.0},
+        "finish_reason": "length" if sample % 4 == 3 else "stop", "policy_version": 7,
+        "tokens": list(range(100, 100 + n)), "token_texts": texts, "rollout_logprobs": engine,
+        "old_logprobs": [x + 0.001 * (t % 3 - 1) for t, x in enumerate(engine)], "advantages": [sample / 2 - 0.75] * n,
+        "values": [0.1 * (t % 5) for t in range(n)], "ratio": [1.0 + 0.05 * (t % 5 - 2) for t in range(n)],
+        "clipped": [float(t % 5 == 4) for t in range(n)], "entropy": [0.2 * (t % 6) for t in range(n)]} | fields
+
+
+def write_run(run_dir: Path, steps: dict[int, list[dict[str, Any]]]) -> Path:
+    """A run directory with nothing but rollouts."""
+    (run_dir / "rollouts").mkdir(parents=True)
+    for step, rows in steps.items():
+        (run_dir / f"rollouts/step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+def read_data(page: Path) -> dict[str, Any]:
+    """The JSON elements of a page by id."""
+    found = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script>', page.read_text(), re.S)
+    return {name: json.loads(text) for name, text in found}
+
+
+def test_page_holds_every_rollout_in_order(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps in numeric order, groups by step and prompt, chunks that line up with the index; --steps cuts."""
+    steps = {step: [make_row(p, s) for p in range(10) for s in range(4)] for step in (2, 10, 1)}
+    run_dir, out = write_run(tmp_path / "run", steps), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    assert re.search(r"page.html: 120 rollouts of 3 steps, 0\.\d MB\n$", capsys.readouterr().out)
+    data = read_data(out)
+    columns = data["index"]["columns"]
+    assert columns["step"] == [1] * 40 + [2] * 40 + [10] * 40
+    assert columns["group"] == [i // 4 for i in range(120)] and len(data["index"]["prompts"]) == 30
+    assert data["index"]["prompts"][13] == {"id": "3", "text": "What is 3 + 3?", "truth": "9"}
+    assert columns["length"] == [9] * 120 and columns["version"] == [7] * 120
+    assert [len(data[f"chunk-{i}"]) for i in range(2)] == [64, 56]
+    details = data["chunk-1"][70 - 64]
+    assert details["texts"] == TEXTS and details["advantage"] == [0.25] * 9 and details["components"] == {
+        "math": 0.5, "format": 1.0}
+    assert details["gap"] == [-0.001, 0.0, 0.001] * 3 and details["surprise"][2] == -0.2
+    modes = {mode["key"]: mode for mode in data["index"]["modes"]}
+    assert all(mode["num_rollouts"] == 120 for mode in modes.values())
+    assert modes["advantage"]["scale"] == 0.75 and modes["gap"]["scale"] == pytest.approx(0.001)
+    assert tool.main([str(run_dir), "--out", str(out), "--steps", "2-9"]) == 0
+    assert set(read_data(out)["index"]["columns"]["step"]) == {2}
+
+
+def test_texts_cannot_leave_their_element(tool: ModuleType, tmp_path: Path) -> None:
+    """No `<` of the run is in the page, in whatever field it comes, and the policy forbids what is not the page's."""
+    row = make_row(HOSTILE, 0, [HOSTILE, "\ud800"], prompt=HOSTILE, ground_truth=HOSTILE, finish_reason=HOSTILE,
+                   reward_components={HOSTILE: 1.0})
+    run_dir, out = write_run(tmp_path / "<b>run", {1: [row]}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert "<script>window" not in text and "<img" not in text and "<b>run" not in text
+    assert len(re.findall("<script", text)) == text.count("</script>") == 3  # chunk, index, the page's own
+    assert read_data(out)["index"]["prompts"] == [{"id": HOSTILE, "text": HOSTILE, "truth": HOSTILE}]
+    policy = re.search('Content-Security-Policy" content="([^"]+)"', text)[1]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"https?://|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+
+
+def test_missing_fields_are_named(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows without token values, without tokens, and with numbers that are none; a flag says what the page lacks."""
+    bare = {"prompt_id": 1, "prompt": "p", "response": "r"}
+    old = {k: v for k, v in make_row(2, 0).items() if k in ("prompt_id", "response", "tokens", "rollout_logprobs")}
+    nan = float("nan")
+    odd = make_row(3, 0, reward=nan, advantages=[None] * 8 + [float("inf")], reward_components={"x": nan})
+    for name in ("values", "ratio", "clipped", "entropy", "old_logprobs"):
+        del odd[name]
+    run_dir, out = write_run(tmp_path / "run", {1: [bare, old, odd]}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    assert "not in this run: rollout/train gap, ratio, clipped, entropy, value\n" in capsys.readouterr().out
+    data = read_data(out)
+    assert data["index"]["columns"]["length"] == [None, 9, 9] and data["index"]["columns"]["reward"] == [None] * 3
+    first, second, third = data["chunk-0"]
+    assert first == {"components": {}, "ids": None, "texts": None}
+    assert second["ids"] == list(range(100, 109)) and second["texts"] is None and len(second["surprise"]) == 9
+    assert third["advantage"] == [None] * 9 and third["components"] == {"x": None}
+
+
+@pytest.mark.parametrize(("content", "arguments", "message"), [
+    (None, [], "there is no rollouts/ in it"),
+    ({}, [], "train with trainer.log_rollouts=N"),
+    ({1: []}, [], "train with trainer.log_rollouts=N"),
+    ({1: [make_row(0, 0)]}, ["--steps", "5"], "has steps 1 to 1"),
+    ({1: [make_row(0, 0), [1]]}, [], "step_1.jsonl:2"),
+    ({1: [make_row(0, 0, ratio=[1.0])]}, [], "ratio is not a list of 9 numbers"),
+    ({1: [make_row(0, 0, values=["a"] * 9)]}, [], "values is not a list of 9 numbers"),
+])
+def test_errors_are_clear(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[int, Any] | None,
+    arguments: list[str], message: str,
+) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "page.html"
+    run_dir.mkdir() if content is None else write_run(run_dir, content)
+    assert tool.main([str(run_dir), "--out", str(out), *arguments]) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == [run_dir], "no half a page is left"
+
+
+def test_half_a_line_is_named(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", {1: [make_row(0, 0)]})
+    with (run_dir / "rollouts/step_1.jsonl").open("ab") as file:
+        file.write('{"prompt": "é'.encode()[:-1])
+    assert tool.main([str(run_dir), "--out", str(tmp_path / "page.html")]) == 2
+    assert "step_1.jsonl:2" in (message := capsys.readouterr().err) and "no JSON" in message
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        pytest.skip(f"no Chromium found: none of {', '.join(BROWSERS)} is on the PATH")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def open_page(browser: Any, path: Path) -> tuple[Any, list[str]]:
+    """The page, ready, and everything that it asked for or complained about."""
+    page, events = browser.new_page(viewport={"width": 1280, "height": 800}), []
+    page.on("request", lambda request: events.append(request.url))
+    page.on("dialog", lambda dialog: events.append(dialog.message))
+    page.on("pageerror", lambda error: events.append(str(error)))
+    page.on("console", lambda message: events.append(message.text))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+    return page, events
+
+
+def test_hostile_texts_do_nothing_in_a_browser(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """They are shown letter by letter; nothing runs, nothing is fetched, nothing is reported."""
+    rows = [make_row(HOSTILE, s, [HOSTILE, " tail"], prompt=HOSTILE, ground_truth=HOSTILE, finish_reason=HOSTILE,
+                     reward_components={HOSTILE: 1.0}) for s in range(2)]
+    run_dir, out = write_run(tmp_path / "<img src=x onerror=window.hacked=3>", {1: rows}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    page, events = open_page(browser, out)
+    page.check("#side-by-side")
+    for mode in ("ratio", "clipped", "entropy", "value", "gap"):
+        page.select_option("#mode", mode)
+    page.hover(".tokens span")
+    page.fill("[name=text]", "<script>")
+    assert page.evaluate("window.hacked") is None and events == [out.as_uri()]
+    assert page.locator("img, #content script").count() == 0
+    assert page.locator(".text.prompt").text_content() == HOSTILE
+    assert page.locator(".tokens span").first.text_content() == HOSTILE
+    assert page.locator(".tokens").count() == 2 and HOSTILE in page.locator("#tip").text_content().replace('\\"', '"')
+    page.close()
+
+
+def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """What a reader does with the page, end to end on three steps of small groups; old rows say what they lack."""
+    steps = {step: [make_row(p, s, TEXTS[: 3 + step + s]) for p in (5, 6) for s in range(4)] for step in (1, 2)}
+    bare = {k: v for k, v in make_row(9, 0).items() if k in ("prompt_id", "response", "tokens", "reward")}
+    run_dir, out = write_run(tmp_path / "run", steps | {3: [bare]}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    page, events = open_page(browser, out)
+    count, cells = page.locator("#count"), page.locator("#rows .row span")
+    assert count.text_content() == "17 of 17 rollouts"
+    assert page.locator(".facts").text_content() == (
+        "reward 0 · math 0 · format 1 · tokens 4 · finish stop · policy_version 7")
+    for name, value, left in (("reward-from", "0.5", 8), ("step-to", "1", 4), ("length-from", "7", 2)):
+        page.fill(f"[name={name}]", value)
+        assert count.text_content() == f"{left} of 17 rollouts"
+    page.click("button[type=reset]")
+    page.wait_for_function("document.getElementById('count').textContent.startsWith('17')")
+    page.select_option("[name=finish]", "length")
+    assert count.text_content() == "4 of 17 rollouts"
+    page.select_option("[name=finish]", "")
+    page.fill("[name=text]", "WHAT IS 6")
+    assert count.text_content() == "8 of 17 rollouts"
+    page.select_option("[name=sort]", "length,-1")
+    assert cells.all_text_contents()[0:30:6] == ["2", "1", "2", "1", "2"]
+    assert cells.all_text_contents()[4:30:6] == ["8", "7", "7", "6", "6"]
+    page.locator("#rows .row").first.click()
+    page.check("#side-by-side")
+    assert page.locator(".card").count() == 4 and page.locator(".card.selected .facts b").first.text_content() == "0.75"
+    first = page.locator(".card.selected .tokens span").first
+    colour = "element => element.style.background"
+    assert first.evaluate(colour).startswith("rgba(33, 102, 172"), "advantage 0.75 is blue"
+    page.select_option("#mode", "clipped")
+    clipped = [bool(x) for x in page.locator(".card.selected .tokens span").evaluate_all(f"all => all.map({colour})")]
+    assert clipped == [False, False, False, False, True, False, False, False]
+    page.select_option("#mode", "ratio")
+    assert page.locator("#legend").text_content().startswith("0.9048")
+    page.hover(".card.selected .tokens span:nth-child(5)")
+    tip = page.locator("#tip").text_content()
+    assert "token 4, id 104" in tip and "ratio: 1.1" in tip and "clipped: yes" in tip
+    page.fill("[name=text]", "")
+    page.select_option("[name=sort]", "step,-1")
+    page.locator("#rows .row").first.click()
+    assert "the texts of the tokens were not logged" in page.locator("#content").text_content()
+    assert "this rollout has no ratio" in page.locator("#content").text_content()
+    assert events == [out.as_uri()]
+    page.close()
+
+
+@pytest.mark.slow
+def test_ten_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """Open in under 3 s, filter and sort in under 0.3 s until it is painted, and few elements in the page."""
+    templates = [json.dumps(make_row(0, s % 8, (TEXTS[:-1] * 40)[: 60 + 4 * s])) for s in range(50)]
+    steps = {}
+    for step in range(1, 101):
+        rows = [json.loads(templates[(7 * step + i) % 50]) for i in range(100)]
+        steps[step] = [row | {"prompt_id": i // 10, "sample_index": i % 10} for i, row in enumerate(rows)]
+    run_dir, out = write_run(tmp_path / "run", steps), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    start = time.monotonic()
+    page, events = open_page(browser, out)
+    opening = time.monotonic() - start
+    measure = """async ([name, value]) => {
+        const field = document.getElementById("filters")[name], start = performance.now();
+        field.value = value;
+        field.dispatchEvent(new Event("input", {bubbles: true}));
+        await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+        return performance.now() - start;
+    }"""
+    changes = (("reward-from", "0.5"), ("length-to", "150"), ("step-from", "20"), ("text", "sum is 23"),
+               ("text", "zzz"), ("text", ""), ("sort", "reward,-1"), ("sort", "length,1"), ("length-to", ""))
+    milliseconds = {f"{name}={value}": page.evaluate(measure, [name, value]) for name, value in changes}
+    print(f"\n{out.stat().st_size / 1e6:.1f} MB opened in {opening:.2f} s; filters {milliseconds}")
+    assert page.locator("#count").text_content().endswith("of 10,000 rollouts")
+    page.locator("#list").evaluate("list => list.scrollTo(0, 1e9)")
+    page.wait_for_timeout(100)
+    assert page.locator("#rows .row").count() < 80
+    page.locator("#rows .row").last.click()
+    assert page.locator(".tokens span").count() > 50 and events == [out.as_uri()]
+    assert opening < 3 and max(milliseconds.values()) < 300
+    page.close()

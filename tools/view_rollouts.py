@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the rollouts of a run into one HTML page that works from the disk, without a server or a network.
+
+    python tools/view_rollouts.py checkpoints/runs/RUN --out page.html
+    python tools/view_rollouts.py RUN_DIR --out page.html --steps 90-100
+
+What a run logs is trainer.log_rollouts=N rollouts of each step (-1: all); see docs/rollout_viewer.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+from megatron_rl.observability.rollout_page import write_page
+from megatron_rl.types import UserError
+
+
+def read_steps(text: str) -> range:
+    """The steps of "90-100" or "7"."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, help="directory of a run")
+    parser.add_argument("--out", type=Path, required=True, help="page to write")
+    parser.add_argument("--steps", type=read_steps, metavar="FIRST[-LAST]", help="only these steps (default: all)")
+    options = parser.parse_args(arguments)
+    try:
+        page = write_page(options.run_dir, options.out, options.steps)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.out}: {page.num_rollouts} rollouts of {page.num_steps} steps, {page.num_bytes / 1e6:.1f} MB")
+    if page.missing:
+        print(f"not in this run: {', '.join(page.missing)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
