@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron_rl.algorithms.advantages import RegisteredEstimator, find_advantage_estimator
 from megatron_rl.algorithms.losses import find_policy_loss
 from megatron_rl.algorithms.plugins import load_plugins
-from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
-from megatron_rl.checkpoint.side_files import list_side_files
+from megatron_rl.checkpoint.distributed import check_weights
+from megatron_rl.checkpoint.huggingface import save_huggingface
+from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainableConfig
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -109,11 +110,11 @@ def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
     Raises:
         UserError: missing or mismatching files, a layout that the model does not fit.
     """
-    shape = load_model_shape(config.model.path)
+    shape = load_model_shape(find_model_files(config.model.path))
     layout = read_layout(config.actor, world_size, shape, "actor")
-    check_checkpoint(config.model.path, shape)
+    check_weights(config.model.path, shape)
     _check_positions(config, shape)
-    tokenizer = load_tokenizer(Path(config.model.tokenizer or config.model.path))
+    tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
     _check_vocabulary(tokenizer, shape, "model.tokenizer and model.path")
     return ModelInputs(shape, tokenizer, layout)
 
@@ -146,11 +147,11 @@ def read_rl_inputs(config: RunConfig, world_size: int) -> RlInputs:
     model = read_model_inputs(config, world_size)
     model.shape.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     if config.algorithm.kl_coef > 0 and config.reference.path:
-        reference = load_model_shape(config.reference.path)
+        reference = load_model_shape(find_model_files(config.reference.path))
         if reference != model.shape:
             raise UserError("the reference has another architecture than the policy", source="reference.path",
                             expected=str(model.shape), hint="use a checkpoint of the same model")
-        check_checkpoint(config.reference.path, reference)
+        check_weights(config.reference.path, reference)
     validation = {
         Path(file).stem: load_prompts([file], model.tokenizer, config.data, limit=config.data.validation_limit)
         for file in config.data.validation_files
@@ -189,8 +190,8 @@ def _read_scoring_inputs(
     config: RunConfig, section: str, world_size: int, model: ModelInputs, path: str,
     may_lack: tuple[str, ...] = (),
 ) -> ScoringInputs:
-    shape = load_model_shape(path, head="score")
-    check_checkpoint(path, shape, may_lack=may_lack)
+    shape = load_model_shape(find_model_files(path), head="score")
+    check_weights(path, shape, may_lack=may_lack)
     _check_positions(config, shape)
     _check_vocabulary(model.tokenizer, shape, f"model.tokenizer and {path}")
     return ScoringInputs(path, shape, read_layout(getattr(config, section), world_size, shape, section))
@@ -256,7 +257,7 @@ def build_hybrid_engine(
         return {name: actor.params[owned] for name, owned in pairs.items()}
 
     engine = build_engine(EngineSpec(
-        model_path=config.model.path, shape=inputs.shape, dtype=config.model.dtype,
+        model_path=str(find_model_files(config.model.path)), shape=inputs.shape, dtype=config.model.dtype,
         max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
         config=config.rollout, process=process, seed=config.trainer.seed, lend=lend))
     return HybridEngine(
@@ -269,7 +270,7 @@ def save_actor(directory: Path, config: RunConfig, actor: Actor) -> None:
     """Write the actor in HF format, with the tokenizer and config of `model.path`; collective."""
     save_huggingface(
         directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
-        actor.params, side_files_from=config.model.path, group=actor.groups.world,
+        actor.params, side_files_from=find_model_files(config.model.path), group=actor.groups.world,
         bucket_bytes=config.hybrid.bucket_bytes)
 
 

@@ -107,7 +107,8 @@ def _train_sft(rank: int, world_size: int, overrides: Sequence[str]) -> None:
 
 def test_supervised_fine_tuning_goes_on(task: Path, tmp_path: Path) -> None:
     overrides = [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
-                 "data.train_batch_size=6", "trainer.total_steps=4", "actor.lr=1e-3", *layout_overrides(1, 2, 1)]
+                 "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
+                 "trainer.total_steps=4", "actor.lr=1e-3", *layout_overrides(1, 2, 1)]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     run_ranks(_train_sft, 2, [*overrides, f"trainer.run_dir={whole}"], timeout=100)
     overrides.append(f"trainer.run_dir={run_dir}")

@@ -16,6 +16,8 @@ import torch
 import transformers
 
 from distributed import run_ranks
+from megatron_rl.checkpoint.conversion import convert_to_megatron
+from megatron_rl.checkpoint.units import Workers
 from megatron_rl.data.prompts import PromptBatches
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
@@ -62,6 +64,18 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
                  "checkpoints/latest/huggingface/model.safetensors"):
         assert (one_rank / name).is_file(), name
     assert list((one_rank / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_megatron_checkpoint_as_the_model(task: Path, one_rank: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """The converted model trains like the one in HF format, in another layout."""
+    model = convert_to_megatron(
+        task / "model", tmp_path / "megatron", dtype=None, file_bytes=1 << 20, force=False, workers=Workers())
+    extra = [f"model.path={model}", "trainer.total_steps=1", "trainer.test_freq=0"]
+    overrides = overrides_for(task, tmp_path / "run", *layout_overrides(2, 1, 1), *extra)
+    assert run_ranks(train, 2, overrides, timeout=150) == [None, None]
+    expected, found = read_records(one_rank)[1], read_records(tmp_path / "run")[1]
+    for key in ("policy/loss", "policy/grad_norm", "reward/mean"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
 
 
 def test_rows_of_the_rollout_log(one_rank: Path) -> None:

@@ -40,7 +40,7 @@ class ProgressBar:
         self._bar.update(num_bytes)
         self._done += num_bytes
         now = time.monotonic()
-        if self._bar.disable and (now - self._told > _LINE_SECONDS or self._done == self._total):
+        if self._bar.disable and num_bytes and (now - self._told > _LINE_SECONDS or self._done == self._total):
             self._told, share = now, 100 * self._done // self._total
             print(f"{self._label}: {share}% of {self._total / 2**30:.2f} GiB in {now - self._begun:.0f} s",
                   file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a random model there and back: seconds, peak memory of a process, and whether every bit came back.
 
-    python tools/bench_convert.py --hf-config docs/shapes/7b.json --work DIR --processes 2 --json F
+    python tools/bench_convert.py --hf-config docs/shapes/3b.json --work DIR --processes 2 --json F
 
 DIR needs room for three copies of the model; what is written there is removed again. Peak memory is the resident set
 of the largest process, as the kernel counts it, pages of the files that it reads included.

@@ -69,29 +69,25 @@ class Bench:
         process = init_distributed(timeout_minutes=30)
         self.options, self.device, self.world_size = options, process.device, process.world_size
         self.rank, self._directory = process.rank, Path(share_object(str(directory), dist.group.WORLD, 0))
+        self.rows: list[dict[str, Any]] = []
         self._groups: Callable[[int], ParallelGroups] = cache(
             lambda cp_size: build_groups(ParallelLayout(self.world_size, cp_size=cp_size)))
 
-    def run_part(self, part: str) -> list[dict[str, Any]]:
+    def run_part(self, part: str) -> None:
         """All rows of a part; an arm ends at the length whose successor would not fit into memory."""
-        rows: list[dict[str, Any]] = []
+        cases: list[tuple[Case, dict[str, Any]]] = []
         for case in PARTS[part](self.options, self.world_size):
-            known = [r for r in rows if (r["arm"], r["cp"]) == (case.arm, case.cp_size)]
-            last = known[-1] if known else None
-            if last and not self._fits(last["peak_bytes"] * case.length / last["length"]):
+            known = [row for c, row in cases if (c.arm, c.cp_size) == (case.arm, case.cp_size)]
+            if known and not self._fits(known[-1]["peak_bytes"] * case.length / known[-1]["length"]):
                 continue
-            rows.append(self.measure_memory(case) | {"seconds": [], "case": case})
-            self._report(rows[-1])
+            cases.append((case, self.measure_memory(case)))
+            self._report(cases[-1][1])
+        timed = [(case, row) for case, row in cases if case.is_timed]
         for number in range(self.options.rounds):
-            for row in rows if number % 2 == 0 else rows[::-1]:
-                if row["case"].is_timed:
-                    row["seconds"].append(self.measure_seconds(row["case"]))
-                    self._report(row)
-        for row in rows:
-            case = row.pop("case")
-            if case.is_timed:
+            for case, row in timed if number % 2 == 0 else timed[::-1]:
+                row["seconds"].append(self.measure_seconds(case))
                 row["tokens_per_second"] = row["tokens"] / statistics.median(row["seconds"])
-        return rows
+                self._report(row)
 
     def measure_memory(self, case: Case) -> dict[str, Any]:
         """What the batch of a case looks like, and the peak of its largest microbatch."""
@@ -110,7 +106,7 @@ class Bench:
             "part": case.part, "arm": case.arm, "cp": case.cp_size, "length": case.length,
             "tokens": sum(case.work.lengths), "tokens_computed": int(computed),
             "microbatches": len(batch.slices), "microbatch_tokens": int(highs["microbatch_tokens"]),
-            "peak_bytes": int(highs["peak_bytes"]), "imbalance": self._measure_imbalance(actor, batch, case)}
+            "peak_bytes": int(highs["peak_bytes"]), "imbalance": self._measure_imbalance(actor, batch), "seconds": []}
 
     def measure_seconds(self, case: Case) -> float:
         """Seconds of one update, summed over ranks, after one of a single microbatch that is not measured."""
@@ -141,7 +137,7 @@ class Bench:
         dist.barrier()
         return path
 
-    def _measure_imbalance(self, actor: Actor, batch: TrainBatch, case: Case) -> float:
+    def _measure_imbalance(self, actor: Actor, batch: TrainBatch) -> float:
         """Cost of the heaviest DP rank over the mean, as estimated: tokens and attention of what it computes."""
         cost = 0.0
         for piece in batch.slices:
@@ -164,16 +160,22 @@ class Bench:
         return reduce_scalars(values, op, dist.group.WORLD, self.device)
 
     def _report(self, row: dict[str, Any]) -> None:
-        if self.rank == 0:
-            seconds = "".join(f" {s:8.2f} s" for s in row["seconds"])
-            print(f"{row['part']:8} {row['arm']:24} cp={row['cp']} {row['length']:>7}: {row['tokens']:>8} tokens of "
-                  f"{row['tokens_computed']:>8}, peak {row['peak_bytes'] / 2**20:8.1f} MiB{seconds}", flush=True)
+        """Print a row, and save all there are: a run that is cut off leaves what it has measured."""
+        if row not in self.rows:
+            self.rows.append(row)
+        if self.rank > 0:
+            return
+        seconds = "".join(f" {s:8.2f} s" for s in row["seconds"])
+        print(f"{row['part']:8} {row['arm']:24} cp={row['cp']} {row['length']:>7}: {row['tokens']:>8} tokens of "
+              f"{row['tokens_computed']:>8}, peak {row['peak_bytes'] / 2**20:8.1f} MiB{seconds}", flush=True)
+        if self.options.json:
+            self.options.json.write_text(json.dumps({"ranks": self.world_size, "rows": self.rows}, indent=2) + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), help="default: all")
     parser.add_argument("--hf-config", type=Path, help="config.json of another model; its vocabulary is replaced")
     parser.add_argument("--rounds", type=int, default=2, help="each measures every case once")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="of part lengths")
@@ -188,6 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the rows")
     parser.add_argument("--plot", type=Path, help="picture of the parts that were run")
+    parser.add_argument("--also", nargs="+", type=Path, default=[], help="files of other runs, for the picture as well")
     return parser
 
 
@@ -198,12 +201,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as directory:
             bench = Bench(options, Path(directory))
-            rows = [row for part in options.parts for row in bench.run_part(part)]
+            for part in options.parts:
+                bench.run_part(part)
             dist.barrier()
-        if bench.rank == 0 and options.json:
-            options.json.write_text(json.dumps({"ranks": bench.world_size, "rows": rows}, indent=2) + "\n")
         if bench.rank == 0 and options.plot:
-            plot_long(rows, options.plot)
+            others = [row for path in options.also for row in json.loads(path.read_text())["rows"]]
+            plot_long([*bench.rows, *others], options.plot)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -137,8 +137,8 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and the remains of unfinished ones; returns the steps that went.
 
-    The one that `latest` names is never deleted. Newer ones are damaged (the run went on from an older one): they do not
-    count, and stay until the run reaches their step again.
+    The one that `latest` names is never deleted. Newer ones are damaged (the run went on from an older one): they do
+    not count, and stay until the run reaches their step again.
     """
     for path in root.glob("step_*"):
         if path.suffix in _UNFINISHED:

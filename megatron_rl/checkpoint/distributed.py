@@ -8,12 +8,27 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.huggingface import load_huggingface
+from megatron_rl.checkpoint.conversion_checks import check_global_shapes
+from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.pieces import make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.placement import Placement
+
+
+def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
+    """Compare what is there, in either form, with the model that its config describes; reads headers only.
+
+    Raises:
+        UserError: naming the first tensors that are missing or have another shape.
+    """
+    directory = Path(directory)
+    if not (directory / METADATA_FILE).is_file():
+        check_checkpoint(directory, shape, may_lack=may_lack)
+        return
+    table = {name: places for name, places in megatron_global_placements(shape).items() if name not in may_lack}
+    check_global_shapes(ChunkReader(directory), table, directory)
 
 
 def load_weights(
@@ -23,18 +38,18 @@ def load_weights(
     """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint, whichever is there.
 
     Args:
-        may_lack: tensors that become zero when a model in HF format does not have them; for the others see
-            `load_distributed`.
+        may_lack: tensors that become zero when they are not there; for the others see `load_distributed`.
     """
     if (directory / METADATA_FILE).is_file():
-        load_distributed(directory, shape, placements, params)
+        load_distributed(directory, shape, placements, params, may_lack=may_lack)
     else:
         load_huggingface(directory, placements, params, may_lack=may_lack)
 
 
 @torch.no_grad()
 def load_distributed(
-    directory: Path, shape: ModelShape, placements: Iterable[Placement], params: Mapping[str, torch.Tensor]
+    directory: Path, shape: ModelShape, placements: Iterable[Placement], params: Mapping[str, torch.Tensor],
+    *, may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place, converting to their dtype; padding becomes zero.
 
@@ -45,6 +60,7 @@ def load_distributed(
         shape: the architecture.
         placements: table of this rank.
         params: this rank's parameters by name.
+        may_lack: tensors that become zero when the checkpoint does not have them.
 
     Raises:
         UserError: it is no such checkpoint, belongs to another model, or a file is damaged.
@@ -52,5 +68,9 @@ def load_distributed(
     reader = ChunkReader(directory)
     for tensor in params.values():
         tensor.zero_()
-    for piece in make_weight_pieces(megatron_global_placements(shape), list(placements), params):
+    table = megatron_global_placements(shape)
+    lacking = {place.key for name in may_lack for place in table.get(name, ())} - reader.tensors.keys()
+    for piece in make_weight_pieces(table, list(placements), params):
+        if piece.key in lacking:
+            continue
         reader.read(piece.key, piece.box, piece.data)

@@ -22,13 +22,20 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 _DEFINE_IDS = ("tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt")  # token -> id
 
 
+def find_model_files(model: str | Path) -> Path:
+    """Where config and tokenizer of a model lie: in `config/` of a Megatron checkpoint, else beside the weights."""
+    inner = Path(model) / CONFIG_DIR
+    return inner if (inner / "config.json").is_file() else Path(model)
+
+
 def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:
     """Name -> file of what belongs to a model.
 
     Args:
-        model: directory in HF format.
+        model: directory in HF format, or a Megatron checkpoint with its config.
         tokenizer: where the tokenizer is, a directory or a sentencepiece file; default: `model`.
     """
+    model = find_model_files(model)
     found = {name: model / name for name in _MODEL_FILES}
     if tokenizer is not None and tokenizer.is_file():
         found["tokenizer.model"] = tokenizer

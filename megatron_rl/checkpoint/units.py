@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -24,6 +24,9 @@ from megatron_rl.checkpoint.files import FileRecord, explain_os_error, write_fil
 from megatron_rl.checkpoint.torch_dist import Chunk
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 _NOTES = ".units"
 
@@ -43,6 +46,20 @@ class _Silent:
 
     def begin(self, num_bytes: int) -> None: ...
     def advance(self, num_bytes: int) -> None: ...
+
+
+class _Shared(_Silent):
+    """Adds up what the processes of a pool have written."""
+
+    total: Synchronized[int]  # set in each of them when it starts: it can be inherited, not sent
+
+    @classmethod
+    def join(cls, total: Synchronized[int]) -> None:
+        cls.total = total
+
+    def advance(self, num_bytes: int) -> None:
+        with self.total.get_lock():
+            self.total.value += num_bytes
 
 
 @dataclass(frozen=True)
@@ -182,12 +199,15 @@ def _write_all(
         for unit in units:
             _write_one(unit, write, partial, progress)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        pending = {pool.submit(_write_one, unit, write, partial, _Silent()): unit for unit in units}
+    context, told = get_context("fork"), 0
+    total = context.Value("q", 0)
+    with ProcessPoolExecutor(processes, context, initializer=_Shared.join, initargs=(total,)) as pool:
+        pending = {pool.submit(_write_one, unit, write, partial, _Shared()) for unit in units}
         while pending:
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+            told, before = total.get_obj().value, told  # without the lock, which a killed process may hold
+            progress.advance(told - before)
             for future in done:
-                unit = pending.pop(future)
                 if future.exception() is not None:
                     pool.shutdown(cancel_futures=True)
                 try:
@@ -197,7 +217,6 @@ def _write_all(
                         "a process of the conversion was killed", source=f"--processes {processes}",
                         expected="processes that live", hint="if it was for lack of memory, use fewer of them; what is "
                         "finished is kept, and the same command goes on from there") from None
-                progress.advance(unit.num_bytes)
 
 
 def _write_one(unit: Unit, write: WriteUnit, partial: Path, progress: Progress) -> None:

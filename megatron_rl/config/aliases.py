@@ -159,7 +159,7 @@ def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
 
 
 def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
-    """GAE needs a critic; groups of responses without a section critic, or with critic.enable off, speak against one."""
+    """GAE needs a critic; groups of responses without a section critic, or critic.enable off, speak against one."""
     values = {setting.name: setting for setting in translated}
     estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
     if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):

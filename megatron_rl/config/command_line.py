@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
   --gpus-per-node N    with --gpu-memory-gib (default: 8, or all ranks where there are fewer)
   --help               this text with every setting
 """
+
+_PATIENCE_SECONDS = 20.0
 
 
 class Plan(Protocol):
@@ -90,6 +93,11 @@ def run_command(
         run(loaded, recipe)
     except UserError as error:
         _say(f"error: {error}", is_first, stream=sys.stderr)
+        if not is_first:
+            # torchrun ends all ranks when one has ended: the first must have spoken by then. Where it found no error
+            # (a file that only this node lacks), nobody ends this rank, and it speaks itself.
+            time.sleep(_PATIENCE_SECONDS)
+            _say(f"error on rank {os.environ['RANK']}: {error}", True, stream=sys.stderr)
         return 2
     except Preempted as reason:
         _say(f"stopped: {reason}", is_first, stream=sys.stderr)

@@ -14,8 +14,8 @@ _MOST_PARTS = 8  # tokens that one character is waited for; it has at most four 
 class TokenTexts:
     """The text of each token of a response; joined they are the response (behind sentencepiece's leading space).
 
-    A token's text is what it adds behind itself: alone, some tokenizers drop its leading space. It is decoded once per
-    id. A character that is spread over several tokens stands at the last of them. Special tokens have no text.
+    A token's text is what it adds behind another token: alone, some tokenizers drop its leading space. It is decoded
+    once per id. A character that is spread over several tokens stands at the last of them. Special tokens have no text.
 
     Args:
         decode: token ids -> text, without special tokens.
@@ -24,11 +24,15 @@ class TokenTexts:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._known: dict[int, str] = {}
+        self._anchor: list[int] = []  # a token to decode others behind; none was seen yet
+        self._anchor_text = ""
 
     def __call__(self, tokens: Sequence[int]) -> list[str]:
         """Texts of the tokens [s]."""
         texts: list[str] = []
         parts: list[int] = []
+        if not self._anchor:
+            self._find_anchor(tokens)
         for token in map(int, tokens):
             text = self._text_of(token)
             if _BROKEN not in text:
@@ -46,9 +50,17 @@ class TokenTexts:
             texts[-1] = self._decode(parts)
         return texts
 
+    def _find_anchor(self, tokens: Sequence[int]) -> None:
+        for token in map(int, tokens):
+            text = self._decode([token])
+            if text.strip() and _BROKEN not in text:
+                self._anchor, self._anchor_text = [token], text
+                self._known.clear()
+                return
+
     def _text_of(self, token: int) -> str:
         if token not in self._known:
-            self._known[token] = self._decode([token, token])[len(self._decode([token])) :]
+            self._known[token] = self._decode([*self._anchor, token])[len(self._anchor_text) :]
         return self._known[token]
 
 

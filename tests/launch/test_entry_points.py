@@ -161,3 +161,14 @@ def test_long_prompts_are_truncated_or_dropped_and_counted(toy: Path, policy: st
     count = found.num_truncated + found.num_dropped
     assert 0 < count < 64 and len(found.prompts) == (64 if policy == "truncate" else 64 - found.num_dropped)
     assert all(len(prompt.tokens) <= 5 for prompt in found.prompts)
+
+
+def test_a_rank_speaks_for_itself_where_the_first_found_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("megatron_rl.config.command_line._PATIENCE_SECONDS", 0.0)
+    status = run_command(
+        [str(RECIPE), "actor.learning_rate=1"], name="pretrain_grpo", description="", build_plan=BatchPlan.build,
+        run=train_rl)
+    assert status == 2 and "error on rank 3: unknown" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     clipped = [bool(x) for x in page.locator(".card.selected .tokens span").evaluate_all(f"all => all.map({colour})")]
     assert clipped == [False, False, False, False, True, False, False, False]
     page.select_option("#mode", "ratio")
-    assert page.locator("#legend").text_content().startswith("0.9048")
+    assert page.locator("#legend").text_content().startswith("0.91.1111")
     page.hover(".card.selected .tokens span:nth-child(5)")
     tip = page.locator("#tip").text_content()
     assert "token 4, id 104" in tip and "ratio: 1.1" in tip and "clipped: yes" in tip

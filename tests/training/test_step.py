@@ -62,7 +62,7 @@ def _compare_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path:
 
 def assert_equal_to_eager(world_size: int, setups: dict[str, Setup], path: Path, num_steps: int) -> None:
     """On every rank, in every step; and never more shapes than buckets."""
-    for rank, found in enumerate(run_ranks(_compare_on_rank, world_size, setups, path, num_steps, timeout=500)):
+    for rank, found in enumerate(run_ranks(_compare_on_rank, world_size, setups, path, num_steps, timeout=1500)):
         for name, result in found.items():
             assert not result["differences"], f"rank {rank}, {name}: {result['differences']}"
             assert 1 < result["shapes"] <= result["sizes"], (name, result["shapes"], result["sizes"])

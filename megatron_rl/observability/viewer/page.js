@@ -35,7 +35,7 @@
   const colourOf = (mode, value) =>
     mode.kind === "flag" ? (value ? shade("diverging", -1) : "")
       : shade(mode.kind, TRANSFORMS[mode.transform](value) / mode.scale);
-  const round = (x) => (x === null ? "none" : String(Number(x.toPrecision(4))));
+  const round = (x) => (x === null ? "none" : String(Number(x.toPrecision(5))));
 
   function drawLegend() {
     const legend = find("legend"), mode = state.mode;
