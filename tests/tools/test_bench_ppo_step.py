@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the step on a tiny shape on CPU: every row, equal modes, and FLOPs by hand; no claim about seconds."""
+"""The benchmark of the step on a tiny shape on CPU: every row, equal modes, FLOPs by hand; no claim about seconds."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def test_rows(result: dict[str, Any]) -> None:
 
 
 def test_flops_by_hand() -> None:
-    """32 x (32 + 2 * 16 + 32) for the projections, 3 x 32 x 64 for the MLP, in two layers, and 32 x 97 for the output."""
+    """32 x (32 + 2 * 16 + 32) for projections, 3 x 32 x 64 for the MLP, in two layers, 32 x 97 for the output."""
     shape = model_shape_from_config(TINY | {"head_dim": 8}, source="the test")
     weights = 2 * (32 * 96 + 3 * 32 * 64) + 32 * 97
     assert count_flops(shape, [10, 5]) == 6 * weights * 15 + 6 * 2 * 32 * (100 + 25)
