@@ -62,7 +62,7 @@ def list_logits_cases(options: argparse.Namespace, world_size: int) -> Iterator[
     """One microbatch of `length` tokens with a large vocabulary."""
     for length in options.logits_lengths:
         work = Workload([1] * world_size, [[length - 1]] * world_size, options.seed)
-        for arm, chunk in (("256 tokens", 256), ("1024 tokens", 1024), ("full logits", None)):
+        for arm, chunk in (("256 tokens", 256), ("512 tokens", 512), ("1024 tokens", 1024), ("full logits", None)):
             yield Case("logits", arm, length, work, length, options.large_vocab, chunk_tokens=chunk, is_timed=False)
 
 

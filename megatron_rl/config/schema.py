@@ -76,7 +76,7 @@ class LayoutConfig:
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
     logprob_chunk_tokens: int = option(
-        1024, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
+        512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
     share_prompts: bool = option(
         True, "Compute the prompt of a group once per microbatch instead of once per response.")
     recompute_granularity: Literal["none", "selective", "full"] = option(

@@ -36,6 +36,7 @@ PADDING_ROWS = 3
 SHAPES = {
     "llama": make_shape(), "mistral": make_shape("mistral"), "qwen2": make_shape("qwen2", tied_embeddings=True),
     "qwen3": make_shape("qwen3", head_dim=6), "qwen3_moe": make_shape("qwen3_moe"), "mixtral": make_shape("mixtral"),
+    "gemma": make_shape("gemma", tied_embeddings=True),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)
