@@ -107,9 +107,7 @@ def _check_fast_paths() -> Iterator[Finding]:
     layers = choose_transformer_impl("auto")
     yield _fast_path("layers", layers, layers == "transformer_engine", "fused norms and matrix products",
                      "pip install --no-build-isolation 'transformer-engine[pytorch]'")
-    has_apex = importlib.util.find_spec("apex") is not None
-    yield _fast_path("optimizer", "apex" if has_apex else "torch", has_apex, "one kernel per optimizer step instead of "
-                     "one per tensor", "build apex from source, see requirements.txt")
+    yield Finding("fast path: optimizer", "ok", "torch's fused AdamW (nothing faster is used)")
     has_vllm = importlib.util.find_spec("vllm") is not None
     yield Finding("rollout engine", "ok" if has_vllm else "warning", "vLLM" if has_vllm else "vLLM is not installed",
                   "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it")
