@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a policy with GRPO: `torchrun --nproc-per-node N launch/pretrain_grpo.py RECIPE.yaml [key=value ...]`."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -24,16 +23,9 @@ def check_memory(
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
-    from megatron_rl.planning.admission import check_fits, find_cluster
+    from megatron_rl import Trainer
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    cluster = find_cluster(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    if cluster is not None and loaded.config.trainer.check_memory:
-        check_fits(loaded.config, cluster)
-
-    from megatron_rl.trainer import train_rl
-
-    train_rl(loaded, recipe)
+    Trainer.from_config(loaded.config, recipe).train()
 
 
 if __name__ == "__main__":

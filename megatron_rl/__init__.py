@@ -1,1 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
+"""RL post-training of large language models on megatron-core and vLLM, in one torchrun program.
+
+    import megatron_rl
+
+    trainer = megatron_rl.Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+    trainer.train()
+"""
+
+from typing import Any
+
+__all__ = ["Trainer", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a dry run imports this package, and no torch."""
+    if name == "Trainer":
+        from megatron_rl.trainer import Trainer
+
+        return Trainer
+    if name == "UserError":
+        from megatron_rl.types import UserError
+
+        return UserError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ process group exists. `build_*` make the groups, the models and the engine from 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,10 +31,11 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.ulysses import check_context_parallel
+from megatron_rl.parts import Parts
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
-from megatron_rl.rollout.engine import EngineSpec, build_engine
+from megatron_rl.rollout.engine import EngineSpec, build_engine, find_engine
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.reference import Reference
@@ -75,9 +77,10 @@ class RlInputs:
     reward_model: ScoringInputs | None
 
 
-def launched_world_size() -> int:
-    """Number of ranks that torchrun started (1 without it)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def launched_sizes() -> tuple[int, int]:
+    """Number of ranks that torchrun started, in all and on this node (1 without it)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def group_timeout(config: RunConfig) -> timedelta:
@@ -135,8 +138,13 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
             expected="a tokenizer that fits the model", hint="the two belong to different models")
 
 
-def read_rl_inputs(config: RunConfig, world_size: int) -> RlInputs:
+def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts) -> RlInputs:
     """Read and check the models, the prompts, the reward sources and the user's plugins.
+
+    Args:
+        config: after `parts.enter`.
+        world_size: number of ranks.
+        parts: given as objects.
 
     Raises:
         UserError: anything in them that is wrong.
@@ -144,6 +152,7 @@ def read_rl_inputs(config: RunConfig, world_size: int) -> RlInputs:
     load_plugins(config.algorithm.plugins)
     estimator = find_advantage_estimator(config.algorithm.adv_estimator)
     find_policy_loss(config.algorithm.policy_loss)
+    find_engine(config.rollout.engine)
     model = read_model_inputs(config, world_size)
     model.shape.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     if config.algorithm.kl_coef > 0 and config.reference.path:
@@ -158,17 +167,20 @@ def read_rl_inputs(config: RunConfig, world_size: int) -> RlInputs:
     }
     return RlInputs(
         model=model, train=load_prompts(config.data.train_files, model.tokenizer, config.data),
-        validation=validation, reward_plan=_read_reward_plan(config), estimator=estimator,
+        validation=validation, reward_plan=_read_reward_plan(config, parts), estimator=estimator,
         critic=_read_critic(config, world_size, model, estimator),
         reward_model=_read_reward_model(config, world_size, model))
 
 
-def _read_reward_plan(config: RunConfig) -> RewardPlan:
+def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
     """The reward sources; a reward model alone needs no list of components."""
     reward = config.reward
-    if config.reward_model.path and not reward.components:
-        reward = replace(reward, components=["1.0 model"])
-    return build_reward_plan(reward, config.data.max_response_length)
+    if parts.reward_model is not None or (config.reward_model.path and not reward.components):
+        if parts.reward is not None or (parts.reward_model and config.reward_model.path):
+            raise UserError("a reward model beside another reward", source="the objects that were passed",
+                            expected="one of them", hint="name the others with their weights in reward.components")
+        reward = replace(reward, components=[*reward.components, "1.0 model"])
+    return build_reward_plan(reward, config.data.max_response_length, parts.reward)
 
 
 def _read_critic(
@@ -198,31 +210,35 @@ def _read_scoring_inputs(
 
 
 def build_actor(
-    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, total_optimizer_steps: int
+    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, total_optimizer_steps: int,
+    make: Callable[..., Actor] = Actor,
 ) -> Actor:
     """The policy in training, its weights read from `model.path`; collective."""
-    return Actor(
+    return make(
         config.model, config.actor, inputs.shape, groups, path=config.model.path,
         temperature=config.rollout.temperature, seed=config.trainer.seed,
         total_optimizer_steps=total_optimizer_steps)
 
 
-def build_reference(config: RunConfig, inputs: ModelInputs, groups: ParallelGroups) -> Reference | None:
+def build_reference(
+    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, make: Callable[..., Reference] = Reference
+) -> Reference | None:
     """The frozen model of the KL term in the actor's layout, or None when no term needs it."""
     if config.algorithm.kl_coef == 0:
         return None
-    return Reference(
+    return make(
         config.model, config.actor, inputs.shape, groups, path=config.reference.path or config.model.path,
         temperature=config.rollout.temperature, seed=config.trainer.seed, offload=config.reference.offload)
 
 
 def build_critic(
-    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups, total_optimizer_steps: int
+    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups, total_optimizer_steps: int,
+    make: Callable[..., Critic] = Critic,
 ) -> Critic | None:
     """The value model, or None when no estimator needs one; collective."""
     if inputs is None:
         return None
-    return Critic(
+    return make(
         config.model, config.critic, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
         seed=config.trainer.seed, total_optimizer_steps=total_optimizer_steps)
 

@@ -25,7 +25,7 @@ from megatron_rl.roles import (
     ModelInputs,
     build_actor,
     group_timeout,
-    launched_world_size,
+    launched_sizes,
     read_model_inputs,
     save_actor,
     side_files,
@@ -98,7 +98,7 @@ def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
         UserError: bad input, before any process group exists.
         Preempted: a signal asked the run to stop.
     """
-    config, world_size = loaded.config, launched_world_size()
+    config, (world_size, _) = loaded.config, launched_sizes()
     inputs = read_model_inputs(config, world_size)
     data = load_sft_examples(config.data.train_files, inputs.tokenizer, config.data)
     plan = SftPlan.build(config, world_size, len(data.examples))

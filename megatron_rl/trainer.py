@@ -7,11 +7,14 @@ belong to a DP rank, and its TP and PP ranks hold the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from megatron_rl.algorithms.advantages import Advantages
 from megatron_rl.algorithms.kl import build_kl_controller
 from megatron_rl.collection import Collector
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.loading import LoadedConfig
+from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig, RunConfig
 from megatron_rl.data.batching import TrainBatch
 from megatron_rl.data.prompts import PromptBatches
@@ -38,6 +41,8 @@ from megatron_rl.experience import (
 from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use
 from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parts import NO_PARTS, Parts
+from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles import (
     RlInputs,
@@ -47,29 +52,39 @@ from megatron_rl.roles import (
     build_reference,
     build_reward_model,
     group_timeout,
-    launched_world_size,
+    launched_sizes,
     read_rl_inputs,
     save_actor,
     side_files,
 )
 from megatron_rl.survival import Checkpoints, open_run
+from megatron_rl.training.actor import Actor
+from megatron_rl.training.critic import Critic
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.training.reference import Reference
 from megatron_rl.types import Rollout, UserError
 
 
-class RlTrainer:
+class Trainer:
     """Roles, data and sinks of one run; building it is collective.
+
+        trainer = Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+        trainer.train()
 
     Args:
         config: the resolved config.
         inputs: from `read_rl_inputs`.
         plan: batch arithmetic for this world size and these prompts.
         recipe: names the default run directory.
+        parts: that are given as objects.
     """
 
-    def __init__(self, config: RunConfig, inputs: RlInputs, plan: BatchPlan, recipe: Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, inputs: RlInputs, plan: BatchPlan, recipe: Path | None = None,
+        parts: Parts = NO_PARTS,
+    ) -> None:
         self.config, self.inputs, self.plan = config, inputs, plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
         opened = open_run(config, recipe, plan.total_steps)
@@ -80,9 +95,9 @@ class RlTrainer:
             rank=self.process.rank, device=self.process.device)
         timers.annotate = self.profiler.phase if self.profiler.is_used else None
         groups = build_groups(inputs.model.layout, group_timeout(config))
-        actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps)
-        reference = build_reference(config, inputs.model, groups)
-        critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps)
+        actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps, parts.actor or Actor)
+        reference = build_reference(config, inputs.model, groups, parts.reference or Reference)
+        critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps, parts.critic or Critic)
         self.reward_model = build_reward_model(config, inputs.reward_model, groups)
         self.hybrid = build_hybrid_engine(config, inputs.model, actor, self.process, timers)
         self.actor = timers.watch(actor, compute_logprobs="old_logprobs", update="update")
@@ -96,7 +111,7 @@ class RlTrainer:
         self.collector = Collector(
             hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
             scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
-            reward_model=self.score_with_model if self.reward_model else None,
+            reward_model=parts.reward_model or (self.score_with_model if self.reward_model else None),
             stop_token_ids=(tokenizer.eos_token_id,), timers=timers, group=dist.group.WORLD,
             needs_greedy_baseline=inputs.estimator.needs_greedy_baseline)
         self.checkpoints = Checkpoints(
@@ -108,34 +123,84 @@ class RlTrainer:
 
     def train(self) -> None:
         """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
-        for step in self.steps():
-            with self.hybrid.rollout_mode():  # weights: Megatron TP/PP/DP -> engine TP
-                collected = self.collector.collect(step)
-            self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
-            batch = self.pack(collected.rollouts, self.actor, self.config.actor)
-            batch.old_logprobs = self.actor.compute_logprobs(batch)
-            if self.reference:
-                batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
-            if self.critic:
-                critic_batch = self.pack_for_critic(collected.rollouts, batch)
-                critic_batch.values = self.critic.compute_values(critic_batch)
-                batch.values = self.from_critic(critic_batch.values, critic_batch, batch)
-            algorithm = self.algorithm_now()
-            estimate = self.estimate(collected, batch, algorithm)
-            batch.advantages = estimate.advantages
-            self.checkpoints.safe_point()  # or here, or after the step
-            if self.critic:
-                critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
-            for _ in range(self.plan.ppo_epochs):
+        with self.session():
+            for step in self.steps():
+                with self.hybrid.rollout_mode():  # weights: Megatron TP/PP/DP -> engine TP
+                    collected = self.collector.collect(step)
+                self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
+                batch = self.pack(collected.rollouts, self.actor, self.config.actor)
+                batch.old_logprobs = self.actor.compute_logprobs(batch)
+                if self.reference:
+                    batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
                 if self.critic:
-                    for minibatch in critic_batch.minibatches():
-                        self.run.count(self.critic.update(minibatch))
-                if step > self.config.trainer.critic_warmup:
-                    for minibatch in batch.minibatches():
-                        self.run.count(self.actor.update(minibatch, algorithm))
-            self.describe(step, collected, batch)
+                    critic_batch = self.pack_for_critic(collected.rollouts, batch)
+                    critic_batch.values = self.critic.compute_values(critic_batch)
+                    batch.values = self.from_critic(critic_batch.values, critic_batch, batch)
+                algorithm = self.algorithm_now()
+                estimate = self.estimate(collected, batch, algorithm)
+                batch.advantages = estimate.advantages
+                self.checkpoints.safe_point()  # or here, or after the step
+                if self.critic:
+                    critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
+                for _ in range(self.plan.ppo_epochs):
+                    if self.critic:
+                        for minibatch in critic_batch.minibatches():
+                            self.run.count(self.critic.update(minibatch))
+                    if step > self.config.trainer.critic_warmup:
+                        for minibatch in batch.minibatches():
+                            self.run.count(self.actor.update(minibatch, algorithm))
+                self.describe(step, collected, batch)
 
-    # What surrounds the steps.
+    # How one comes about, and what surrounds the steps.
+
+    @classmethod
+    def from_hf_config(
+        cls, model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
+        **parts: Any,
+    ) -> Trainer:
+        """What `launch/pretrain_grpo.py` builds, for a program of the user's own that torchrun starts.
+
+        Args:
+            model_path: directory of the policy in HF format, or a checkpoint of this package.
+            config: a recipe, or its settings as nested mappings.
+            overrides: `section.key=value`, as on the command line.
+            **parts: see `Parts`: reward, adv_estimator, policy_loss, engine, reward_model, actor, critic, reference.
+
+        Raises:
+            UserError: bad input; on every rank alike, before any process group exists.
+        """
+        recipe = None if isinstance(config, Mapping) else Path(config)
+        loaded = load_config(recipe or config, [*overrides, f"model.path={model_path}"])
+        for note in loaded.notes:
+            warnings.warn(note)
+        return cls.from_config(loaded.config, recipe, Parts(**parts))
+
+    @classmethod
+    def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Trainer:
+        """Check every input of a loaded config, then build the run.
+
+        Raises:
+            UserError: bad input, before any process group exists.
+        """
+        config, (world_size, ranks_per_node) = parts.enter(config), launched_sizes()
+        cluster = find_cluster(world_size, ranks_per_node)
+        if cluster is not None and config.trainer.check_memory:
+            check_fits(config, cluster)
+        inputs = read_rl_inputs(config, world_size, parts)
+        plan = BatchPlan.build(config, world_size, len(inputs.train.prompts))
+        return cls(config, inputs, plan, recipe, parts)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Say what runs; afterwards, also after an error, release the engine and close everything."""
+        try:
+            self.introduce()
+            yield
+        except UserError:
+            self.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
+            raise
+        finally:
+            self.close()
 
     def introduce(self) -> None:
         """Say once what runs, and what was found in the data."""
@@ -259,24 +324,3 @@ class RlTrainer:
         self.collector.close()
         self.hybrid.close()
         self.run.close()
-
-
-def train_rl(loaded: LoadedConfig, recipe: Path | None) -> None:
-    """Run RL from a loaded config: check every input, build the roles, train.
-
-    Raises:
-        UserError: bad input, before any process group exists; or a failing reward source.
-        Preempted: a signal asked the run to stop.
-    """
-    config, world_size = loaded.config, launched_world_size()
-    inputs = read_rl_inputs(config, world_size)
-    plan = BatchPlan.build(config, world_size, len(inputs.train.prompts))
-    trainer = RlTrainer(config, inputs, plan, recipe)
-    try:
-        trainer.introduce()
-        trainer.train()
-    except UserError:
-        trainer.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
-        raise
-    finally:
-        trainer.close()

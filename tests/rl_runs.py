@@ -60,7 +60,7 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
     """One rank of the program, as the entry point runs it; returns the error's text, if any."""
     os.environ["WORLD_SIZE"] = str(world_size)
     try:
-        trainer_module.train_rl(load_config(None, overrides), None)
+        trainer_module.Trainer.from_config(load_config(None, overrides).config).train()
     except UserError as error:
         return str(error)
     return None

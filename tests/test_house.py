@@ -40,10 +40,12 @@ LAYERS: dict[str, int] = {
     "parity": 6,
     "roles": 6,
     "experience": 6,
+    "parts": 5,
     "collection": 7,
     "survival": 7,
     "trainer": 8,
     "sft_trainer": 8,
+    "__init__": 9,
     "launch": 9,
     "tools": 9,
 }

@@ -34,6 +34,20 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
     table[name] = entry
 
 
+def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
+    """The name under which an entry is in the table; it is entered under the function's own name if it is new.
+
+    Raises:
+        UserError: that name is taken by another entry, or the function has none.
+    """
+    for name, known in table.items():
+        if known == entry:
+            return name
+    name = getattr(function, "__name__", type(function).__name__)
+    add_entry(table, name, entry, function, setting)
+    return name
+
+
 def find_entry(table: dict[str, Entry], name: str, setting: str) -> Entry:
     """The entry of a name.
 

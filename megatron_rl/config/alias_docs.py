@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/verl_keys.md`: every verl name that is understood, ignored or refused, made from the tables.
-
-    python -m megatron_rl.config.alias_docs > docs/verl_keys.md
-"""
+"""The page `docs/verl_keys.md`: every verl name that is understood, ignored or refused, made from the tables."""
 
 from __future__ import annotations
-
-import sys
 
 from megatron_rl.config.alias_groups import GROUPS
 from megatron_rl.config.alias_tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
@@ -26,7 +21,7 @@ mean "not given".
 Keys that this program spells in the same way (`data.train_batch_size`, `trainer.total_epochs`, ...) are simply its own.
 A dry run without `--world-size` plans for `trainer.nnodes` x `trainer.n_gpus_per_node` ranks.
 
-This page is made by `python -m megatron_rl.config.alias_docs > docs/verl_keys.md`; a test keeps it in step.
+This page is made by `python tools/make_docs.py`; a test keeps it in step.
 """
 _UNDERSTOOD = """
 ## Understood
@@ -97,7 +92,3 @@ def _yaml(value: object) -> str:
 
 def _rows(rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(format_page())

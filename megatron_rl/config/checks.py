@@ -242,8 +242,9 @@ def _check_graph(config: _Config, section: str) -> None:
 def _check_rollout(config: _Config) -> None:
     engine = config.get("rollout.engine")
     config.require(
-        engine in ROLLOUT_ENGINES, "rollout.engine", "is not known", expected=" or ".join(ROLLOUT_ENGINES),
-        hint=f"set rollout.engine={ROLLOUT_ENGINES[0]}",
+        engine in ROLLOUT_ENGINES or config.get("algorithm.plugins"), "rollout.engine", "is not known",
+        expected=" or ".join(ROLLOUT_ENGINES),
+        hint=f"set rollout.engine={ROLLOUT_ENGINES[0]}; one of yours needs its file in algorithm.plugins",
     )
     config.require(
         engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1, "rollout.tensor_model_parallel_size",

@@ -21,7 +21,7 @@ from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_cl
 from megatron_rl.config.references import resolve_references
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sources import RECIPE, Setting, read_overrides, read_recipe
+from megatron_rl.config.sources import RECIPE, Setting, read_mapping, read_overrides, read_recipe
 from megatron_rl.types import UserError
 
 __all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config"]
@@ -50,11 +50,11 @@ class _Chosen:
     setting: Setting
 
 
-def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a recipe, put the command line over it, and check the result.
 
     Args:
-        recipe: YAML file with nested sections; None: the command line gives everything.
+        recipe: YAML file with nested sections, or the same as a mapping; None: the command line gives everything.
         overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike.
 
     Raises:
@@ -62,7 +62,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
             refused by `check_config`.
     """
     fields = list_fields()
-    settings = [] if recipe is None else read_recipe(Path(recipe))
+    settings = read_mapping(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe)) if recipe else []
     settings += read_overrides(
         overrides, fields, _boolean_names(fields),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
@@ -129,16 +129,24 @@ def _refuse_conflict(old: _Chosen, new: _Chosen) -> None:
         )
 
 
-def _require_all(chosen: Mapping[str, _Chosen], fields: Mapping[str, FieldInfo], recipe: Path | None) -> None:
+def _require_all(
+    chosen: Mapping[str, _Chosen], fields: Mapping[str, FieldInfo], recipe: Path | Mapping[str, Any] | None
+) -> None:
     missing = [info for name, info in fields.items() if info.required and name not in chosen]
     if missing:
         names = ", ".join(info.name for info in missing)
         raise UserError(
             f"{names} {'is' if len(missing) == 1 else 'are'} missing",
-            source=f"{recipe} and the command line" if recipe else "command line (no recipe)",
+            source=_describe_source(recipe),
             expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
             hint=f"add {missing[0].name} to the recipe or write {missing[0].name}=VALUE",
         )
+
+
+def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:
+    if isinstance(recipe, Mapping):
+        return "the config that was passed"
+    return f"{recipe} and the command line" if recipe else "command line (no recipe)"
 
 
 def _values_of(section: str, chosen: Mapping[str, _Chosen]) -> dict[str, Any]:

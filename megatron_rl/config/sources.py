@@ -80,6 +80,21 @@ def read_recipe(path: Path) -> list[Setting]:
     return settings
 
 
+def read_mapping(sections: Mapping[str, Any], prefix: str = "") -> list[Setting]:
+    """Read settings that a program passes: nested mappings and dotted names alike."""
+    settings = []
+    for key, value in sections.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            settings += read_mapping(value, f"{name}.")
+        else:
+            plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            settings.append(Setting(name, plain, "the config that was passed", RECIPE))
+    if not prefix:
+        _refuse_repeated(settings)
+    return settings
+
+
 class _Walker:
     """Flattens the node tree of one recipe."""
 

@@ -59,7 +59,7 @@ def load_reward_function(name: str, setting: str = "reward.function") -> RewardF
         raise UserError(f"{file} does not exist or is not a file", source=setting, expected="path.py:name",
                         hint=f"check the path; it is relative to {Path.cwd()}")
     module = _import_file(file, setting)
-    return _check_function(getattr(module, attribute, None), attribute, f"{setting} = {file}:{attribute}")
+    return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {file}:{attribute}")
 
 
 def _as_reward_function(rule: Callable[[str, str], float]) -> RewardFunction:
@@ -91,7 +91,12 @@ def _import_file(file: Path, setting: str) -> ModuleType:
     return module
 
 
-def _check_function(function: Any, name: str, source: str) -> RewardFunction:
+def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:
+    """The function, if it can be called as a reward function.
+
+    Raises:
+        UserError: it cannot.
+    """
     if function is None:
         raise UserError(f'the file defines no "{name}"', source=source, expected=_SIGNATURE, hint="check the name")
     if not callable(function):

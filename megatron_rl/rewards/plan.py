@@ -66,12 +66,15 @@ class RewardPlan:
     overlong_penalty: float
 
 
-def build_reward_plan(config: RewardConfig, max_response_length: int) -> RewardPlan:
+def build_reward_plan(
+    config: RewardConfig, max_response_length: int, function: RewardFunction | None = None
+) -> RewardPlan:
     """Read the reward section and load the functions that it names.
 
     Args:
         config: `components`, or else the first of `service_url`, `function` and `rule` that is given.
         max_response_length: tokens.
+        function: the object that `config.function` names; None: it is loaded.
 
     Raises:
         UserError: a component that is not "WEIGHT SOURCE", an unusable function or URL, two models, or an
@@ -97,7 +100,7 @@ def build_reward_plan(config: RewardConfig, max_response_length: int) -> RewardP
     for weight, target, setting in weighted:
         if target != MODEL:
             name = _unique_name(_base_name(target), [source.name for source in sources])
-            sources.append(SourceSpec(name, weight, target, setting, _load(target, setting)))
+            sources.append(SourceSpec(name, weight, target, setting, function or _load(target, setting)))
     return RewardPlan(
         tuple(sources), next(iter(model_weights), None), bool(config.components), max_response_length,
         config.overlong_buffer_length, config.overlong_penalty)

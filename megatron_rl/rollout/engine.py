@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.registry import add_entry, find_entry
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.sampling import SamplingConfig
-from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement
 
@@ -108,11 +108,33 @@ class RolloutEngine(Protocol):
         """Release the engine; process groups of the job stay alive."""
 
 
-# Name -> module and class, imported when it is chosen: each engine's library is an import wall.
-ENGINES: dict[str, tuple[str, str]] = {
+EngineMaker = Callable[[EngineSpec], RolloutEngine]
+
+# Name -> what makes one, or the module and class, imported when it is chosen: each engine's library is an import wall.
+ENGINES: dict[str, EngineMaker | tuple[str, str]] = {
     "vllm": ("megatron_rl.rollout.vllm_engine", "VllmEngine"),
     "hf": ("megatron_rl.rollout.hf_engine", "HuggingFaceEngine"),
 }
+_SETTING = "rollout.engine"
+
+
+def register_rollout_engine(name: str) -> Callable[[EngineMaker], EngineMaker]:
+    """Decorator: make `engine(spec)`, such as a class with that argument, known as rollout.engine = `name`.
+
+    Raises:
+        UserError: the name is taken.
+    """
+
+    def register(engine: EngineMaker) -> EngineMaker:
+        add_entry(ENGINES, name, engine, engine, _SETTING)
+        return engine
+
+    return register
+
+
+def find_engine(name: str) -> EngineMaker | tuple[str, str]:
+    """The engine of a name; UserError naming the known ones if there is none."""
+    return find_entry(ENGINES, name, _SETTING)
 
 
 def borrow_params(
@@ -139,10 +161,9 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
     Raises:
         UserError: unknown name, or a layout that the model does not fit.
     """
-    name = spec.config.engine
-    if name not in ENGINES:
-        raise UserError(f"unknown rollout engine {name!r}", source="rollout.engine",
-                        expected=f"one of {sorted(ENGINES)}", hint="vllm is the one for training")
+    found = find_engine(spec.config.engine)
     spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
-    module, cls = ENGINES[name]
-    return getattr(importlib.import_module(module), cls)(spec)
+    if isinstance(found, tuple):
+        module, cls = found
+        found = getattr(importlib.import_module(module), cls)
+    return found(spec)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from launch.pretrain_grpo import train
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.command_line import run_command
-from megatron_rl.trainer import train_rl
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"
@@ -137,10 +137,10 @@ def test_bad_input_is_one_clear_error(
     """Value, source, expectation and hint on one screen, before any process group or model exists."""
     arguments, expected = BAD_INPUTS[case]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr("megatron_rl.trainer.RlTrainer", None)  # building anything would fail otherwise
+    monkeypatch.setattr("megatron_rl.trainer.Trainer.__init__", None)  # building anything would fail otherwise
     status = run_command(
         [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_grpo", description="",
-        build_plan=BatchPlan.build, run=train_rl)
+        build_plan=BatchPlan.build, run=train)
     error = capsys.readouterr().err
     assert status == 2
     assert not dist.is_initialized()
@@ -170,5 +170,5 @@ def test_a_rank_speaks_for_itself_where_the_first_found_no_error(
     monkeypatch.setattr("megatron_rl.config.command_line._PATIENCE_SECONDS", 0.0)
     status = run_command(
         [str(RECIPE), "actor.learning_rate=1"], name="pretrain_grpo", description="", build_plan=BatchPlan.build,
-        run=train_rl)
+        run=train)
     assert status == 2 and "error on rank 3: unknown" in capsys.readouterr().err

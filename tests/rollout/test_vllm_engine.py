@@ -103,7 +103,7 @@ def test_cache_holds_the_configured_number_of_sequences() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"engine": "vlm"}, "unknown rollout engine 'vlm'"),
+    ({"engine": "vlm"}, 'rollout.engine = "vlm" is not known'),
     ({"tensor_model_parallel_size": 3}, "rollout.tensor_model_parallel_size 3"),
 ])
 def test_engine_that_cannot_be_built(change: dict[str, object], message: str) -> None:
