@@ -23,6 +23,7 @@ PACKAGE = "megatron_rl"
 LAYERS: dict[str, int] = {
     "config": 0,
     "types": 0,
+    "user_code": 0,
     "observability": 0,
     "stop_request": 0,
     "parallel": 1,

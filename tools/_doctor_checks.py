@@ -97,28 +97,15 @@ def _check_accelerators() -> Iterator[Finding]:
 
 def _check_fast_paths() -> Iterator[Finding]:
     """What is active, and what each missing one would bring."""
-    from megatron_rl.models.attention_backends import choose_attention_backend
-    from megatron_rl.models.gpt import choose_transformer_impl
+    from megatron_rl.training.fast_path import find_kernels
 
-    has_gpu = torch.cuda.is_available()
-    attention = choose_attention_backend(torch.device("cuda" if has_gpu else "cpu"), torch.bfloat16)
-    yield _fast_path("attention", attention, attention != "sdpa", "one kernel over all sequences of a packed batch "
-                     "instead of a call per sequence", "pip install --no-build-isolation flash-attn")
-    layers = choose_transformer_impl("auto")
-    yield _fast_path("layers", layers, layers == "transformer_engine", "fused norms and matrix products",
-                     "pip install --no-build-isolation 'transformer-engine[pytorch]'")
-    yield Finding("fast path: optimizer", "ok", "torch's fused AdamW (nothing faster is used)")
+    for path in find_kernels("bfloat16", "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        missing = "" if path.is_fast else f"; missing: {path.brings}"
+        yield Finding(
+            f"fast path: {path.part}", "ok" if path.is_fast else "warning", path.active + missing, path.advice)
     has_vllm = importlib.util.find_spec("vllm") is not None
     yield Finding("rollout engine", "ok" if has_vllm else "warning", "vLLM" if has_vllm else "vLLM is not installed",
                   "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it")
-
-
-def _fast_path(name: str, active: str, is_fast: bool, brings: str, how: str) -> Finding:
-    if is_fast:
-        return Finding(f"fast path: {name}", "ok", active)
-    if not torch.cuda.is_available():
-        return Finding(f"fast path: {name}", "ok", f"{active} (nothing faster on CPU)")
-    return Finding(f"fast path: {name}", "warning", f"{active}; missing: {brings}", how)
 
 
 def _check_limits(run_dir: Path, needs: Needs) -> Iterator[Finding]:

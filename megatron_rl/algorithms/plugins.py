@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the user that register advantage estimators and policy losses.
+"""Files of the user that register advantage estimators, policy losses and rollout engines.
 
 A plugin is a Python file of any name and place:
 
@@ -12,16 +12,9 @@ A plugin is a Python file of any name and place:
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_rl.types import UserError
-
-_SOURCE = "algorithm.plugins"
+from megatron_rl.user_code import import_file
 
 
 def load_plugins(paths: Sequence[str]) -> None:
@@ -35,41 +28,4 @@ def load_plugins(paths: Sequence[str]) -> None:
             that is taken.
     """
     for path in paths:
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise UserError(
-                f"{file} does not exist or is not a file", source=_SOURCE, expected="Python files",
-                hint=f"check the path; it is relative to {Path.cwd()}")
-        _import_file(file)
-
-
-def _import_file(file: Path) -> None:
-    resolved = file.resolve()
-    name = f"algorithm_plugin_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{file} is not a Python file", source=_SOURCE, expected="Python files", hint="name a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except UserError:
-        del sys.modules[name]
-        raise
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise UserError(
-            f"importing the file raised {type(error).__name__}: {error}",
-            source=f"{_SOURCE}, {_describe_place(error, file)}", expected="a file that can be imported",
-            hint=f"try: python {file}") from error
-
-
-def _describe_place(error: BaseException, file: Path) -> str:
-    """file:line of the deepest frame inside the user's file."""
-    if isinstance(error, SyntaxError) and error.filename == str(file.resolve()):
-        return f"{file}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-             if frame.filename == str(file.resolve())]
-    return f"{file}:{lines[-1]}" if lines else str(file)
+        import_file(path, "algorithm.plugins", "Python files")

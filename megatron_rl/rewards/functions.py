@@ -3,28 +3,19 @@
 
 A reward function has verl's signature: (data_source, solution_str, ground_truth, extra_info), called by
 keyword, and returns a number, or a dict with "score" whose other numbers are logged one by one.
-
-Invariant: a file is imported once per process, however many of its functions are used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from megatron_rl.rewards.rules import RULES
 from megatron_rl.types import UserError
+from megatron_rl.user_code import import_file
 
 _SIGNATURE = "def name(data_source, solution_str, ground_truth, extra_info) -> float | dict"
-# Modules by file and time of its last change.
-_IMPORTED: dict[tuple[Path, int], ModuleType] = {}
 
 
 class RewardFunction(Protocol):
@@ -54,12 +45,8 @@ def load_reward_function(name: str, setting: str = "reward.function") -> RewardF
         raise UserError(f'"{name}" names no function', source=setting,
                         expected=f"path.py:name, or one of the rules {', '.join(RULES)}",
                         hint="write the file and the function, e.g. rewards/my_reward.py:compute_score")
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"{file} does not exist or is not a file", source=setting, expected="path.py:name",
-                        hint=f"check the path; it is relative to {Path.cwd()}")
-    module = _import_file(file, setting)
-    return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {file}:{attribute}")
+    module = import_file(path, setting, "path.py:name")
+    return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {name}")
 
 
 def _as_reward_function(rule: Callable[[str, str], float]) -> RewardFunction:
@@ -67,28 +54,6 @@ def _as_reward_function(rule: Callable[[str, str], float]) -> RewardFunction:
         return rule(solution_str, ground_truth)
 
     return score
-
-
-def _import_file(file: Path, setting: str) -> ModuleType:
-    resolved = file.resolve()
-    version = (resolved, resolved.stat().st_mtime_ns)
-    if version in _IMPORTED:
-        return _IMPORTED[version]
-    name = f"reward_function_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{file} is not a Python file", source=setting, expected="path.py:name", hint="name a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        place = f"{file}:{error.lineno}" if isinstance(error, SyntaxError) else locate(error, str(resolved))
-        raise UserError(f"importing the file raised {type(error).__name__}: {error}", source=f"{setting}, {place}",
-                        expected="a file that can be imported", hint=f"try: python {file}") from error
-    _IMPORTED[version] = module
-    return module
 
 
 def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:
@@ -119,10 +84,3 @@ def file_of(function: Any) -> str:
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code.co_filename if code is not None else repr(function)
-
-
-def locate(error: BaseException, file: str) -> str:
-    """file:line of the deepest frame inside the user's file, else of where the error was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if frame.filename == file] or frames
-    return f"{inside[-1].filename}:{inside[-1].lineno}"

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.rewards.functions import RewardFunction, file_of, locate
+from megatron_rl.rewards.functions import RewardFunction, file_of
 from megatron_rl.types import Rollout, UserError
+from megatron_rl.user_code import locate
 
 _LONGEST_RESPONSE = 200
 

@@ -48,7 +48,7 @@ def find_fast_paths(
         dp_size: data parallel ranks, over which gradients are reduced.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [*_find_arithmetic(dtype, device), *_find_kernels(dtype, transformer_impl, device),
+    return [*_find_arithmetic(dtype, device), *find_kernels(dtype, transformer_impl, device),
             *_find_launches(config, device), *_find_overlaps(config, dp_size, device)]
 
 
@@ -64,7 +64,8 @@ def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
                        "model.dtype=bfloat16")
 
 
-def _find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
+def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
+    """Those of the computation itself, whatever a role's settings are; arguments as in `find_fast_paths`."""
     is_cpu = device.type == "cpu"
     attention = choose_attention_backend(device, DTYPES[dtype])
     brings = "" if is_cpu or attention != "sdpa" else "one kernel over all sequences of a microbatch"

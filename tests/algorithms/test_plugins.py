@@ -46,7 +46,7 @@ def registries() -> None:
         table.clear()
         table.update(entries)
     for name in set(sys.modules) - modules:
-        if name.startswith("algorithm_plugin_"):
+        if name.startswith("user_file_"):
             del sys.modules[name]
 
 

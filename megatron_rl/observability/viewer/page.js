@@ -88,20 +88,25 @@
   const filters = find("filters");
   const bound = (name, otherwise) => (filters[name].value === "" ? otherwise : Number(filters[name].value));
 
+  function textsToSearch() {
+    if (!state.texts) {
+      const prompts = index.prompts.map((p) => p.text.toLowerCase());
+      state.texts = response.map((text, i) => `${prompts[group[i]]}\n${text.toLowerCase()}`);
+    }
+    return state.texts;
+  }
+
   function applyFilters() {
     const columns = { step, reward, length };
     const ranges = Object.keys(columns).map((name) => ({
       column: columns[name], low: bound(`${name}-from`, -Infinity), high: bound(`${name}-to`, Infinity),
     })).filter(({ low, high }) => low > -Infinity || high < Infinity);
     const wantedFinish = filters.finish.value, wanted = filters.text.value.toLowerCase();
-    if (wanted && !state.texts) {
-      const prompts = index.prompts.map((p) => p.text.toLowerCase());
-      state.texts = response.map((text, i) => `${prompts[group[i]]}\n${text.toLowerCase()}`);
-    }
+    const texts = wanted ? textsToSearch() : [];
     const order = [];
     for (let i = 0; i < total; i++) {
       if (ranges.every(({ column, low, high }) => column[i] !== null && column[i] >= low && column[i] <= high)
-        && (!wantedFinish || finish[i] === wantedFinish) && (!wanted || state.texts[i].includes(wanted))) order.push(i);
+        && (!wantedFinish || finish[i] === wantedFinish) && (!wanted || texts[i].includes(wanted))) order.push(i);
     }
     const [key, direction] = filters.sort.value.split(",");
     const column = columns[key], sign = Number(direction);
@@ -266,4 +271,5 @@
   applyFilters();
   if (total) select(state.order[0]);
   document.documentElement.dataset.ready = "yes";
+  (window.requestIdleCallback ?? setTimeout)(textsToSearch); // so that the first search finds them made
 })();

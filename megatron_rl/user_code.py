@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python files of the user's: imported once, with errors that name the file's own line.
+
+Worker processes import this file: it needs nothing but `types.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from megatron_rl.types import UserError
+
+# Modules by file and time of its last change.
+_IMPORTED: dict[tuple[Path, int], ModuleType] = {}
+
+
+def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
+    """The module of a Python file of any name and place, imported once per process and version of the file.
+
+    Args:
+        path: relative ones start at the working directory.
+        setting: where it was given, for errors.
+        expected: what the setting accepts, for errors.
+
+    Raises:
+        UserError: there is no such file, it is no Python file, or it cannot be imported (with its line); what the
+            file raises as a UserError stays as it is.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"{file} does not exist or is not a file", source=setting, expected=expected,
+                        hint=f"check the path; it is relative to {Path.cwd()}")
+    resolved = file.resolve()
+    version = (resolved, resolved.stat().st_mtime_ns)
+    if version in _IMPORTED:
+        return _IMPORTED[version]
+    name = f"user_file_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file} is not a Python file", source=setting, expected=expected, hint="name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[name]
+        raise
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UserError(f"importing the file raised {type(error).__name__}: {error}",
+                        source=f"{setting}, {_locate_import(error, file)}", expected="a file that can be imported",
+                        hint=f"try: python {file}") from error
+    _IMPORTED[version] = module
+    return module
+
+
+def _locate_import(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError) and error.filename == str(file.resolve()):
+        return f"{file}:{error.lineno}"
+    return locate(error, str(file.resolve()))
+
+
+def locate(error: BaseException, file: str) -> str:
+    """file:line of the deepest frame inside the user's file, else of where the error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename == file] or frames
+    return f"{inside[-1].filename}:{inside[-1].lineno}"
