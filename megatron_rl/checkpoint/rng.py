@@ -26,8 +26,10 @@ def read_rng() -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    streams = get_cuda_rng_tracker().get_states()
-    return states | {_STREAM + name: state for name, state in streams.items() if torch.is_tensor(state)}
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        # with CUDA graphs a stream is a generator that the graphs know, else its state
+        states[_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
+    return states
 
 
 def restore_rng(states: dict[str, torch.Tensor]) -> None:
@@ -44,4 +46,9 @@ def restore_rng(states: dict[str, torch.Tensor]) -> None:
     tracker = get_cuda_rng_tracker()
     known = tracker.get_states()
     saved = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}
-    tracker.set_states(known | {name: state for name, state in saved.items() if name in known})
+    for name in known.keys() & saved.keys():
+        if isinstance(known[name], torch.Generator):
+            known[name].set_state(saved[name])
+        else:
+            known[name] = saved[name]
+    tracker.set_states(known)

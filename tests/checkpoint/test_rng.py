@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers go on where they were, also in the streams that CUDA graphs know. Not covered: CUDA generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_rl.checkpoint.rng import read_rng, restore_rng
+
+
+@pytest.fixture(autouse=True)
+def streams() -> Iterator[dict[str, torch.Tensor | torch.Generator]]:
+    """One stream as a state and one as a generator; those of other tests come back afterwards."""
+    tracker = get_cuda_rng_tracker()
+    before = tracker.get_states()
+    made = {"plain": torch.Generator().manual_seed(3).get_state(), "of graphs": torch.Generator().manual_seed(4)}
+    tracker.set_states(made)
+    yield made
+    tracker.set_states(before)
+
+
+def draw(streams: dict[str, torch.Tensor | torch.Generator]) -> list[float]:
+    """A number of every generator; the two streams as they are after `restore_rng`."""
+    plain = torch.Generator()
+    plain.set_state(get_cuda_rng_tracker().get_states()["plain"])
+    return [torch.rand(()).item(), random.random(), float(np.random.rand()), random.gauss(0, 1),
+            torch.rand((), generator=plain).item(), torch.rand((), generator=streams["of graphs"]).item()]
+
+
+def test_all_generators_go_on(streams: dict[str, torch.Tensor | torch.Generator]) -> None:
+    saved = {name: state.clone() for name, state in read_rng().items()}
+    first, later = draw(streams), draw(streams)
+    assert first[:4] != later[:4] and first[5] != later[5]
+    restore_rng(saved)
+    assert draw(streams) == first
+    generator = get_cuda_rng_tracker().get_states()["of graphs"]
+    assert generator is streams["of graphs"], "graphs keep the generator that they captured"
+
+
+@pytest.mark.parametrize("kind", ["plain", "of graphs"])
+def test_a_stream_changes_its_kind(streams: dict[str, torch.Tensor | torch.Generator], kind: str) -> None:
+    """A checkpoint of an eager run is resumed with graphs, or the other way round."""
+    saved = read_rng()
+    other = {"plain": "of graphs", "of graphs": "plain"}[kind]
+    saved[f"megatron.{kind}"] = saved[f"megatron.{other}"].clone()
+    restore_rng(saved)
+    found = get_cuda_rng_tracker().get_states()[kind]
+    state = found.get_state() if isinstance(found, torch.Generator) else found
+    assert torch.equal(state, saved[f"megatron.{kind}"])
