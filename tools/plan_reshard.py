@@ -23,7 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import Planner, Shard, group_shards
+from megatron_rl.planning.switch import build_shards
+from megatron_rl.resharding.planner import Planner
 from megatron_rl.resharding.summary import (
     Bandwidths,
     predict_gather_seconds,
@@ -33,8 +34,6 @@ from megatron_rl.resharding.summary import (
 )
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape, load_model_shape, model_shape_from_config
-from megatron_rl.weights.megatron_layout import megatron_placements
-from megatron_rl.weights.rollout_layout import vllm_placements
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SOURCE_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
@@ -92,20 +91,6 @@ def read_shape(path: Path) -> ModelShape:
         raise UserError(f"{path} holds a {type(config).__name__}", source="--hf-config",
                         expected="a JSON object", hint="pass the config.json of the model")
     return model_shape_from_config(config, source=str(path))
-
-
-def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tuple[list[Shard], list[Shard]]:
-    """Both sides of the move, as training and the engine lay them out."""
-    at = layout.expert_coordinates
-    source = group_shards(
-        lambda rank: megatron_placements(
-            shape, tp_size=layout.tp_size, tp_rank=at(rank).tp, pp_size=layout.pp_size, pp_rank=at(rank).pp,
-            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at(rank).ep),
-        lambda rank: (at(rank).tp, at(rank).pp, at(rank).ep), layout.world_size)
-    destination = group_shards(
-        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
-        lambda rank: rank % rollout_tp, layout.world_size)
-    return source, destination
 
 
 def read_layouts(options: argparse.Namespace, shape: ModelShape) -> tuple[ParallelLayout, int]:

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.planner import Planner, RankPlan, Shard, TransferOp, group_shards, plan_all, plan_rank
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, intersect, rows
-from megatron_rl.weights.rollout_layout import vllm_placements
 from shards import (
     cut_shards,
     find_differences,
@@ -70,20 +69,6 @@ def make_plans(source: Tables, destination: Tables, ranks_per_node: int = 4) -> 
 def incoming(plan: RankPlan) -> list[TransferOp]:
     """Everything that fills a rank."""
     return [*plan.local, *(op for ops in plan.receives.values() for op in ops)]
-
-
-def make_big_shards(layout: ParallelLayout, rollout_tp: int, shape: ModelShape = LLAMA_70B) -> tuple[list[Shard], ...]:
-    """Both sides of a job that is too large for one table per rank."""
-    at = layout.expert_coordinates
-    source = group_shards(
-        lambda rank: megatron_placements(
-            shape, tp_size=layout.tp_size, tp_rank=at(rank).tp, pp_size=layout.pp_size, pp_rank=at(rank).pp,
-            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at(rank).ep),
-        lambda rank: (at(rank).tp, at(rank).pp, at(rank).ep), layout.world_size)
-    destination = group_shards(
-        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
-        lambda rank: rank % rollout_tp, layout.world_size)
-    return source, destination
 
 
 def check_written_once(plan: RankPlan, table: list[Placement]) -> None:
@@ -257,7 +242,7 @@ def test_replicas_of_a_real_model_share_the_load(world: int, sizes: dict[str, in
 
     Not so by design where stages straddle nodes (tp 4, pp 2, dp 3 on nodes of 8): near comes before even.
     """
-    source, destination = make_big_shards(ParallelLayout(world, **sizes), rollout_tp)
+    source, destination = build_shards(LLAMA_70B, ParallelLayout(world, **sizes), rollout_tp)
     sent = count_egress(source, destination, world, node=8)
     for shard in source:
         loads = [sent[rank] for rank in shard.ranks]
@@ -271,7 +256,7 @@ def test_what_the_fixed_order_of_shards_overlaps(rollout_tp: int, num_overlappin
     At equal TP all do, which is the most that any order can give. Below it, ranks in steps of
     training tp / rollout tp would all keep theirs; docs/resharding.md says why that is not done.
     """
-    source, destination = make_big_shards(ParallelLayout(8, tp_size=8), rollout_tp)
+    source, destination = build_shards(LLAMA_70B, ParallelLayout(8, tp_size=8), rollout_tp)
     matrices = [plan_rank(rank, source, destination, ranks_per_node=8).local for rank in range(8)]
     keep = [any(op.hf_name.endswith("0.mlp.up_proj.weight") for op in local) for local in matrices]
     assert sum(keep) == num_overlapping
@@ -284,7 +269,7 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_little_memory(rollout_tp: int) 
     Seconds are not asserted here; tools/plan_reshard.py reports them.
     """
     tracemalloc.start()
-    source, destination = make_big_shards(ParallelLayout(1024, tp_size=8, pp_size=8), rollout_tp)
+    source, destination = build_shards(LLAMA_70B, ParallelLayout(1024, tp_size=8, pp_size=8), rollout_tp)
     plan = plan_rank(517, source, destination, ranks_per_node=8)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -300,7 +285,7 @@ def test_a_trillion_parameters_on_8192_ranks() -> None:
     shape = make_shape(
         "qwen3_moe", num_layers=64, hidden_size=7168, ffn_hidden_size=3072, num_heads=64, num_kv_heads=8,
         head_dim=128, vocab_size=163840, num_experts=256)
-    source, destination = make_big_shards(ParallelLayout(8192, pp_size=16, ep_size=32), 8, shape)
+    source, destination = build_shards(shape, ParallelLayout(8192, pp_size=16, ep_size=32), 8)
     planner = Planner(source, destination, ranks_per_node=8)
     plan = planner.plan(4099)
     table = destination[4099 % 8].placements
