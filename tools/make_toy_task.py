@@ -6,8 +6,12 @@ million parameters are enough to watch GRPO work. Training rows also hold a `dem
 and most of these forget the carry ("37+45=72"): a model warm-started on them is often wrong, and learns
 from the reward alone what the demonstrations do not show it often enough.
 
+`train_mixed.jsonl` and `validation_mixed.jsonl` hold the same prompts and, among them, long ones: operands of one
+digit more, never demonstrated, so that a warm-started model gets them wrong. What reward to expect is then plain
+to see from the prompt, as in prompt sets that reach beyond a policy's abilities: something for a critic to learn.
+
 Invariants: the same arguments give byte-identical files; training and validation share no pair of
-operands (in either order, under any operation); no prompt occurs twice; results are not negative;
+operands (in either order, under any operation); no prompt occurs twice in a file; results are not negative;
 `task.json` (the arguments) is written last, so a directory that has it is complete.
 """
 
@@ -28,12 +32,15 @@ import sentencepiece
 from megatron_rl.types import UserError
 
 ARGUMENTS_FILE = "task.json"
-FILES = ("tokenizer.model", "train.jsonl", "validation.jsonl", "model/config.json", "model/model.safetensors",
-         "model/tokenizer.model", ARGUMENTS_FILE)
+FILES = ("tokenizer.model", "train.jsonl", "validation.jsonl", "train_mixed.jsonl", "validation_mixed.jsonl",
+         "model/config.json", "model/model.safetensors", "model/tokenizer.model", ARGUMENTS_FILE)
 DATA_SOURCE = "toy_arithmetic"
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 HEAD_DIMS = (32, 64)  # what the rollout engine's CPU attention supports for small heads
 MAX_POSITIONS = 256
+MAX_LONG_SHARE = 0.9  # up to here there are always enough pairs of long operands
+
+Row = dict[str, str]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--operations", default="+", help="any of + and -; use --operations=- for - alone")
     parser.add_argument("--slip-rate", type=float, default=0.65, metavar="P",
                         help="share of demonstrations that forget every carry and borrow")
-    parser.add_argument("--slips-in", default="+-", metavar="OPERATIONS",
-                        help="operations whose demonstrations may slip; the others are shown right: easy prompts")
+    parser.add_argument("--long-share", type=float, default=0.4, metavar="P",
+                        help="share of the mixed prompts whose operands have one digit more than --max-operand")
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts and of the weights")
     parser.add_argument("--hidden-size", type=int, default=128, help="width of the model", metavar="H")
     parser.add_argument("--intermediate-size", type=int, default=argparse.SUPPRESS, metavar="F",
@@ -77,10 +84,10 @@ def check_arguments(task: dict[str, Any]) -> None:
     if not task["operations"] or set(task["operations"]) - set("+-") or len(set(task["operations"])) < len(
             task["operations"]):
         refuse("operations", repr(task["operations"]), "+, - or +-")
-    if set(task["slips_in"]) - set("+-"):
-        refuse("slips-in", repr(task["slips_in"]), "+, - or +-")
     if not 0.0 <= task["slip_rate"] <= 1.0:
         refuse("slip-rate", task["slip_rate"], "a share between 0 and 1")
+    if not 0.0 <= task["long_share"] <= MAX_LONG_SHARE:
+        refuse("long-share", task["long_share"], f"a share between 0 and {MAX_LONG_SHARE}")
     hidden, heads, kv_heads = task["hidden_size"], task["heads"], task["kv_heads"]
     if heads < 1 or heads % 4:
         refuse("heads", heads, "a multiple of 4, so that 4 ranks can share them")
@@ -90,7 +97,7 @@ def check_arguments(task: dict[str, Any]) -> None:
         refuse("hidden-size", hidden, f"{' or '.join(str(heads * d) for d in HEAD_DIMS)} with {heads} heads")
 
 
-def make_prompts(task: dict[str, Any]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
     """Training and validation rows; pairs of operands are dealt to one of the two before prompts are made.
 
     Raises:
@@ -109,13 +116,29 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[dict[str, str]], list[dict[
             f"there are {len(train)} and {len(validation)}", source="--train, --validation",
             expected="at most as many prompts as there are", hint="raise --max-operand, or ask for fewer prompts")
     train_rows, validation_rows = (
-        [{"prompt": prompt, "answer": str(answer), "data_source": DATA_SOURCE}
-         for prompt, answer in generator.sample(expressions, size)]
+        [_row(prompt, answer) for prompt, answer in generator.sample(expressions, size)]
         for expressions, size in ((train, task["train"]), (validation, task["validation"])))
     for row in train_rows:
-        slips = generator.random() < task["slip_rate"] and bool(set(task["slips_in"]) & set(row["prompt"]))
+        slips = generator.random() < task["slip_rate"]
         row["demonstration"] = forget_carries(row["prompt"]) if slips else row["answer"]
     return train_rows, validation_rows
+
+
+def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows without their demonstrations, and long ones to make up `long_share` of each list, in random order."""
+    generator = random.Random(task["seed"])
+    share, lowest = task["long_share"], 10 ** len(str(task["max_operand"]))
+    sizes = [round(len(rows) * share / (1 - share)) for rows in (validation, train)]
+    drawn: dict[tuple[int, int], Row] = {}  # one prompt of each pair, so that the two lists share none
+    while len(drawn) < sum(sizes):
+        smaller, larger = sorted(generator.randrange(lowest, 10 * lowest) for _ in range(2))
+        drawn[larger, smaller] = _row(*generator.choice(_expressions(larger, smaller, task["operations"])))
+    long = list(drawn.values())
+    mixed_validation = [*validation, *long[:sizes[0]]]
+    mixed_train = [*({key: row[key] for key in row if key != "demonstration"} for row in train), *long[sizes[0]:]]
+    for rows in (mixed_train, mixed_validation):
+        generator.shuffle(rows)
+    return mixed_train, mixed_validation
 
 
 def forget_carries(prompt: str) -> str:
@@ -124,6 +147,10 @@ def forget_carries(prompt: str) -> str:
     left, right = (int(number) for number in prompt.rstrip("=").replace("-", "+").split("+"))
     places = range(max(len(str(left)), len(str(right))))
     return str(sum((left // 10**place + sign * (right // 10**place)) % 10 * 10**place for place in places))
+
+
+def _row(prompt: str, answer: int) -> Row:
+    return {"prompt": prompt, "answer": str(answer), "data_source": DATA_SOURCE}
 
 
 def _expressions(larger: int, smaller: int, operations: str) -> list[tuple[str, int]]:
@@ -177,12 +204,14 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
 def write_task(out: Path, task: dict[str, Any]) -> int:
     """Write every file of the task, `task.json` last; returns the number of parameters."""
     train, validation = make_prompts(task)
+    mixed_train, mixed_validation = mix_in_long_prompts(task, train, validation)
     (out / "model").mkdir(parents=True, exist_ok=True)
     (out / ARGUMENTS_FILE).unlink(missing_ok=True)
     proto = train_tokenizer(task["operations"])
     for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
         file.write_bytes(proto)
-    for name, rows in (("train", train), ("validation", validation)):
+    for name, rows in (("train", train), ("validation", validation), ("train_mixed", mixed_train),
+                       ("validation_mixed", mixed_validation)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     vocab_size = sentencepiece.SentencePieceProcessor(model_proto=proto).vocab_size()

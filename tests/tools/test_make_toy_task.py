@@ -58,7 +58,8 @@ def test_two_runs_write_the_same_bytes(tool, task, tmp_path):
 def test_seed_changes_prompts_and_weights(tool, task, tmp_path):
     assert tool.main(["--out", str(tmp_path), *SMALL, "--seed", "2"]) == 0
     changed = {name for name, data in contents(tmp_path).items() if data != contents(task)[name]}
-    assert changed == {"task.json", "train.jsonl", "validation.jsonl", "model/model.safetensors"}
+    assert changed == {"task.json", "train.jsonl", "validation.jsonl", "train_mixed.jsonl", "validation_mixed.jsonl",
+                       "model/model.safetensors"}
 
 
 def test_rows_are_right_and_disjoint(task):
@@ -93,13 +94,28 @@ def test_demonstrations_slip_as_often_as_asked(tool, task, rate, right):
     assert all("demonstration" not in row for row in validation)
 
 
-def test_only_the_operations_named_slip(tool, task):
-    """Easy and hard prompts side by side."""
-    arguments = json.loads((task / "task.json").read_text()) | {
-        "slip_rate": 1.0, "operations": "+-", "slips_in": "-"}
-    for row in tool.make_prompts(arguments)[0]:
-        slip = tool.forget_carries(row["prompt"]) if "-" in row["prompt"] else row["answer"]
-        assert row["demonstration"] == slip
+def test_mixed_prompts_are_the_same_and_long_ones(task):
+    """0.4 of them long: two digits where the others have one; nothing of the validation in the training."""
+    pairs: list[set[frozenset[str]]] = []
+    for name, long_count in (("train", 40), ("validation", 8)):
+        mixed, short = read(task, f"{name}_mixed"), {row["prompt"]: row["answer"] for row in read(task, name)}
+        assert len({row["prompt"] for row in mixed}) == len(mixed) == len(short) + long_count
+        assert {row["prompt"]: row["answer"] for row in mixed if len(row["prompt"]) == 4} == short
+        pairs.append(set())
+        for row in mixed:
+            assert row.keys() == {"prompt", "answer", "data_source"}
+            left, operation, right = re.fullmatch(r"(\d+)([+-])(\d+)=", row["prompt"]).groups()
+            assert len(left) == len(right) == (1 if row["prompt"] in short else 2)
+            result = int(left) + int(right) if operation == "+" else int(left) - int(right)
+            assert row["answer"] == str(result) and result >= 0
+            pairs[-1].add(frozenset((left, right)))
+    assert not pairs[0] & pairs[1]
+
+
+def test_no_long_prompts(tool, task):
+    arguments = json.loads((task / "task.json").read_text()) | {"long_share": 0.0}
+    rows = [[{"prompt": "1+1=", "answer": "2"}], [{"prompt": "1+2=", "answer": "3"}]]
+    assert tool.mix_in_long_prompts(arguments, *rows) == tuple(rows)
 
 
 def test_package_reads_the_task(task):
@@ -159,6 +175,7 @@ def test_other_arguments_are_refused_and_named(tool, task, capsys):
     (["--train", "0"], "--train 0"), (["--validation", "-1"], "--validation -1"),
     (["--operations", "*"], "--operations"),
     (["--operations", "++"], "--operations"), (["--operations="], "--operations"), (["--seed", "-1"], "--seed -1"),
+    (["--long-share", "1.0"], "--long-share 1.0"),
     (["--heads", "6"], "multiple of 4"), (["--kv-heads", "3"], "divisor"), (["--hidden-size", "130"], "128 or 256"),
     (["--max-operand", "9"], "there are"), (["--out", str(TOOL)], "is a file")])
 def test_bad_arguments(tool, tmp_path, capsys, arguments, message):
@@ -170,7 +187,7 @@ def test_bad_arguments(tool, tmp_path, capsys, arguments, message):
 @pytest.mark.parametrize("operations, prompts", [("+", r"\d\+\d="), ("-", r"\d-\d=")])
 def test_single_operations(tool, operations, prompts):
     task = {"train": 20, "validation": 5, "seed": 1, "max_operand": 9, "operations": operations,
-            "slip_rate": 0.5, "slips_in": "+-"}
+            "slip_rate": 0.5}
     for rows in tool.make_prompts(task):
         assert all(re.fullmatch(prompts, row["prompt"]) for row in rows)
     assert len(tool.train_tokenizer(operations)) > 0
