@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.distributed import check_weights
 from megatron_rl.checkpoint.huggingface import save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainableConfig
-from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.prompts import PromptSet, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.hybrid_engine import HybridEngine
 from megatron_rl.observability.timers import PhaseTimers
@@ -162,8 +162,8 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts) -> RlInputs
                             expected=str(model.shape), hint="use a checkpoint of the same model")
         check_weights(config.reference.path, reference)
     validation = {
-        Path(file).stem: load_prompts([file], model.tokenizer, config.data, limit=config.data.validation_limit)
-        for file in config.data.validation_files
+        name: load_prompts([file], model.tokenizer, config.data, limit=config.data.validation_limit)
+        for name, file in name_files(config.data.validation_files).items()
     }
     return RlInputs(
         model=model, train=load_prompts(config.data.train_files, model.tokenizer, config.data),

@@ -12,8 +12,9 @@ that is too long is refused, cut or dropped as the config says, and counted, nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -55,6 +56,18 @@ class SftSet:
     examples: list[SftExample]
     num_truncated: int
     num_dropped: int
+
+
+def name_files(files: Sequence[str]) -> dict[str, str]:
+    """A name for each file, by which metrics tell sets apart: its own without the ending, and as many of the
+    directories above it as it takes ("gsm8k-test" and "math-test").
+    """
+    stems = [Path(file).with_suffix("").parts for file in files]
+    for depth in range(1, max(map(len, stems), default=0) + 1):
+        names = ["-".join(stem[-depth:]) for stem in stems]
+        if len(set(names)) == len(names):
+            return dict(zip(names, files, strict=True))
+    return {file: file for file in files}
 
 
 def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit: int | None = None) -> PromptSet:

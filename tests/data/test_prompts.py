@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.prompts import PromptBatches, load_prompts, load_sft_examples
+from megatron_rl.data.prompts import PromptBatches, load_prompts, load_sft_examples, name_files
 from megatron_rl.types import Prompt, UserError
 
 
@@ -258,3 +258,14 @@ def test_resume_goes_on_where_it_stopped(before):
     assert take(resumed, 9 - before) == whole[before:]
     with pytest.raises(UserError, match="made with 10 prompts, there are 11"):
         PromptBatches(make_prompts(11), 4, True, 3).load_state_dict(first.state_dict())
+
+
+def test_files_of_one_name_are_told_apart_by_their_directories() -> None:
+    """Every file is there under a name of its own, as short as that allows."""
+    assert name_files(["a/val.jsonl", "test.parquet"]) == {"val": "a/val.jsonl", "test": "test.parquet"}
+    files = ["data/gsm8k/test.parquet", "data/math/test.parquet", "data/aime.jsonl"]
+    assert list(name_files(files)) == ["gsm8k-test", "math-test", "data-aime"]
+    assert list(name_files(["test.parquet", "math/test.parquet"])) == ["test", "math-test"]
+    same = ["a/val.jsonl", "a/val.parquet"]
+    assert name_files(same) == {file: file for file in same}
+    assert name_files([]) == {}
