@@ -3,27 +3,23 @@
 
 The logger is the package's own ("megatron_rl"), so `logging.getLogger(__name__)` in any module of
 the package ends up in the rank's file. Opening again (another run in the same process) closes the
-files of the run before. Console lines go around the progress bar instead of through it.
+files of the run before. Console lines go to what stdout is at that moment: above the progress bar, where there is one.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
-
-from tqdm import tqdm
 
 LOGGER_NAME = "megatron_rl"
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints above the progress bar, where there is one."""
+    """Prints; a progress bar puts itself in the place of stdout (`progress.py`)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=sys.stdout)
-            sys.stdout.flush()
+            print(self.format(record), flush=True)
         except Exception:
             self.handleError(record)
 

@@ -9,9 +9,6 @@ own and no connection at all.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
 import os
 import sys
@@ -22,6 +19,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.rollout_log import as_numbers
 from megatron_rl.types import UserError
 
@@ -120,7 +118,7 @@ def write_page(run_dir: Path, out: Path, steps: range | None = None) -> Page:
     """
     files = find_rollout_files(run_dir, steps)
     name = run_dir.resolve().name
-    head, tail = _read_template(name)
+    head, tail = read_template(_PARTS, name).split("{{data}}")
     index, temporary = _Index(name), out.with_name(f".{out.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as page:
@@ -258,17 +256,3 @@ def _write_data(page: TextIO, name: str, value: Any) -> None:
     """A value as JSON that neither ends its element nor begins another one, in ASCII."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page.write(f'<script type="application/json" id="{name}">{text}</script>\n')
-
-
-def _read_template(run: str) -> tuple[str, str]:
-    """The page before and behind its data."""
-    page, style, script = ((_PARTS / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
-    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-              "form-action 'none'")
-    head, tail = page.split("{{data}}")
-    head = head.replace("{{style}}", style).replace("{{policy}}", policy).replace("{{title}}", html.escape(run))
-    return head, tail.replace("{{script}}", script)
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

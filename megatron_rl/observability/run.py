@@ -1,27 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run and its directory: what is written where, and what a step's record consists of.
 
-    <run_dir>/ metrics.jsonl config.yaml tensorboard/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-               summary.json curves.png stopped.json
+    <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
+               summary.json curves.png stopped.json wandb_id
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import yaml
+
+from megatron_rl.observability.console import ConsoleLines
 from megatron_rl.observability.curves import plot_curves
-from megatron_rl.observability.metrics import MetricsSink, SinkSettings, has_records, read_metrics
+from megatron_rl.observability.metrics import MetricsFile, Sink, has_records, plain_record, read_metrics
+from megatron_rl.observability.pace import Pace
+from megatron_rl.observability.progress import ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
+from megatron_rl.observability.rollout_progress import CounterStore, RolloutCount, RolloutProgress
+from megatron_rl.observability.status import Positions, StatusPage
 from megatron_rl.observability.summary import SUMMARY_FILE, write_summary
+from megatron_rl.observability.tensorboard import TensorBoard, is_due
 from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.observability.wandb_run import WandbRun
 from megatron_rl.types import UserError
 
 STOPPED_FILE = "stopped.json"
+_NUM_SAMPLES = 4  # rollouts of a step that sinks are given
 # Of several optimizer steps in one step only the first starts from the policy that was sampled.
 _FIRST_ONLY = ("policy/ratio_max_deviation",)
+
+
+class SinkSettings(Protocol):
+    """What is read of the config section `observability`; see ObservabilityConfig."""
+
+    tensorboard: bool
+    histograms_every: int
+    progress_bar: bool
+    console_every: int
+    wandb: str
+    wandb_project: str
+    wandb_name: str | None
+    status_port: int | None
+    status_host: str
 
 
 class Run:
@@ -38,6 +64,7 @@ class Run:
 
     Attributes:
         best_value: of `trainer.best_metric` so far.
+        positions: the last heartbeat of every rank, for the status page; set by whoever watches the ranks.
     """
 
     def __init__(
@@ -45,9 +72,13 @@ class Run:
     ) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
         self.best_value = float("-inf")
+        self.positions: Positions = tuple
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
         self._counts: dict[str, list[float]] = {}
-        self._sink: MetricsSink | None = None
+        self._sinks: list[Sink] = []
+        self._pace = Pace(total_steps)
+        self._display: ProgressDisplay | None = None
+        self._rollout: RolloutCount | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
         self.log_file = log_path(run_dir, rank)
         self.log = open_rank_log(run_dir, rank)
@@ -70,7 +101,7 @@ class Run:
                 later steps is dropped. None: a new run.
 
         Raises:
-            UserError: (rank 0) the directory holds another run's metrics.
+            UserError: (rank 0) the directory holds another run's metrics, or a sink cannot be opened.
         """
         if self.is_writer:
             rollouts = self.dir / "rollouts"
@@ -80,15 +111,37 @@ class Run:
                     path.unlink()
             for name in (STOPPED_FILE, SUMMARY_FILE):
                 (self.dir / name).unlink(missing_ok=True)
-        self._sink = MetricsSink(
-            self.dir, self._total_steps, self._settings, self.is_writer, after_step=after_step)
-        if self.is_writer:
+            self._open_sinks(after_step)
             (self.dir / "config.yaml").write_text(self._config_yaml)
+
+    def _open_sinks(self, after_step: int | None) -> None:
+        settings, add = self._settings, self._sinks.append
+        self._pace = Pace(self._total_steps, max(after_step or 0, 0))
+        add(MetricsFile(self.dir, after_step))
+        if settings.status_port is not None:
+            page = StatusPage(
+                self.dir.resolve().name, settings.status_host, settings.status_port, now=self._describe_now,
+                positions=lambda: self.positions(), records=read_metrics(self.dir))
+            add(page)
+            self.log.info("status page: %s", page.url)
+        if settings.wandb != "off":
+            add(WandbRun(self.dir, settings.wandb, settings.wandb_project, settings.wandb_name,
+                         yaml.safe_load(self._config_yaml) or {}, self._total_steps))
+        if settings.tensorboard:
+            add(TensorBoard(self.dir, after_step, settings.histograms_every))
+        self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
+        add(ConsoleLines(self._total_steps, settings.console_every, self._display.print))
+        add(self._display)
 
     def count(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the step's record; what is counted several times is averaged."""
         for name, value in metrics.items():
             self._counts.setdefault(name, []).append(float(value))
+
+    @property
+    def series(self) -> Mapping[str, Sequence[float]]:
+        """What was counted in this step, every value in order."""
+        return self._counts
 
     def counted(self) -> dict[str, float]:
         """What the record of this step has so far, without its times."""
@@ -105,13 +158,54 @@ class Run:
         tokens = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/response", 0.0)
         if tokens and seconds.get("time/step"):
             metrics["tokens/per_second"] = tokens / seconds["time/step"]
-        self._sink.log(step, {**metrics, **seconds})
+        record = plain_record({**metrics, **seconds})
+        self._pace.mark(step)
+        for sink in self._sinks:
+            sink.log(step, record)
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rollouts of a step, one JSON object per line."""
         if self.is_writer:
+            rows = list(rows)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             (self.dir / "rollouts" / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+            for sink in self._sinks:
+                sink.samples(step, rows[:_NUM_SAMPLES])
+
+    def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Hand distributions to the sinks on the steps on which they are due.
+
+        Args:
+            step: of the main loop.
+            describe: name -> [k] values; called on the writer's rank only, so it must not be collective.
+        """
+        if self.is_writer and self._settings.tensorboard and is_due(step, self._settings.histograms_every):
+            values = describe()
+            for sink in self._sinks:
+                sink.histograms(step, values)
+
+    def follow_rollouts(self, store: CounterStore) -> RolloutProgress:
+        """What counts the responses while they are generated; shown by rank 0.
+
+        Args:
+            store: that all ranks share and nobody else uses.
+        """
+        if not self._settings.progress_bar and self._settings.status_port is None:
+            return RolloutProgress()
+        return RolloutProgress(store, self._show_rollout if self.is_writer else None)
+
+    def _show_rollout(self, count: RolloutCount | None) -> None:
+        self._rollout, display = count, self._display
+        if display is not None:
+            display.show_rollout("validation" if "validation" in self.timers.phases else "rollout", count)
+
+    def _describe_now(self) -> dict[str, Any]:
+        """What the status page shows beside records."""
+        phase, seconds = self.timers.current()
+        pace, rollout = self._pace, self._rollout
+        return {"step": pace.done, "total_steps": pace.total, "phase": phase, "phase_seconds": seconds,
+                "elapsed_seconds": pace.elapsed, "remaining_seconds": pace.remaining,
+                "rollout": rollout and asdict(rollout)}
 
     def last_recorded_step(self) -> int:
         """Step of the last record in metrics.jsonl; -1 without one (the writer's rank only)."""
@@ -140,7 +234,7 @@ class Run:
 
     def finish(self) -> None:
         """Close the sinks; write the summary and the curves and say where they are."""
-        self._sink.close()
+        self._close_sinks()
         if self.is_writer:
             summary = write_summary(self.dir)
             for name, course in json.loads(summary.read_text())["validation"].items():
@@ -151,6 +245,12 @@ class Run:
 
     def close(self) -> None:
         """Close what is open (also after an error)."""
-        if self._sink is not None:
-            self._sink.close()
-        close_rank_log(self.log)
+        try:
+            self._close_sinks()
+        finally:
+            close_rank_log(self.log)
+
+    def _close_sinks(self) -> None:
+        """The last one opened, which may hold the terminal, comes first."""
+        while self._sinks:
+            self._sinks.pop().close()

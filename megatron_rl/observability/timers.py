@@ -27,6 +27,7 @@ class PhaseTimers:
         annotate: makes a named range of each phase, for profilers; or None.
         step: of the main loop, for those who watch from outside.
         phases: that are going on, the outermost first.
+        began: when each of them began, by the clock.
         num_entered: phases entered so far; ranks of one program enter the same ones in the same order.
     """
 
@@ -39,6 +40,7 @@ class PhaseTimers:
         self.annotate: Callable[[str], AbstractContextManager[None]] | None = None
         self.step = self.num_entered = 0
         self.phases: list[str] = []
+        self.began: list[float] = []
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
@@ -52,16 +54,29 @@ class PhaseTimers:
         self._swallowing += swallow
         self.num_entered += 1
         self.phases.append(name)
+        self.began.append(start)
         try:
             with self.annotate(name) if self.annotate else nullcontext():
                 yield
+        except BaseException as error:
+            if not hasattr(error, "left_phase") and name != "step":
+                error.left_phase = name  # told by a report of the failure
+            raise
         finally:
             self.phases.pop()
+            self.began.pop()
             self._swallowing -= swallow
             if is_counted:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
                 if self.memory_probe is not None:
                     self._bytes[name] = max(self._bytes.get(name, 0), self.memory_probe())
+
+    def current(self) -> tuple[str, float]:
+        """What goes on now inside of the step, and for how many seconds; may be asked by another thread."""
+        going = [item for item in zip(tuple(self.phases), tuple(self.began)) if item[0] != "step"]
+        if not going:
+            return "between phases", 0.0
+        return ", ".join(name for name, _ in going), self._clock() - going[-1][1]
 
     def watch(self, role: Any, **phases: str) -> Any:
         """A stand-in for `role` whose methods are counted: `watch(actor, update="update")`.

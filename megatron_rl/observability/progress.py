@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars at the bottom of a terminal: the steps of the run, and the responses that are being generated.
+
+Without a terminal there are plain lines instead. What is printed to stdout while the bars are shown goes above them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+from megatron_rl.observability.console import validation_parts
+from megatron_rl.observability.metrics import NumberRecord, Sink
+from megatron_rl.observability.pace import Pace
+from megatron_rl.observability.rollout_progress import RolloutCount
+
+LINE_SECONDS = 10.0  # between two lines about a rollout where there is no terminal
+_REDRAWS_PER_SECOND = 2
+
+
+class ProgressDisplay(Sink):
+    """Shows how far a run is.
+
+    Args:
+        pace: of the run; kept by others.
+        is_wanted: False: neither bars nor lines about rollouts.
+        stream: default: stdout.
+    """
+
+    def __init__(self, pace: Pace, *, is_wanted: bool = True, stream: TextIO | None = None) -> None:
+        self._pace, self._is_wanted, self._stream = pace, is_wanted, stream
+        self._notes: dict[str, str] = {}
+        self._said_at = 0.0
+        self._bars: Progress | None = None
+        if is_wanted and (stream or sys.stdout).isatty():
+            self._bars = self._draw(stream)
+
+    def _draw(self, stream: TextIO | None) -> Progress:
+        bars = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(), _Remaining(), _note_column(), console=Console(file=stream or sys.stdout),
+            refresh_per_second=_REDRAWS_PER_SECOND, redirect_stdout=stream is None,
+            redirect_stderr=stream is None and sys.stderr.isatty())
+        self._steps = bars.add_task("step", total=self._pace.total, count="", pace=self._pace, note="")
+        self._rollout = bars.add_task("rollout", total=None, visible=False, count="", pace=None, note="")
+        self._show_steps(bars)
+        bars.start()
+        bars.console.show_cursor(True)  # a process that is killed cannot bring it back
+        return bars
+
+    def _show_steps(self, bars: Progress) -> None:
+        bars.update(self._steps, completed=self._pace.done, count=f"{self._pace.done}/{self._pace.total}",
+                    note=" | ".join(note for note in self._notes.values() if note))
+
+    def log(self, step: int, record: NumberRecord) -> None:
+        """Move the bar of the run; it says the last reward (SFT: loss) and validation."""
+        for key, label in (("reward/mean", "reward"), ("sft/loss", "loss")):
+            if key in record:
+                self._notes["now"] = f"{label} {record[key]:.4f}"
+        validation = validation_parts(record)
+        if validation:
+            self._notes["validation"] = " | ".join(validation)
+        if self._bars is not None:
+            self._show_steps(self._bars)
+
+    def show_rollout(self, name: str, count: RolloutCount | None) -> None:
+        """Show how far a generation is; None: it is over. May be called by another thread."""
+        if self._bars is not None:
+            if count is None:
+                self._bars.update(self._rollout, visible=False)
+                return
+            if not self._bars.tasks[self._rollout].visible:
+                self._bars.reset(self._rollout, total=count.total)
+            self._bars.update(
+                self._rollout, visible=True, description=name, total=count.total, completed=count.finished,
+                count=f"{count.finished}/{count.total} responses", note=f"{count.tokens_per_second:,.0f} tok/s")
+        elif self._is_wanted and count is not None and count.seconds >= LINE_SECONDS:
+            now = time.monotonic()
+            if now - self._said_at >= LINE_SECONDS:
+                self._said_at = now
+                self.print(f"{name}: {count.finished}/{count.total} responses, {count.tokens:,} tokens, "
+                           f"{count.tokens_per_second:,.0f} tok/s, {count.seconds:.0f} s")
+
+    def print(self, line: str) -> None:
+        """Print a line, above the bars where there are any."""
+        if self._bars is not None:
+            self._bars.console.print(Text(line), soft_wrap=True)
+        else:
+            print(line, file=self._stream or sys.stdout, flush=True)
+
+    def close(self) -> None:
+        """Take the bars off and leave the terminal as it was."""
+        if self._bars is not None:
+            self._bars.update(self._rollout, visible=False)
+            self._bars.stop()
+            self._bars = None
+
+
+class _Remaining(ProgressColumn):
+    """When the run will be done; nothing for a rollout, whose longest response nobody knows."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        pace: Pace | None = task.fields["pace"]
+        if pace is None:
+            return Text("")
+        left = pace.remaining
+        return Text("eta -" if left is None else f"eta {timedelta(seconds=round(left))}")
+
+
+def _note_column() -> TextColumn:
+    return TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))

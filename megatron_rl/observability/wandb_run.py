@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run in Weights & Biases, through its own package; needed only where it is asked for.
+
+The id of the run is kept in <run_dir>/wandb_id: a run that is started again goes on under the same id. Steps that are
+done again after a restart are logged again; the axis of every chart is the metric `step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.observability.metrics import NumberRecord, Sink
+from megatron_rl.types import UserError
+
+ID_FILE = "wandb_id"
+
+
+class WandbRun(Sink):
+    """One run of a W&B project; offline it writes files below <run_dir>/wandb and opens no connection.
+
+    Args:
+        run_dir: run directory.
+        mode: "offline" or "online".
+        project: its project.
+        name: what it is called there; None: the name of the run directory.
+        config: the resolved config.
+        total_steps: a run that ends before is marked as failed.
+
+    Raises:
+        UserError: W&B does not let it in.
+    """
+
+    def __init__(self, run_dir: Path, mode: str, project: str, name: str | None, config: Mapping[str, Any],
+                 total_steps: int) -> None:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import; else it sends traces of itself, offline too
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises another package
+        import wandb
+
+        settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True)
+        try:
+            self._run: Any = wandb.init(
+                id=_read_id(run_dir), resume="allow", project=project, name=name or run_dir.resolve().name,
+                dir=str(run_dir), mode=mode, config=dict(config), settings=settings)
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"Weights & Biases does not start: {error}", source=f"observability.wandb={mode}",
+                expected="a machine that is logged in", hint="run `wandb login`, or set observability.wandb=offline",
+            ) from error
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._total_steps, self._exit_code = total_steps, 1
+
+    def log(self, step: int, record: NumberRecord) -> None:
+        """Log the metrics; if that fails the run goes on without W&B and says so."""
+        if self._run is None:
+            return
+        self._exit_code = int(step < self._total_steps)
+        try:
+            self._run.log({"step": step, **record})
+        except Exception as error:  # its process is gone; metrics.jsonl is the record
+            logging.getLogger(__name__).warning("Weights & Biases gets no more metrics of this run: %s", error)
+            self._run = None
+
+    def close(self) -> None:
+        """Write what is left; online: wait until it is uploaded."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=self._exit_code)
+
+
+def _read_id(run_dir: Path) -> str:
+    path = run_dir / ID_FILE
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

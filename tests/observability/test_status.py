@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status page over real HTTP, what it refuses, and how it looks at hostile texts in Chromium.
+
+The browser test needs playwright and a Chromium on the PATH and is skipped without. Not covered: other browsers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.observability.positions import Position
+from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
+from megatron_rl.observability.rollout_progress import RolloutCount
+from megatron_rl.observability.run import Run
+from megatron_rl.observability.status import StatusPage, thin
+from megatron_rl.types import UserError
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+HOSTILE = "</pre><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>{{script}} &lt;b&gt; \u2028"
+CONFIG = ObservabilityConfig(tensorboard=False, status_port=0)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Run, str]]:
+    """A run with a hostile name that serves its page, and the address that it printed."""
+    run = Run(tmp_path / "<b>{{script}}", "", 4, CONFIG, 0)
+    run.positions = lambda: [
+        Position(0, 2, "update", 9, None, None, "step.py:1 in f", 0.2, 5),
+        Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5), None]
+    run.start(None)
+    yield run, re.search(r"status page: (http://127\.0\.0\.1:\d+/)\n", capsys.readouterr().out)[1]
+    run.close()
+    close_rank_log(logging.getLogger(LOGGER_NAME))
+
+
+def learn(run: Run, stack: ExitStack) -> None:
+    """Two steps and a half; the phases of the third are left with the stack."""
+    for step in (1, 2):
+        run.count({"reward/mean": step / 4, "kl/mean": float("nan")} | (
+            {"validation/sums/accuracy": 0.5} if step == 2 else {}))
+        run.write_rollouts(step, [{
+            "prompt": HOSTILE, "response": f"{step}{HOSTILE}", "ground_truth": "4", "reward": 0.5,
+            "finish_reason": "stop"}])
+        run.record(step)
+    stack.enter_context(run.timers.phase("step"))
+    stack.enter_context(run.timers.phase("rollout"))
+    run._show_rollout(RolloutCount(3, 8, 100, 50.5, 2.0))
+
+
+def ask(url: str, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    host = url.removeprefix("http://").rstrip("/")
+    connection = http.client.HTTPConnection(host, timeout=10)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
+    with ExitStack() as stack:
+        learn(run[0], stack)
+        code, headers, body = ask(run[1], "/status.json")
+    status = json.loads(body)
+    assert (code, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
+    assert (status["run"], status["step"], status["total_steps"], status["phase"]) == (
+        "<b>{{script}}", 2, 4, "rollout")
+    assert status["phase_seconds"] >= 0 and status["elapsed_seconds"] > 0 and status["remaining_seconds"] >= 0
+    assert status["rollout"] == {"finished": 3, "total": 8, "tokens": 100, "tokens_per_second": 50.5, "seconds": 2.0}
+    assert [rank.get("operation", "-") for rank in status["ranks"]] == [None, "all_reduce", "-"]
+    assert status["ranks"][1] == {"rank": 1, "step": 2, "phase": "update", "operation": "all_reduce", "seconds": 12.0,
+                                  "silent_seconds": 0.0, "has_left": False}
+    assert {chart["title"]: chart["lines"] for chart in status["charts"]} == {
+        "reward": [{"name": "reward/mean", "points": [[1, 0.25], [2, 0.5]]}],
+        "validation accuracy": [{"name": "validation/sums/accuracy", "points": [[2, 0.5]]}]}
+    assert status["samples"] == {"step": 2, "rows": [{
+        "prompt": HOSTILE, "response": "2" + HOSTILE, "ground_truth": "4", "reward": "0.5", "finish_reason": "stop"}]}
+
+
+def test_only_two_paths_and_two_methods(run: tuple[Run, str]) -> None:
+    run_dir = run[0].dir
+    (run_dir / "config.yaml").write_text("secret")
+    for path in ("/config.yaml", "/../config.yaml", "//etc/passwd", f"/{run_dir}/config.yaml", "/status.json/", "/x"):
+        code, _, body = ask(run[1], path)
+        assert code == 404 and b"secret" not in body, path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert ask(run[1], "/", method)[0] == 501
+    code, headers, body = ask(run[1], "/", "HEAD")
+    assert (code, body) == (200, b"") and int(headers["Content-Length"]) > 1000
+    code, headers, body = ask(run[1], "/?x=1")
+    page = body.decode()
+    assert code == 200 and headers["X-Content-Type-Options"] == "nosniff"
+    assert page.count("<script") == 1 and "<b>" not in page and "{{" not in page
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|https?://(?!www\.w3\.org)", page)
+    policy = re.search('Content-Security-Policy" content="([^"]+)"', page)[1]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+
+
+def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be served") as caught:
+            StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)
+    assert caught.value.source == "observability.status_port"
+    page = StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)  # free again
+    ask(page.url, "/status.json")
+    page.close()
+    page.close()
+    with pytest.raises(ConnectionRefusedError):
+        ask(page.url, "/status.json")
+    StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple).close()  # a run that is started again
+
+
+def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
+    records = [{"step": step, "reward/mean": None if step == 2 else step / 1000} for step in range(1, 1001)]
+    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple, records=records)
+    page.log(1001, {"reward/mean": 2.0})
+    (chart,) = page.status()["charts"]
+    page.close()
+    points = chart["lines"][0]["points"]
+    assert 300 < len(points) <= 400 and points[-1] == (1001, 2.0) and points == sorted(points)
+    assert thin([(1, 0.5)]) == [(1, 0.5)] and thin([]) == []
+
+
+def test_silence_of_a_rank_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.observability import status as module
+
+    now, looks = [100.0], [5]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    ranks = module._Ranks(lambda: [Position(0, 1, "update", 3, None, None, "x", 4.0, looks[0])])
+    assert ranks.look()[0]["silent_seconds"] == 0.0
+    now[0] = 107.0
+    assert ranks.look()[0]["silent_seconds"] == 7.0
+    looks[0], now[0] = 6, 107.5
+    assert ranks.look()[0]["silent_seconds"] == 7.0, "the ranks are looked at once a second"
+    now[0] = 109.0
+    assert ranks.look()[0]["silent_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
+    """It draws what it is told, follows the run, runs nothing of it, and says when nobody answers any more."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        pytest.skip(f"no Chromium found: none of {', '.join(BROWSERS)} is on the PATH")
+    stack = ExitStack()
+    learn(run[0], stack)
+    events: list[Any] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 800}, color_scheme=scheme)
+        page.on("request", lambda request: events.append(request.url))
+        page.on("pageerror", lambda error: events.append(str(error)))
+        page.on("console", lambda message: events.append(message.text))
+        page.goto(run[1])
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        assert page.locator("h1").text_content() == "<b>{{script}}"
+        assert page.locator("#steps-text").text_content() == "step 2 of 4"
+        assert page.locator("#responses-text").text_content() == "3 of 8 responses, 51 tokens/s"
+        assert page.locator("figure polyline").count() == 2
+        assert page.locator("#ranks tr").count() == 3 and "all_reduce" in page.locator("#ranks").text_content()
+        assert page.locator("article pre").nth(1).text_content() == "2" + HOSTILE
+        assert page.evaluate("window.hacked") is None and page.locator("article img, article script").count() == 0
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        assert dark == (scheme == "dark")
+        stack.close()
+        run[0].count({"reward/mean": 1.0})
+        run[0].record(3)
+        page.locator("#steps-text", has_text="step 3 of 4").wait_for(timeout=10_000)
+        assert set(events) == {run[1], f"{run[1]}status.json"}
+        run[0].close()
+        page.wait_for_selector("#lost:not([hidden])", timeout=10_000)
+        assert page.locator("#lost").text_content().startswith("No answer since ")
+        browser.close()
