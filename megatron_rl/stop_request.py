@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+import socket
 import threading
 from types import FrameType
 
@@ -25,17 +27,26 @@ class StopRequest:
     """
 
     def __init__(self, log: logging.Logger) -> None:
-        self.signal = 0
-        self._previous = {}
+        self.signal, self._told = 0, False
+        self._previous, self._wakeup, self._previous_wakeup = {}, None, -1
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            # Python runs `_note` when the main thread comes back from C++, which may be never: a collective without
+            # its peer. The interpreter writes the number of the signal here at once.
+            self._wakeup = socket.socketpair()
+            for end in self._wakeup:
+                end.setblocking(False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         else:  # Ray Train runs a rank in a thread
             log.info("signals are not caught: the program does not run in the main thread")
 
     @property
     def is_here(self) -> bool:
-        """True if this rank has received a signal."""
-        return bool(self.signal)
+        """True if this rank has received a signal; may be asked by another thread while the main thread waits."""
+        if not self.signal and self._wakeup is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._told = self._told or any(number in STOP_SIGNALS for number in self._wakeup[0].recv(4096))
+        return self._told or bool(self.signal)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.signal:
@@ -51,4 +62,8 @@ class StopRequest:
         """Give the signals back."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            for end in self._wakeup:
+                end.close()
+        self._previous, self._wakeup = {}, None

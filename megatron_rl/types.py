@@ -44,9 +44,22 @@ class Preempted(Exception):
     """A signal asked the run to stop; what it needs to go on is on the disk. Entry points exit with EXIT_PREEMPTED."""
 
 
-# Exit codes of a rank beside 0, 1 (an unexpected exception) and 2 (UserError); see docs/checkpoints.md.
+# Exit codes of a rank beside 0; see docs/checkpoints.md.
+EXIT_FAILED = 1  # an unexpected exception, no memory, a peer that is gone
+EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
+EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_STALLED = 70  # the watchdog ended a rank that waited in vain
+
+
+def mark_reported(error: BaseException, code: int) -> None:
+    """Note that the message of an exception is on the console: who catches it prints nothing and exits with `code`."""
+    error.reported_code = code
+
+
+def reported_code(error: BaseException) -> int | None:
+    """The exit code of an exception that has been reported; None: it has not."""
+    return getattr(error, "reported_code", None)
 
 
 def _rebuild_user_error(found: str, parts: dict[str, str]) -> UserError:

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node N launch/<entry>.py RECIPE.yaml [section.key=value ...] [--dry-run [--json]]
 
 A dry run resolves the config and the batch plan and imports neither torch nor an engine (the planner of memory,
-which runs where the size of a GPU is given, imports torch). A user's error is printed once (by rank 0), without a
-traceback, and every rank exits with status 2.
+which runs where the size of a GPU is given, imports torch). A failure is printed once in the job; every rank exits with
+the status that says what it was (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from megatron_rl.config.loading import LoadedConfig, config_to_dict, dump_yaml, format_help, load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
+from megatron_rl.types import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
+    Preempted,
+    UserError,
+    reported_code,
+)
 
 _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [section.key=value ...]
 
@@ -29,7 +39,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
 
   RECIPE.yaml          nested settings; see launch/recipes/
   section.key=value    override one setting; also --section.key value, and Megatron's spelling of a
-                       leaf: --tensor-model-parallel-size 2
+                       leaf: --pipeline-model-parallel-size 2
   --dry-run            print the resolved config and the batch plan, and exit
   --json               with --dry-run: as one JSON object
   --world-size N       with --dry-run outside of torchrun: number of ranks to plan for (default: those that
@@ -69,7 +79,7 @@ def run_command(
             makes a line on memory for the dry run. None: this entry point has no planner.
 
     Returns:
-        Exit status: 0, 2 for an error that the user can mend, or `EXIT_PREEMPTED` after a signal.
+        Exit status: 0, or that of `end_program`.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
@@ -91,18 +101,54 @@ def run_command(
             return 0
         _silence_libraries()
         run(loaded, recipe)
-    except UserError as error:
-        _say(f"error: {error}", is_first, stream=sys.stderr)
-        if not is_first:
-            # torchrun ends all ranks when one has ended: the first must have spoken by then. Where it found no error
-            # (a file that only this node lacks), nobody ends this rank, and it speaks itself.
-            time.sleep(_PATIENCE_SECONDS)
-            _say(f"error on rank {os.environ['RANK']}: {error}", True, stream=sys.stderr)
-        return 2
-    except Preempted as reason:
-        _say(f"stopped: {reason}", is_first, stream=sys.stderr)
-        return EXIT_PREEMPTED
+    except (Exception, KeyboardInterrupt) as error:
+        return end_program(error)
     return 0
+
+
+def end_program(error: BaseException) -> int:
+    """Say once in the job what ended this rank, unless that has been said; returns the exit status.
+
+    A run that is open reports its own failures (`observability/guard.py`). What comes before is raised on every rank
+    alike as a rule: an error of the user's without a traceback, anything else with it, for there is no log yet.
+    """
+    is_first, code = os.environ.get("RANK", "0") == "0", reported_code(error)
+    if code is not None:
+        return code
+    if isinstance(error, Preempted):
+        _say(f"stopped: {error}", is_first, stream=sys.stderr)
+        return EXIT_PREEMPTED
+    if isinstance(error, KeyboardInterrupt):
+        _say("stopped: interrupted from the keyboard", is_first, stream=sys.stderr)
+        return EXIT_INTERRUPTED
+    is_user_error = isinstance(error, UserError)
+    text = str(error) if is_user_error else "".join(["\n", *traceback.format_exception(error)]).rstrip()
+    _say(f"error: {text}", is_first, stream=sys.stderr)
+    if not is_first:
+        # torchrun ends all ranks when one has ended: the first must have spoken by then. Where it found no error
+        # (a file that only this node lacks), nobody ends this rank, and it speaks itself.
+        time.sleep(_PATIENCE_SECONDS)
+        _say(f"error on rank {os.environ['RANK']}: {text}", True, stream=sys.stderr)
+    return EXIT_USER_ERROR if is_user_error else EXIT_FAILED
+
+
+def end_program_on_errors() -> None:
+    """Let `end_program` end a script that lets our exceptions through; every other exception ends it as before.
+
+    An interactive interpreter is left alone.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive or getattr(sys.excepthook, "is_ours", False):
+        return
+    before = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if reported_code(error) is None and not isinstance(error, UserError | Preempted):
+            before(kind, error, trace)
+            return
+        raise SystemExit(end_program(error))
+
+    end.is_ours = True
+    sys.excepthook = end
 
 
 def _is_recipe(argument: str) -> bool:

@@ -91,6 +91,7 @@ class TrainBatch:
         slices: one per microbatch.
         minibatch_sizes: microbatches of each minibatch.
         ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
+        names: of the sequences, by sequence id, for messages; empty: they have none.
     """
 
     tokens: torch.Tensor
@@ -111,6 +112,11 @@ class TrainBatch:
     update_logprobs: torch.Tensor | None = None
     update_entropy: torch.Tensor | None = None
     ledgers: Sequence[LossLedger] = ()
+    names: Sequence[str] = ()
+
+    def name_sequence(self, index: int) -> str:
+        """What a message calls a sequence."""
+        return self.names[index] if self.names else f"sequence {index}"
 
     def minibatches(self) -> Iterator[TrainBatch]:
         """One batch per optimizer step; tensors are views."""

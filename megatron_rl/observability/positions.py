@@ -21,6 +21,8 @@ from megatron_rl.observability.timers import PhaseTimers
 
 _PACKAGE = "megatron_rl"
 _DISTRIBUTED = "torch.distributed"
+_COLLECTIVES = "megatron_rl.parallel.collectives"  # who calls it says more
+_SHOWN = 3  # of the last collectives of a late rank, in a report
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Position:
         seconds: how long it has been seen at this place.
         looks: how often it was looked at; a process that is gone or stopped looks no more.
         is_closed: it has left the program in good order.
+        recent: its last collectives in words, the newest last; told when a job ends.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class Position:
     seconds: float
     looks: int
     is_closed: bool = False
+    recent: tuple[str, ...] = ()
 
     def encode(self) -> str:
         """As JSON."""
@@ -68,8 +72,8 @@ class Position:
     def decode(text: bytes | str) -> Position:
         """From JSON."""
         fields: dict[str, Any] = json.loads(text)
-        ranks = fields["ranks"]
-        return Position(**fields | {"ranks": None if ranks is None else tuple(ranks)})
+        ranks, recent = fields["ranks"], tuple(fields["recent"])
+        return Position(**fields | {"ranks": None if ranks is None else tuple(ranks), "recent": recent})
 
     def describe(self) -> str:
         """One line of a report."""
@@ -90,7 +94,7 @@ def find_place(frame: FrameType) -> Place:
     if operation is None and ".wait(" in linecache.getline(innermost.f_code.co_filename, innermost.f_lineno):
         operation = "wait"
     caller = frame
-    while caller is not None and not _module(caller).startswith(_PACKAGE):
+    while caller is not None and (not _module(caller).startswith(_PACKAGE) or _module(caller) == _COLLECTIVES):
         caller = caller.f_back
     caller = caller or frame or innermost
     where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} in {caller.f_code.co_name}"
@@ -128,13 +132,14 @@ def explain(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
     waiting = [p for p in known if p.rank not in late]
     if late and waiting:
         at = max(waiting, key=lambda p: p.seconds)
-        verdict = (f"{_name(sorted(p.rank for p in waiting))} waited for {_name(sorted(late))} in step {at.step}, "
+        those = name_ranks(sorted(p.rank for p in waiting))
+        verdict = (f"{those} waited for {name_ranks(sorted(late))} in step {at.step}, "
                    f"phase {at.phase}, {at.operation or at.caller}")
     else:
         verdict = "all ranks wait, in different collectives or for a message that was never sent"
-    lines = [p.describe() for p in known] + [f"rank {rank}: no answer; its process is gone or stopped"
-                                             for rank in silent]
-    return "\n  ".join([verdict, *sorted(lines, key=lambda line: int(line.split()[1].rstrip(":")))])
+    lines = {p.rank: [p.describe(), *(f"  {line}" for line in p.recent[-_SHOWN:] if p.rank in late)] for p in known}
+    lines |= {rank: [f"rank {rank}: no answer; its process is gone or stopped"] for rank in silent}
+    return "\n  ".join([verdict, *(line for rank in sorted(lines) for line in lines[rank])])
 
 
 def _module(frame: FrameType) -> str:
@@ -154,7 +159,8 @@ def _ranks_of(frame: FrameType) -> tuple[int, ...] | None:
         return None
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """rank 3, or ranks 0-3,6."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_short(ranks)}"
 
 

@@ -7,6 +7,7 @@ Every function takes its group; none falls back to a global one.
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Iterable
@@ -127,13 +128,25 @@ def memory_in_use(device: torch.device) -> int:
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise on every rank of `group` if any of them has an error (the lowest rank's is raised).
 
-    Collective. Without it the ranks that are well would wait for the failed one until the timeout.
+    Collective. Without it the ranks that are well would wait for the failed one until the timeout. What is raised is
+    marked with its global rank (`raised_on`); there it is the error itself, with its traceback.
     """
     errors: list[Exception | None] = [None] * group.size()
-    dist.all_gather_object(errors, error, group=group)
-    first = next((e for e in errors if e is not None), None)
+    dist.all_gather_object(errors, error and _make_portable(error), group=group)
+    first = next((index for index, found in enumerate(errors) if found is not None), None)
     if first is not None:
-        raise first
+        raised = error if first == group.rank() else errors[first]
+        raised.raised_on = dist.get_global_rank(group, first)
+        raise raised
+
+
+def _make_portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot travel: not every class of a library can be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def gather_arrays(arrays: list[np.ndarray], dtype: type, group: dist.ProcessGroup) -> list[list[np.ndarray]]:

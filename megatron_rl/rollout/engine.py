@@ -101,6 +101,9 @@ class RolloutEngine(Protocol):
                 others go on; must not raise, as the other ranks of the engine would wait for this one.
         """
 
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for responses that are not finished; asked by another thread during `generate`."""
+
     def sleep(self) -> None:
         """Give back memory until the next weight update."""
 

@@ -111,6 +111,10 @@ class HuggingFaceEngine:
         reason = "stop" if is_stop.any() else "length"
         return Generation(tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
 
+    def tokens_in_flight(self) -> int:
+        """Not counted: `generate` tells of whole batches."""
+        return 0
+
     def sleep(self) -> None:
         """Nothing to give back."""
 

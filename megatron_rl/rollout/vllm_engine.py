@@ -164,6 +164,11 @@ class VllmEngine:
         torch.set_rng_state(rng)
         return [results[index] for index in range(len(prompts))]
 
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for responses that are not finished."""
+        states = list(self._llm.llm_engine.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
     def sleep(self) -> None:
         """Give weights and KV cache back to the trainer (CUDA; a no-op on CPU)."""
         if self._can_sleep:
@@ -282,7 +287,9 @@ def _cpu_cache_bytes(spec: EngineSpec) -> int:
 
 
 def _to_generation(output: Any) -> Generation:
-    tokens = np.asarray(output.token_ids, np.int32)
+    tokens, reason = np.asarray(output.token_ids, np.int32), "stop" if output.finish_reason == "stop" else "length"
+    if len(output.logprobs) != len(tokens):  # `check_generations` says so, on all ranks
+        return Generation(tokens, np.full(len(output.logprobs), np.nan, np.float32), reason)
     logprobs = np.asarray(
         [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
-    return Generation(tokens, logprobs, "stop" if output.finish_reason == "stop" else "length")
+    return Generation(tokens, logprobs, reason)

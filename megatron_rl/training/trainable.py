@@ -21,6 +21,7 @@ from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import build_trainable
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
+from megatron_rl.training.unsound import explain_unsound
 from megatron_rl.types import LossLedger
 
 
@@ -62,12 +63,13 @@ class TrainedModel(PackedModel):
 
         Raises:
             LedgerError: the loss did not count the tokens or weights that the minibatch has; on every rank.
-            FloatingPointError: the loss or the gradient norm is not finite; on every rank. The weights are kept.
+            UserError: the loss or the gradient norm is not finite; on every rank. The weights are kept.
         """
         self.trainable.restore()
         self.runner.prepare(minibatch, loss)
         self.trainable.zero_grad()
-        totals = self._reduce(self.runner.run(minibatch, loss), loss, minibatch.tokens.device)
+        rows = self.runner.run(minibatch, loss)
+        totals = self._reduce(rows, loss, minibatch.tokens.device)
         self.trainable.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
         lr = self.trainable.advance_schedule()
         grad_norm = self.runner.finish()
@@ -75,12 +77,12 @@ class TrainedModel(PackedModel):
         found = dict(zip(loss.metric_names, values, strict=True))
         for ledger in minibatch.ledgers:
             check_ledger(ledger, found["tokens"], found["weights"])
-        if not math.isfinite(found["loss"]):
-            raise FloatingPointError(f"the loss of optimizer step {self.optimizer_steps + 1} is {found['loss']}")
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"gradient norm is {norm} in optimizer step {self.optimizer_steps + 1} (the weights are as before); "
-                "lower the learning rate, or look at the last lines of metrics.jsonl for a growing mismatch or loss")
+        for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise explain_unsound(
+                    quantity, value, self.optimizer_steps + 1, role="critic" if loss.name == "value" else "actor",
+                    minibatch=minibatch, groups=self.groups,
+                    losses=[float(row[loss.metric_names.index("loss")]) for row in rows])
         self.optimizer_steps += 1
         return found, norm, lr
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -58,6 +59,38 @@ def test_raise_together_raises_the_lowest_failing_ranks_error_everywhere() -> No
 
     parts = ("rank 1 found no file", "data.files", "a file", "write one")
     assert run_ranks(fail, 3, timeout=60) == [parts] * 3
+
+
+class OddError(Exception):
+    """Cannot be unpickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def test_raise_together_says_where_it_came_from() -> None:
+    """Marked on all ranks; the rank itself keeps the error and its traceback, also of a class that cannot travel."""
+
+    def fail(rank: int, world_size: int) -> tuple[str, str, int, list[str]]:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return "", "", 0, []
+        error = None
+        if rank == 2:
+            try:
+                raise OddError("o", "dd")
+            except OddError as caught:
+                error = caught
+        try:
+            collectives.raise_together(error, group)
+        except Exception as caught:
+            frames = [frame.name for frame in traceback.extract_tb(caught.__traceback__)]
+            return type(caught).__name__, str(caught), caught.raised_on, frames
+        raise AssertionError("nothing was raised")
+
+    found = run_ranks(fail, 3, timeout=60)
+    assert found[1][:3] == ("RuntimeError", "OddError: odd", 2) and found[2][:3] == ("OddError", "odd", 2)
+    assert found[2][3] == ["fail", "raise_together", "fail"]
 
 
 def test_raise_together_is_silent_when_all_is_well() -> None:

@@ -10,6 +10,7 @@ tests/test_algorithms_in_loop.py have them).
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
 from tiny_models import save_tiny_model
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -237,9 +239,9 @@ def _train_on_bad_advantage(rank: int, world_size: int, case: Case, path: Path, 
     batch.advantages[batch.sequence_ids == 3] = bad
     try:
         actor.update(batch, ALGORITHM)
-    except FloatingPointError as error:
+    except UserError as error:
         is_kept = all(torch.equal(a, b) for a, b in zip(weights, actor.params.values(), strict=True))
-        return dict(message=str(error), is_kept=is_kept, version=actor.policy_version)
+        return dict(message=error.found, source=error.source, is_kept=is_kept, version=actor.policy_version)
     return dict(message="nothing was raised")
 
 
@@ -248,7 +250,10 @@ def test_loss_that_is_not_finite_stops_all_ranks(layout: str, paths: dict[str, P
     """One rollout of one DP rank has a NaN advantage: every rank raises, names the step, and keeps its weights."""
     case = LAYOUTS[layout]
     for found in run_ranks(_train_on_bad_advantage, 4, case, paths["llama"], float("nan"), timeout=60):
-        assert found == dict(message="the loss of optimizer step 2 is nan", is_kept=True, version=1)
+        where = r"actor, microbatches \d of DP rank \d, advantages of 1 responses are not finite: sequence 3"
+        assert re.fullmatch(where, found.pop("source"))
+        assert found == dict(
+            message="the loss of optimizer step 2 is nan (the weights are as before)", is_kept=True, version=1)
 
 
 @pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp"])
@@ -256,7 +261,7 @@ def test_gradient_that_is_not_finite_stops_all_ranks(layout: str, paths: dict[st
     """An advantage of -1e38 leaves a finite loss, and a gradient whose square is not."""
     case = LAYOUTS[layout]
     for found in run_ranks(_train_on_bad_advantage, 4, case, paths["llama"], -1e38, timeout=60):
-        assert found["message"].startswith("gradient norm is inf") and found["version"] == 1
+        assert found["message"].startswith("the gradient norm of optimizer step 2 is inf") and found["version"] == 1
 
 
 def _train_on_responses(rank: int, world_size: int, case: Case, path: Path, steps: int) -> list[dict[str, float]]:

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a failure of the program means: any exception as an error with source, expectation and hint.
+
+Out of memory, a peer that is gone, and everything else. A `UserError` says all that itself and stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatron_rl.observability.positions import Position, name_ranks
+from megatron_rl.types import UserError
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LONGEST_MESSAGE = 600
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory|CUDA out of memory|CUDA error: out of memory|Unable to allocate"
+    r"|No available memory for the cache blocks|Free memory on device|KV cache is needed, which is larger", re.I)
+_NO_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed|remote process exited"
+    r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout", re.I)
+# Room of the package, or phase -> what frees memory there.
+_MEMORY_HINTS = {
+    "rollout": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
+               "rollout.tensor_model_parallel_size",
+    "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
+    "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
+    "": "lower {role}.max_tokens_per_microbatch or {role}.logprob_chunk_tokens, or set "
+        "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
+        "python tools/plan.py shows what fits",
+}
+_ROOM_OF_PHASE = {"reshard": "resharding", "verify": "resharding"}
+_CRITIC_PHASES = ("values", "update_critic")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where the program failed.
+
+    Attributes:
+        rank: whose exception it is; None: it may be all ranks'.
+        step: of the main loop; 0: before the first.
+        phase: innermost one that it left, None: none.
+        log_file: of that rank.
+    """
+
+    rank: int | None
+    step: int
+    phase: str | None
+    log_file: Path
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: int, log_file: Path) -> Scene:
+        """Of an exception that `PhaseTimers` and `raise_together` have marked on its way."""
+        origin = getattr(error, "raised_on", None if isinstance(error, UserError) else rank)
+        log_file = log_file if origin is None else log_file.with_name(f"rank{origin}.log")
+        return cls(origin, step, getattr(error, "left_phase", None), log_file)
+
+    def __str__(self) -> str:
+        when = f"step {self.step}" if self.step else "before the first step"
+        who = "" if self.rank is None else f"rank {self.rank}, "
+        return f"{who}{when}{f', phase {self.phase}' if self.phase else ''}"
+
+
+FindSilent = Callable[[], Sequence[Position]]
+
+
+def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple) -> UserError:
+    """The error as one that names its source and a way out.
+
+    Args:
+        error: what the program raised.
+        scene: where.
+        find_silent: looks for ranks that are gone, which takes seconds: their last positions.
+    """
+    if isinstance(error, UserError):
+        return error
+    if is_out_of_memory(error):
+        return _explain_memory(error, scene)
+    if is_lost_peer(error) and (lost := find_silent()):
+        # gloo's words: [its file and line] what happened to whom. "This is typically caused by ..."
+        what = re.sub(r"^\[[^ ]*\] ", "", _first_lines(error)).partition(" This is typically")[0]
+        return explain_lost(lost, scene, what)
+    return UserError(
+        f"{type(error).__name__}: {_first_lines(error)}", source=f"{scene}, {_locate(error)}",
+        expected="a program that raises nothing here",
+        hint=f"the traceback is in {scene.log_file}; if the cause is not in a file of your own, please report it")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, the host or the engine had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(str(error)) is not None
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective may have failed because a rank has left."""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_PEER.search(str(error)) is not None  # gloo's
+
+
+def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError:
+    """A rank has left the job without a word.
+
+    Args:
+        lost: last positions of the ranks that are gone.
+        scene: where that was noticed.
+        what: the error that told of it.
+    """
+    who = name_ranks([p.rank for p in lost])
+    seen = "; ".join(f"rank {p.rank} in step {p.step}, phase {p.phase} ({p.caller})" for p in lost)
+    logs = ", ".join(str(scene.log_file.with_name(f"rank{p.rank}.log")) for p in lost[:4])
+    return UserError(
+        f"{who} left the job, or is stopped, and gives no sign of life; last seen: {seen}",
+        source=f"{scene}: {what}", expected="ranks that stay until the end",
+        hint=f"look at the end of {logs}, and for the OOM killer in dmesg; start the same command again to go on from "
+             "the newest checkpoint (trainer.save_freq, trainer.run_dir), or let MAX_RESTARTS or torchrun's "
+             "--max-restarts do it")
+
+
+def _explain_memory(error: BaseException, scene: Scene) -> UserError:
+    asked, in_use = _read_sizes(str(error))
+    rooms = reversed(_rooms(error))
+    room = next((part for part in [_ROOM_OF_PHASE.get(scene.phase, scene.phase), *rooms] if part in _MEMORY_HINTS), "")
+    role = "critic" if scene.phase in _CRITIC_PHASES else "actor"
+    return UserError(
+        f"out of memory{f': {asked} asked for' if asked else ''} ({in_use})", source=f"{scene}, {_locate(error)}",
+        expected="that this fits beside what is in use", hint=_MEMORY_HINTS[room].format(role=role))
+
+
+def _read_sizes(message: str) -> tuple[str, str]:
+    """How much was asked for, and how much is in use, from torch's or numpy's words."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)",
+                      message)
+    size = "" if asked is None else next(part for part in asked.groups() if part)
+    device = re.search(r"GPU \d+ has a total capacity of .*?is free", message)
+    if device is not None:
+        used = re.search(r"this process has ([\d.]+ \w+) memory in use", message)
+        return size, device[0] + (f", {used[1]} in use by this rank" if used else "")
+    gib = 1 << 30
+    if size.isdigit():
+        size = f"{int(size) / gib:.2f} GiB"
+    return size, (f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
+                  f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host")
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()[:3] or [""]
+    text = " ".join(line.strip() for line in lines)
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
+
+
+def _frames(error: BaseException) -> list[Any]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+def _rooms(error: BaseException) -> list[str]:
+    """Sub-package of each frame that is of this package, the innermost last."""
+    return [Path(frame.filename).relative_to(_PACKAGE).parts[0] for frame in _frames(error)
+            if frame.filename.startswith(_PACKAGE)]
+
+
+def _locate(error: BaseException) -> str:
+    """The innermost frame, and the innermost one of this package where that is another."""
+    frames = _frames(error)
+    if not frames:
+        return "an unknown place"
+    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.name != "counted"]  # a timer's
+    where = _place(frames[-1])
+    return where if not ours or ours[-1] is frames[-1] else f"{where}, called from {_place(ours[-1])}"
+
+
+def _place(frame: Any) -> str:
+    path = Path(frame.filename)
+    short = path.relative_to(Path(_PACKAGE).parent) if frame.filename.startswith(_PACKAGE) else path
+    return f"{short}:{frame.lineno} in {frame.name}"

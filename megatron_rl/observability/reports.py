@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one report of a job that fails: agreed on in the job's store, shown once, by rank 0 where it lives.
+
+The first rank to `claim` writes the report. Rank 0 shows it and confirms; if it does not, the author does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 15.0  # from a claim to its report
+_SHOWN_SECONDS = 10.0  # until rank 0 has seen the report, has waited for its own program, and has shown it
+
+
+class Store(Protocol):
+    """What is used of the job's key-value store; must be safe to use while the program waits in a collective."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+
+    def get(self, key: str) -> bytes:
+        """Read what is there; waits where nothing is."""
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number (0 at first) and return it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ends a job.
+
+    Attributes:
+        text: for the console.
+        code: that all ranks exit with.
+        rank: its author.
+    """
+
+    text: str
+    code: int
+    rank: int
+
+
+class ReportBoard:
+    """This rank's view of the report.
+
+    Args:
+        store: a connection that two threads may use, under a prefix of this run.
+        rank: this rank.
+        log_file: of this rank; whatever it shows goes there, too.
+    """
+
+    def __init__(self, store: Store, rank: int, log_file: Path) -> None:
+        self._store, self._rank, self._log_file = store, rank, log_file
+        self._lock, self._is_concluded = threading.Lock(), False
+
+    def claim(self) -> bool:
+        """True for the first rank that asks: it must post a report."""
+        return self._store.add("claimed", 1) == 1
+
+    def post(self, text: str, code: int) -> None:
+        """Let all ranks see it."""
+        self._store.set("report", json.dumps(asdict(Report(text, code, self._rank))))
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether there is a report."""
+        return self._store.check(["report"])
+
+    def wait_for(self, keys: list[str], seconds: float) -> bool:
+        """True as soon as all keys are in the store."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def have_all_come(self, world_size: int, seconds: float) -> bool:
+        """Tell that the program of this rank has failed; True if those of all ranks have, within that time."""
+        self._store.set(f"failed/{self._rank}", "")
+        return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
+
+    def conclude(self) -> Report | None:
+        """Wait until the report has been shown; show it where this rank is to. None: nobody has posted any."""
+        if not self.wait_for(["report"], _REPORT_SECONDS):
+            return None
+        report = Report(**json.loads(self._store.get("report")))
+        with self._lock:  # the program and the watchdog may both come here
+            if self._is_concluded:
+                return report
+            self._is_concluded = True
+            if self._rank == 0:
+                show(report.text, self._log_file)
+                self._store.set("shown", "")
+            elif not self.wait_for(["shown"], _SHOWN_SECONDS) and report.rank == self._rank:
+                show(report.text, self._log_file)
+            else:
+                append(self._log_file, f"the job ends: {report.text}")
+        return report
+
+
+def show(text: str, log_file: Path) -> None:
+    """Print a report, and write it into this rank's log."""
+    append(log_file, f"error: {text}")
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def append(log_file: Path, text: str) -> None:
+    """Write into a rank's log, and not on the console; a disk that is full must not hide what ends the job."""
+    with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8") as file:
+        file.write(text.rstrip("\n") + "\n")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script and an entry point end with: one message and the exit status of the error.
+
+Parsing and planning are tested in tests/launch/test_entry_points.py, failures of a running job in test_failures.py
+there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from launch_runs import ROOT, environment
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.command_line import run_command
+from megatron_rl.types import Preempted, UserError, mark_reported
+
+USER_ERROR = "error: a\n  source:   b\n  expected: c\n  hint:     d\n"
+SETTINGS = ["model.path=m", "data.train_files=[x]", "data.train_batch_size=8"]
+SCRIPT = """
+from megatron_rl.config.command_line import end_program_on_errors
+from megatron_rl.types import Preempted, UserError, mark_reported
+end_program_on_errors()
+end_program_on_errors()
+error = {}
+if {}:
+    mark_reported(error, {})
+raise error
+"""
+
+
+@pytest.mark.parametrize(("error", "reported", "code", "said"), [
+    ("UserError('a', source='b', expected='c', hint='d')", 0, 2, USER_ERROR),
+    ("Preempted('SIGTERM after step 3')", 0, 75, "stopped: SIGTERM after step 3\n"),
+    ("ValueError('x')", 1, 1, ""), ("UserError('a', source='b', expected='c', hint='d')", 2, 2, ""),
+    ("ValueError('x')", 0, 1, None)])
+def test_a_script_ends_as_an_entry_point(error: str, reported: int, code: int, said: str | None) -> None:
+    """What is not ours ends it with Python's own traceback; what has been reported, without a word."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(error, reported, reported)], cwd=ROOT,
+                          env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    if said is None:
+        assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: x\n")
+    else:
+        assert done.stderr == said
+
+
+def reported(error: Exception, code: int) -> Exception:
+    mark_reported(error, code)
+    return error
+
+
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (UserError("a", source="b", expected="c", hint="d"), 2, USER_ERROR), (Preempted("x"), 75, "stopped: x\n"),
+    (KeyboardInterrupt(), 130, "stopped: interrupted from the keyboard\n"), (reported(OSError("y"), 1), 1, "")])
+def test_an_entry_point_ends_with_the_code_of_the_error(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    assert run_command(SETTINGS, name="x", description="", build_plan=BatchPlan.build, run=fail) == code
+    assert capsys.readouterr().err == said
+
+
+def test_what_nobody_foresaw_before_there_is_a_log_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*args: object) -> None:
+        raise KeyError("z")
+
+    assert run_command(SETTINGS, name="x", description="", build_plan=BatchPlan.build, run=fail) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: \nTraceback") and said.endswith("KeyError: 'z'\n")
