@@ -100,6 +100,7 @@ def pack_rollouts(
         sequences, np.concatenate(weights), plans, dp_rank=role.groups.at.dp, pad_multiple=role.pad_multiple,
         device=device, group_of=group_of, buckets=role.buckets, max_seqlen=plan.longest_sequence)
     batch.ledgers = ledgers
+    batch.names = [f"prompt_id {r.prompt.prompt_id}, sample {r.sample_index}" for r in rollouts]
     padding = padding_metrics((size, role.buckets.find_size(size)) for size in sizes) if role.buckets else {}
     return batch, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 
@@ -217,6 +218,22 @@ def describe_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
+def describe_distributions(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str, np.ndarray]:
+    """Distributions of one step, for histograms.
+
+    Returns:
+        Of all rollouts [num_rollouts]: length and reward. Of the tokens in the loss in this rank's batch, its DP
+        replica's share of them: the advantage, and the trainer's log-prob before the update minus the engine's.
+    """
+    gap = batch.old_logprobs - batch.rollout_logprobs
+    return {
+        "distribution/response_length": np.array([len(r.response_tokens) for r in rollouts]),
+        "distribution/reward": np.array([r.reward for r in rollouts]),
+        "distribution/advantage": batch.advantages[batch.loss_mask].float().cpu().numpy(),
+        "distribution/logprob_gap": gap[batch.loss_mask].float().cpu().numpy(),
+    }
+
+
 def gather_token_values(
     batch: TrainBatch, num_rollouts: int, algorithm: AlgorithmConfig, is_owner: bool, group: dist.ProcessGroup
 ) -> list[dict[str, np.ndarray]]:
@@ -234,7 +251,25 @@ def gather_token_values(
         `old_logprobs`, `advantages`; with a critic `values`; where updates are recorded `ratio`, `clipped` and
         `entropy` of the last one, NaN before the first.
     """
-    columns = _token_columns(batch, algorithm)
+    return gather_columns(_token_columns(batch, algorithm), batch, num_rollouts, is_owner, group)
+
+
+def gather_columns(
+    columns: Mapping[str, torch.Tensor], batch: TrainBatch, num_rollouts: int, is_owner: bool,
+    group: dist.ProcessGroup,
+) -> list[dict[str, np.ndarray]]:
+    """Values of the tokens in the loss by rollout and token, whatever the packing; collective over `group`.
+
+    Args:
+        columns: name -> [t] in the packing of `batch`; the same names on every rank.
+        batch: of this rank.
+        num_rollouts: how many rollouts are wanted, the first ones.
+        is_owner: one rank of each DP replica says True.
+        group: all ranks of the job.
+
+    Returns:
+        One dict per rollout, the same on every rank: name -> [number of its tokens in the loss] float32.
+    """
     wanted = batch.loss_mask & (batch.sequence_ids < num_rollouts)
     ids = gather_arrays([batch.sequence_ids[wanted].cpu().numpy()] if is_owner else [], np.int64, group)
     numbers = gather_arrays(

@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import HybridConfig
+from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, gather_arrays, raise_together, reduce_scalars
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.executor import Resharder, ReshardStats
 from megatron_rl.resharding.planner import group_shards, plan_rank
+from megatron_rl.rollout.checking import EngineName, check_generations
 from megatron_rl.rollout.engine import Generation, RolloutEngine
 from megatron_rl.rollout.sampling import SamplingConfig, derive_seed
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement
 
@@ -65,6 +67,9 @@ class HybridEngine:
         config: transport, bucket size, verification.
         run_seed: seed of the run, see `derive_seed`.
         timers: count the phases "reshard", "verify" and "rollout".
+
+    Attributes:
+        progress: is told of responses while they are generated; to be set after building.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class HybridEngine:
         self.reshard_stats = self._total_stats()
         self._policy_version = -1
         self.verified_tensors = 0
+        self.progress = RolloutProgress()
 
     def _build_resharder(self, process: Process, config: HybridConfig) -> Resharder:
         """Plan what is not borrowed, and make it ready."""
@@ -175,6 +181,7 @@ class HybridEngine:
 
         Raises:
             Exception: what `on_finished` raised, after the generation, on every rank.
+            UserError: the engine returned something else than what it was asked for; on every rank.
         """
         mine = prompts[self._engine_index :: self._num_engines]
         # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
@@ -183,16 +190,35 @@ class HybridEngine:
         requests = [(prompt, seen * group_size + sample)
                     for prompt, seen in zip(mine, occurrence, strict=True) for sample in range(group_size)]
         stream = None
-        if on_finished is not None and self._engine_rank == 0:
-            stream = _Stream([prompt for prompt, _ in requests], group_size, self._policy_version, on_finished)
-        with self._timers.phase("rollout"):
+        if self._engine_rank == 0:
+            stream = _Stream([prompt for prompt, _ in requests], group_size, self._policy_version, on_finished,
+                             self.progress.count)
+        in_flight = self._engine.tokens_in_flight if self._engine_rank == 0 else None
+        with self._timers.phase("rollout"), self.progress.follow(len(prompts) * group_size, in_flight):
             generations = self._engine.generate(
                 [prompt.tokens for prompt, _ in requests],
                 [derive_seed(self._run_seed, step, prompt.prompt_id, sample, round) for prompt, sample in requests],
                 sampling, stream)
-            if on_finished is not None:
-                raise_together(stream.error if stream else None, self._group)
+            raise_together(self._find_error(generations, requests, group_size, sampling, stream), self._group)
             return self._assemble(prompts, self._share(generations), group_size, stream.rollouts if stream else {})
+
+    def _find_error(
+        self, generations: Sequence[Generation], requests: Sequence[tuple[Prompt, int]], group_size: int,
+        sampling: SamplingConfig, stream: _Stream | None,
+    ) -> Exception | None:
+        """What is wrong with the responses of this engine, or what the listener raised."""
+        if stream is None:
+            return None  # not the engine's first rank
+        first = self._engine_index * self._engine_tp_size
+        engine = EngineName(
+            self._engine_index, range(first, first + self._engine_tp_size), type(self._engine).__name__)
+        names = [f"prompt_id {prompt.prompt_id}, sample {sample % group_size}" for prompt, sample in requests]
+        try:
+            check_generations(generations, names, max_tokens=sampling.max_tokens,
+                              vocab_size=self._actor.shape.vocab_size, engine=engine)
+        except UserError as error:
+            return error
+        return stream.error
 
     def rank_of_group(self, index: int) -> int:
         """The rank on which `on_finished` is called with the rollouts of the prompt at that index."""
@@ -244,15 +270,15 @@ class HybridEngine:
 
 
 class _Stream:
-    """Tells a listener of finished requests as rollouts, and keeps its first error for later.
+    """Counts finished requests, tells a listener of them as rollouts, and keeps its first error for later.
 
     Raising inside of the engine would leave the engine's other ranks waiting.
     """
 
     def __init__(self, prompts: Sequence[Prompt], group_size: int, policy_version: int,
-                 listener: Callable[[Rollout], None]) -> None:
+                 listener: Callable[[Rollout], None] | None, count: Callable[[int], None]) -> None:
         self._prompts, self._group_size, self._policy_version = prompts, group_size, policy_version
-        self._listener = listener
+        self._listener, self._count = listener, count
         self.rollouts: dict[int, Rollout] = {}
         self.error: Exception | None = None
 
@@ -260,7 +286,8 @@ class _Stream:
         rollout = self.rollouts[index] = Rollout(
             self._prompts[index], index % self._group_size, generation.tokens, generation.logprobs,
             generation.finish_reason, self._policy_version)
-        if self.error is None:
+        self._count(len(generation.tokens))
+        if self.error is None and self._listener is not None:
             try:
                 self._listener(rollout)
             except Exception as error:

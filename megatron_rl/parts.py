@@ -34,6 +34,7 @@ class Parts:
         engine: `EngineSpec` -> `RolloutEngine`, such as a class with that one argument.
         reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
             scores are the reward, or are added to what `reward.components` gives.
+        rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
         actor, critic, reference: called with the arguments of `Actor`, `Critic`, `Reference` in `megatron_rl.training`,
             such as a class derived from them.
     """
@@ -43,6 +44,7 @@ class Parts:
     policy_loss: PolicyLoss | None = None
     engine: EngineMaker | None = None
     reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
+    rollouts: Any = None
     actor: Callable[..., Any] | None = None
     critic: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None

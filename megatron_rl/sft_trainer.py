@@ -30,7 +30,7 @@ from megatron_rl.roles import (
     save_actor,
     side_files,
 )
-from megatron_rl.survival import Checkpoints, open_run
+from megatron_rl.survival import Checkpoints, OpenedRun, open_run
 from megatron_rl.types import UserError
 
 
@@ -43,7 +43,13 @@ class SftTrainer:
         self.config, self.plan = config, plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
         opened = open_run(config, recipe, plan.total_steps)
-        self.run = opened.run
+        self.run, self.guard = opened.run, opened.guard
+        with self.guard.building():
+            self._build(opened, inputs, data)
+
+    def _build(self, opened: OpenedRun, inputs: ModelInputs, data: SftSet) -> None:
+        """Everything that needs the process group and the run directory."""
+        config, plan = self.config, self.plan
         groups = build_groups(inputs.layout, group_timeout(config))
         actor = build_actor(config, inputs, groups, plan.total_steps)
         self.actor = self.run.timers.watch(actor, update_sft="update")
@@ -103,19 +109,24 @@ def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
     data = load_sft_examples(config.data.train_files, inputs.tokenizer, config.data)
     plan = SftPlan.build(config, world_size, len(data.examples))
     trainer = SftTrainer(config, inputs, data, plan, recipe)
-    say = trainer.run.log.info
     try:
-        say("run directory: %s", trainer.run.dir)
-        say("actor: %s, %s, %s layers on %s", inputs.layout.describe(), config.model.dtype,
-            trainer.actor.transformer_impl, trainer.process.device)
-        say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated,
-            data.num_dropped)
-        for line in plan.formulas():
-            say("  %s", line)
-        trainer.train()
+        with trainer.guard.reporting():
+            _introduce(trainer, inputs, data)
+            trainer.train()
     except UserError:
-        trainer.checkpoints.commit()
+        trainer.checkpoints.commit()  # it was raised on every rank alike
         raise
     finally:
         trainer.checkpoints.close()
         trainer.run.close()
+
+
+def _introduce(trainer: SftTrainer, inputs: ModelInputs, data: SftSet) -> None:
+    """Say once what runs, and what was found in the data."""
+    say = trainer.run.log.info
+    say("run directory: %s", trainer.run.dir)
+    say("actor: %s, %s, %s layers on %s", inputs.layout.describe(), trainer.config.model.dtype,
+        trainer.actor.transformer_impl, trainer.process.device)
+    say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
+    for line in trainer.plan.formulas():
+        say("  %s", line)

@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.observability.guard import Guard
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
 from megatron_rl.observability.watchdog import Watchdog, Watched
@@ -54,11 +55,15 @@ class OpenedRun:
     Attributes:
         checkpoint: whole, to go on from; None: the run begins.
         is_known: something of this run is in the directory already.
+        stop: what signals ask for.
+        guard: reports failures; its `close` gives the signals back, too.
     """
 
     run: Run
     checkpoint: Path | None
     is_known: bool
+    stop: StopRequest
+    guard: Guard
 
 
 def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> OpenedRun:
@@ -83,7 +88,19 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
         raise _refuse(run_dir)
     if checkpoint is not None:
         _check_steps(checkpoint, total_steps, is_finished, group)
-    return OpenedRun(run, checkpoint, is_known)
+    stop = StopRequest(run.log)
+    return OpenedRun(run, checkpoint, is_known, stop, _start_guard(run, stop, config.trainer.collective_timeout, group))
+
+
+def _start_guard(run: Run, stop: StopRequest, limit: float, group: dist.ProcessGroup) -> Guard:
+    """What watches this rank and reports its failures, until it is closed; collective."""
+    watched, watchdog = Watched(
+        group.rank(), group.size(), run.timers, limit, run.log_file, run.log, lambda: stop.is_here,
+        any_place=torch.cuda.is_available()), None
+    if group.size() > 1:
+        watchdog = Watchdog(watched, open_store("watchdog", group))
+        run.positions = watchdog.positions
+    return Guard(watched, watchdog, release=stop.close)
 
 
 def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
@@ -179,19 +196,9 @@ class Checkpoints:
         self._saver = CheckpointSaver(
             opened.run.checkpoints, self._group, async_save=config.checkpoint.async_save,
             keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best, report=self._report)
-        self._stop = StopRequest(opened.run.log)
-        self._watchdog = self._start_watchdog()
         self._last: SaveOutcome | None = None
         self._marked: tuple[RunContent, dict[str, torch.Tensor]] | None = None
         self._recipe, self._restored_record = dump_yaml(config), {}
-
-    def _start_watchdog(self) -> Watchdog | None:
-        if self._group.size() == 1:
-            return None
-        run, store = self._run, open_store("watchdog", self._group)
-        return Watchdog(Watched(
-            self._group.rank(), self._group.size(), run.timers, self._config.trainer.collective_timeout, run.log_file,
-            run.log, lambda: self._stop.is_here, any_place=torch.cuda.is_available()), store)
 
     def start(self) -> int | None:
         """Restore the checkpoint where there is one, and open the sinks; the step that it ends, None for a new run.
@@ -265,6 +272,19 @@ class Checkpoints:
             content, self._roles, with_optimizer=self._config.checkpoint.save_optimizer, is_best=is_best,
             export=export, rng=rng)
 
+    def save_into(self, root: Path) -> UserError | None:
+        """Write the end of the last step to `<root>/step_<N>`, at once, whatever the run's own checkpoints are.
+
+        Returns:
+            Why it failed, on every rank.
+        """
+        content, rng = self._marked
+        outcomes: list[SaveOutcome] = []
+        CheckpointSaver(
+            root, self._group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append,
+        ).save(content, self._roles, rng=rng)
+        return outcomes[0].error
+
     def safe_point(self) -> None:
         """Here the run may end; nothing has been learned since the last mark.
 
@@ -273,7 +293,7 @@ class Checkpoints:
             UserError: it could not be saved.
         """
         self._saver.poll()
-        received = self._stop.agreed(self._group)
+        received = self._opened.stop.agreed(self._group)
         if received is None:
             return
         step = self._marked[0].step
@@ -316,9 +336,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Give back signals and watchdog (also after an error; not collective)."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._stop.close()
+        self._opened.guard.close()
 
 
 def describe_changes(before: str, now: str) -> list[str]:

@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.advantages import Advantages
 from megatron_rl.algorithms.kl import build_kl_controller
+from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.collection import Collector
 from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig, RunConfig
 from megatron_rl.data.batching import TrainBatch
@@ -31,6 +33,7 @@ from megatron_rl.experience import (
     Collected,
     compute_advantages,
     correct_mismatch,
+    describe_distributions,
     describe_rollouts,
     gather_token_values,
     measure_kl,
@@ -39,7 +42,7 @@ from megatron_rl.experience import (
     rollout_row,
 )
 from megatron_rl.observability.rollout_log import TokenTexts
-from megatron_rl.parallel.collectives import init_distributed, memory_in_use
+from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parts import NO_PARTS, Parts
 from megatron_rl.planning.admission import check_fits, find_cluster
@@ -57,7 +60,7 @@ from megatron_rl.roles import (
     save_actor,
     side_files,
 )
-from megatron_rl.survival import Checkpoints, open_run
+from megatron_rl.survival import Checkpoints, OpenedRun, open_run
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.fast_path import find_fast_paths, format_table
@@ -88,6 +91,13 @@ class Trainer:
         self.config, self.inputs, self.plan = config, inputs, plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
         opened = open_run(config, recipe, plan.total_steps)
+        self.guard = opened.guard
+        with self.guard.building():
+            self._build(opened, parts)
+
+    def _build(self, opened: OpenedRun, parts: Parts) -> None:
+        """Everything that needs the process group and the run directory."""
+        config, inputs, plan = self.config, self.inputs, self.plan
         self.run, timers = opened.run, opened.run.timers
         timers.memory_probe = partial(memory_in_use, self.process.device)
         self.profiler = StepProfiler(
@@ -99,7 +109,8 @@ class Trainer:
         reference = build_reference(config, inputs.model, groups, parts.reference or Reference)
         critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps, parts.critic or Critic)
         self.reward_model = build_reward_model(config, inputs.reward_model, groups)
-        self.hybrid = build_hybrid_engine(config, inputs.model, actor, self.process, timers)
+        self.hybrid = parts.rollouts or build_hybrid_engine(config, inputs.model, actor, self.process, timers)
+        self.hybrid.progress = self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD))
         self.actor = timers.watch(actor, compute_logprobs="old_logprobs", update="update")
         self.reference = timers.watch(reference, compute_logprobs="ref_logprobs") if reference else None
         self.critic = timers.watch(critic, compute_values="values", update="update_critic") if critic else None
@@ -108,18 +119,19 @@ class Trainer:
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         tokenizer = inputs.model.tokenizer
         self.token_texts = TokenTexts(tokenizer.decode)
-        self.collector = Collector(
+        self.collector = parts.rollouts or Collector(
             hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
             scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
             reward_model=parts.reward_model or (self.score_with_model if self.reward_model else None),
             stop_token_ids=(tokenizer.eos_token_id,), timers=timers, group=dist.group.WORLD,
             needs_greedy_baseline=inputs.estimator.needs_greedy_baseline)
+        self.trained = {"actor": actor} | ({"critic": critic} if critic else {})
         self.checkpoints = Checkpoints(
-            config, opened, {"actor": actor} | ({"critic": critic} if critic else {}),
-            {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
+            config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
             side_files={"actor": side_files(config, config.model.path)}
             | ({"critic": side_files(config, inputs.critic.path)} if critic else {}),
             export=lambda directory: save_actor(directory, config, actor), total_steps=plan.total_steps)
+        self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into)
 
     def train(self) -> None:
         """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
@@ -160,6 +172,9 @@ class Trainer:
     ) -> Trainer:
         """What `launch/pretrain_grpo.py` builds, for a program of the user's own that torchrun starts.
 
+        An error that the program lets through ends it as it ends the command line: one message in the job, and the
+        exit codes of docs/checkpoints.md.
+
         Args:
             model_path: directory of the policy in HF format, or a checkpoint of this package.
             config: a recipe, or its settings as nested mappings.
@@ -169,6 +184,7 @@ class Trainer:
         Raises:
             UserError: bad input; on every rank alike, before any process group exists.
         """
+        end_program_on_errors()
         recipe = None if isinstance(config, Mapping) else Path(config)
         loaded = load_config(recipe or config, [*overrides, f"model.path={model_path}"])
         for note in loaded.notes:
@@ -192,10 +208,11 @@ class Trainer:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Say what runs; afterwards, also after an error, release the engine and close everything."""
+        """Say what runs; report an error (see `Guard`); afterwards, also after one, release and close everything."""
         try:
-            self.introduce()
-            yield
+            with self.guard.reporting():
+                self.introduce()
+                yield
         except UserError:
             self.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
             raise
@@ -237,6 +254,7 @@ class Trainer:
         for step in range((resumed or 0) + 1, total + 1):
             run.timers.step = step
             with self.profiler.step(step), run.timers.phase("step"):
+                self.capsule.begin(step)
                 yield step
                 is_best = False
                 if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):
@@ -293,7 +311,9 @@ class Trainer:
             self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
         batch.importance_weights, mismatch = correct_mismatch(batch, algorithm, group)
         self.run.count(mismatch)
-        return compute_advantages(collected, batch, algorithm, kl, group)
+        estimate = compute_advantages(collected, batch, algorithm, kl, group)
+        batch.returns = estimate.returns
+        return estimate
 
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set; collective."""
@@ -315,8 +335,10 @@ class Trainer:
         rollouts = collected.rollouts if limit < 0 else collected.rollouts[:limit]
         values = gather_token_values(
             batch, len(rollouts), self.config.algorithm, self.actor.groups.is_last_stage_leader, dist.group.WORLD)
+        self.run.write_histograms(step, partial(describe_distributions, collected.rollouts, batch))
         self.run.write_rollouts(
             step, (rollout_row(r, self.token_texts, found) for r, found in zip(rollouts, values, strict=True)))
+        self.capsule.end(step, collected, batch)
 
     def close(self) -> None:
         """Release the engine, end reward workers and close the sinks (also after an error)."""

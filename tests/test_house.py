@@ -42,6 +42,7 @@ LAYERS: dict[str, int] = {
     "roles": 6,
     "experience": 6,
     "parts": 5,
+    "capsule": 7,
     "collection": 7,
     "survival": 7,
     "trainer": 8,

@@ -98,6 +98,7 @@ class BatchPlan:
         minibatches = data.train_batch_size // mini_batch_size
         _check_minibatch(cfg, mini_batch_size * group_size, dp_size)
         total_steps = _total_steps(cfg, num_train_prompts)
+        _check_capture_step(cfg, total_steps)
         optimizer_steps = minibatches * actor.ppo_epochs
         return cls(
             world_size=world_size, tp_size=tp_size, pp_size=pp_size, cp_size=actor.context_parallel_size,
@@ -182,6 +183,14 @@ def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     if cfg.trainer.total_steps is not None or num_train_prompts is None:
         return cfg.trainer.total_steps
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
+
+
+def _check_capture_step(cfg: RunConfig, total_steps: int | None) -> None:
+    step = cfg.trainer.capture_step
+    if step is not None and total_steps is not None and step > total_steps:
+        raise UserError(
+            f"trainer.capture_step = {step} in a run of {total_steps} steps", source="trainer.capture_step",
+            expected=f"1 to {total_steps}, or null", hint="choose a step that the run takes")
 
 
 def sections_in_use(cfg: RunConfig) -> list[str]:

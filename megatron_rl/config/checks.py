@@ -8,6 +8,7 @@ user expects, is refused here, before any process group exists. What needs the w
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ _AT_LEAST_ONE = (
     "data.max_response_length", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
     "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs", "rollout.validation_n",
     "reward.service_batch_size", "reward.service_concurrency", "algorithm.max_sampling_rounds",
-    "trainer.total_steps", "trainer.total_epochs", "checkpoint.keep_last", "observability.console_every",
+    "trainer.total_steps", "trainer.total_epochs", "trainer.capture_step", "checkpoint.keep_last",
+    "observability.console_every",
     *(f"{section}.{leaf}" for section in _LAYOUT_SECTIONS for leaf in _LAYOUT_SIZES),
     "actor.max_num_seqs", "critic.max_num_seqs",
 )
@@ -47,7 +49,7 @@ _NOT_NEGATIVE = (
     "rollout.validation_temperature", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_coef",
     "algorithm.entropy_coef", "algorithm.importance_low", "reward.workers", "reward.service_retries",
     "reward.service_backoff_seconds", "reward.overlong_buffer_length", "reward.overlong_penalty",
-    "trainer.test_freq", "trainer.save_freq", "trainer.seed", "trainer.critic_warmup",
+    "trainer.test_freq", "trainer.save_freq", "trainer.seed", "trainer.critic_warmup", "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda")
@@ -103,10 +105,22 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_rollout(config)
     _check_reward(config)
     _check_algorithm(config)
+    _check_observability(config)
     config.require(
         config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None, "checkpoint.resume",
         "needs to know the run", expected="trainer.run_dir", hint="set trainer.run_dir to that of the run",
     )
+
+
+def _check_observability(config: _Config) -> None:
+    port = config.get("observability.status_port")
+    config.require(
+        port is None or 0 <= port < 1 << 16, "observability.status_port", "is no port", expected="0 to 65535, or null",
+        hint="0 takes any free port")
+    config.require(
+        config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
+        "observability.wandb", "needs the package wandb", expected="the package, or off",
+        hint="pip install wandb, at the version of requirements.txt")
 
 
 def _check_bounds(config: _Config) -> None:

@@ -135,6 +135,8 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
 
 def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if info.choices:
+        if value is False and "off" in info.choices:
+            return "off"  # YAML 1.1 reads the word as a boolean
         return value if isinstance(value, str) and value in info.choices else _REFUSED
     kind = info.kind
     if kind is bool:

@@ -48,7 +48,9 @@ class DataConfig:
     """Prompts."""
 
     train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
-    validation_files: list[str] = option([], "JSONL or parquet files with validation prompts.")
+    validation_files: list[str] = option(
+        [], "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
+        "or gsm8k-test beside another test).")
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
     validation_batch_size: int | None = option(
         None, "Validation prompts generated at once; default: all.", "prompts")
@@ -287,6 +289,9 @@ class TrainerConfig:
     profile_steps: list[int] = option(
         [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps")
     profile_ranks: list[int] = option([0], "Ranks that write them.", "ranks")
+    capture_step: int | None = option(
+        None, "Step that is written to <run_dir>/capsules/step_<N> with all that tools/replay_step.py needs to do it "
+        "again; costs one more checkpoint on the disk.", "step")
     collective_timeout: float = option(
         1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds")
     check_memory: bool = option(
@@ -315,8 +320,20 @@ class ObservabilityConfig:
     """Logging."""
 
     tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
-    progress_bar: bool = option(True, "Progress bar with ETA when stdout is a terminal.")
+    histograms_every: int = option(
+        10, "Write histograms (lengths, rewards, advantages, log-prob gap) and sample texts to TensorBoard in step 1 "
+        "and every N steps (0: never).", "steps")
+    progress_bar: bool = option(
+        True, "Bars of the steps and of the responses being generated when stdout is a terminal; else a line every 10 "
+        "seconds of a generation that takes longer.")
     console_every: int = option(1, "Print the console line every N steps.", "steps")
+    wandb: Literal["off", "offline", "online"] = option(
+        "off", "Log to Weights & Biases (needs the package wandb); offline: into <run_dir>/wandb, without a network.")
+    wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
+    wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
+    status_port: int | None = option(
+        None, "Port of a read-only web page about the run, served by rank 0 (0: any free port, printed); null: off.")
+    status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare a step that was done again with its capsule, and name the first number that differs (pure).
+
+What a step begins with must be the same bit by bit in any layout. What it computes must be so in the same layout; in
+another one it may be off by `tolerance * max(1, |recorded|)`: sums are then taken in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.capsule.fingerprints import Fingerprints, locate_change, sample_places, value_before
+from megatron_rl.capsule.record import Section, Values
+
+ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> what the state's files hold
+_BITWISE, _CLOSE, _DIFFERENT, _MISSING = "bitwise", "within tolerance", "DIFFERENT", "MISSING"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where something differs first.
+
+    Attributes:
+        what: section and quantity or logical tensor.
+        where: element, or rollout and token, or optimizer step; "" where that cannot be said.
+        recorded, found: the two values; None where they are not known.
+        note: in words, what more is known.
+    """
+
+    what: str
+    where: str
+    recorded: float | None
+    found: float | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        values = "" if self.found is None else f": {self.recorded!r} recorded, {self.found!r} now"
+        return f"{self.what}{' at ' if self.where else ''}{self.where}{values}{'; ' if self.note else ''}{self.note}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the comparison.
+
+    Attributes:
+        what: a quantity, or all parameters of a section.
+        count: numbers compared, or logical tensors.
+        verdict: bitwise, within tolerance, DIFFERENT or MISSING.
+        max_abs, max_relative: largest difference of those that are kept, relative to max(1, |recorded|).
+        num_different: numbers, or logical tensors, that differ more than they may.
+        differences: the first one, of parameters one for every tensor; the first comes first.
+    """
+
+    what: str
+    count: int
+    verdict: str
+    max_abs: float
+    max_relative: float
+    num_different: int
+    differences: tuple[Difference, ...] = ()
+
+
+def compare_sections(
+    recorded: Sequence[Section], found: Sequence[Section], *, tolerance: float | None, read: ReadTensor
+) -> list[Row]:
+    """Compare all numbers of a step; rows in the order in which it computes them, the updates of a role step by step.
+
+    Args:
+        recorded: of the capsule.
+        found: of the step that was done again.
+        tolerance: None asks for equal bits.
+        read: looks up what the state holds of a parameter that is not what was recorded.
+    """
+    by_name, rows = {section.name: section for section in found}, []
+    for section in recorded:
+        allowed = None if section.is_input else tolerance
+        other = by_name.get(section.name)
+        if other is None:
+            rows.append(_missing(section.name))
+        elif isinstance(section.content, Fingerprints):
+            rows.append(_compare_parameters(section.name, section.content, other.content, allowed, read))
+        else:
+            rows += _compare_all_values(section.name, section.content, other.content, allowed)
+    return rows
+
+
+def find_first(rows: Sequence[Row]) -> Difference | None:
+    """The first difference in the order of computation."""
+    return next((row.differences[0] for row in rows if row.differences), None)
+
+
+def _missing(what: str) -> Row:
+    return Row(what, 0, _MISSING, 0.0, 0.0, 1, (Difference(what, "", None, None, "the replay has no such thing"),))
+
+
+def _compare_all_values(
+    section: str, recorded: Sequence[Values], found: Sequence[Values], tolerance: float | None
+) -> list[Row]:
+    others = {values.name: values for values in found}
+    rows = [
+        _compare_values(f"{section}: {values.name}", values, others[values.name], tolerance)
+        if values.name in others else _missing(f"{section}: {values.name}") for values in recorded]
+    if recorded and recorded[0].index == "update":  # the metrics of a step come before those of the next
+        first_step = [_first_step(values, others.get(values.name), tolerance) for values in recorded]
+        rows = [rows[place] for place in sorted(range(len(rows)), key=first_step.__getitem__)]
+    return rows
+
+
+def _first_step(values: Values, other: Values | None, tolerance: float | None) -> float:
+    """Optimizer step in which a metric differs first; infinity if it does not, or is no metric of a step."""
+    if values.index != "update" or other is None or len(other.array) != len(values.array):
+        return float("inf")
+    different = _is_different(values.array, other.array, tolerance)
+    return float(different.argmax()) if different.any() else float("inf")
+
+
+def _is_different(recorded: np.ndarray, found: np.ndarray, tolerance: float | None) -> np.ndarray:
+    both_nan = np.isnan(recorded) & np.isnan(found)
+    if tolerance is None:
+        bits = (recorded.view(f"u{recorded.itemsize}") == found.view(f"u{found.itemsize}"))
+        return ~(bits | both_nan)
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(found.astype(np.float64) - recorded)
+        return ~((gap <= tolerance * np.maximum(1.0, np.abs(recorded))) | both_nan | (recorded == found))
+
+
+def _measure(recorded: np.ndarray, found: np.ndarray) -> tuple[float, float]:
+    """Largest difference, absolute and relative to max(1, |recorded|); NaN counts as none."""
+    with np.errstate(invalid="ignore"):
+        gap = np.nan_to_num(np.abs(found.astype(np.float64) - recorded), nan=0.0)
+        scale = np.nan_to_num(np.maximum(1.0, np.abs(recorded.astype(np.float64))), nan=1.0)
+    return float(gap.max(initial=0.0)), float((gap / scale).max(initial=0.0))
+
+
+def _compare_values(what: str, recorded: Values, found: Values, tolerance: float | None) -> Row:
+    if recorded.array.shape != found.array.shape or recorded.array.dtype != found.array.dtype:
+        note = f"{len(recorded.array)} numbers were recorded, {len(found.array)} are there now"
+        return Row(what, len(recorded.array), _DIFFERENT, 0.0, 0.0, 1, (Difference(what, "", None, None, note),))
+    different = _is_different(recorded.array, found.array, tolerance)
+    gaps, count = _measure(recorded.array, found.array), int(different.sum())
+    if not count:
+        is_equal = not _is_different(recorded.array, found.array, None).any()
+        return Row(what, len(different), _BITWISE if is_equal else _CLOSE, *gaps, 0)
+    place = int(different.argmax())
+    first = Difference(
+        what, recorded.describe_place(place), recorded.array[place].item(), found.array[place].item(),
+        f"{count} of {len(different)} numbers differ")
+    return Row(what, len(different), _DIFFERENT, *gaps, count, (first,))
+
+
+def _compare_parameters(
+    section: str, recorded: Fingerprints, found: Fingerprints, tolerance: float | None, read: ReadTensor
+) -> Row:
+    if recorded.shapes != found.shapes:
+        return _missing(section)
+    unequal = (recorded.bits != found.bits).any(1)
+    different = unequal
+    if tolerance is not None:
+        numbers = [np.concatenate([prints.sizes, prints.samples], axis=1) for prints in (recorded, found)]
+        different = unequal & _is_different(*numbers, tolerance).any(1)
+    gaps = _measure(recorded.samples[unequal], found.samples[unequal])
+    names, wrong = list(recorded.shapes), np.flatnonzero(different).tolist()
+    verdict = _DIFFERENT if wrong else _CLOSE if unequal.any() else _BITWISE
+    return Row(section, len(names), verdict, *gaps, len(wrong), tuple(
+        _describe_parameter(section, names[row], row, recorded, found, read) for row in wrong))
+
+
+def _describe_parameter(
+    section: str, name: str, row: int, recorded: Fingerprints, found: Fingerprints, read: ReadTensor
+) -> Difference:
+    """Where a tensor differs: the one element that explains it if there is one and its values can be read, else of
+    the sampled elements the one that is off the most."""
+    what, shape = f"{section}: {name}", recorded.shapes[name]
+    old, new, places = recorded.samples[row], found.samples[row], sample_places(name, shape)
+    change = locate_change(recorded.bits[row], found.bits[row], shape) if section.endswith("before") else None
+    if change is not None and not ((old != new) & (places != change[0])).any():
+        value = read(section, name).reshape(-1)[change[0]]
+        before = value_before(value, change[1])
+        if before is not None:
+            return Difference(what, _describe_element(change[0], shape), before, value.item(), "the only element")
+    sizes = (f"norm {recorded.sizes[row, 0]:.9g} recorded, {found.sizes[row, 0]:.9g} now; "
+             f"{int((old != new).sum())} of {len(old)} sampled elements differ")
+    place = int(np.abs(new - old).argmax())
+    if old[place] == new[place]:
+        return Difference(what, "", None, None, sizes)
+    return Difference(what, _describe_element(int(places[place]), shape), old[place].item(), new[place].item(), sizes)
+
+
+def _describe_element(position: int, shape: tuple[int, ...]) -> str:
+    return str([int(index) for index in np.unravel_index(position, shape)])
+
+
+def make_report(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The result as JSON."""
+    first = find_first(rows)
+    return {
+        "verdict": "different" if first else "equal", "first_difference": asdict(first) if first else None,
+        **settings, "rows": [asdict(row) for row in rows],
+    }
+
+
+def format_report(rows: Sequence[Row], title: str) -> str:
+    """The result as a table for people."""
+    lines = [title, "", f"{'what':44}{'count':>10}{'largest gap':>14}{'relative':>12}  verdict"]
+    for row in rows:
+        lines.append(f"{row.what:44}{row.count:>10,}{row.max_abs:>14.3g}{row.max_relative:>12.3g}  {row.verdict}"
+                     + (f" ({row.num_different:,})" if row.num_different else ""))
+    first = find_first(rows)
+    lines += ["", f"first difference: {first}" if first else "no difference", "",
+              f"verdict: {'different' if first else 'equal'}"]
+    return "\n".join(lines)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a parameter: enough to say in any layout whether it is the same, nearly the same, or where it is not.
+
+Of every logical tensor (HF's names and shapes, whatever the layout; optimizer states as `optimizer.exp_avg.<name>`):
+
+    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, that of the reshard's certificate
+    total    sum of bits(x_i)             modulo 2^64
+    norm, highest |x_i|, and the values of 64 elements at places that its name decides
+
+Equal bits give equal sums. One changed element is located by them: its bits changed by the difference d of the totals,
+the digest changed by d * (2 i + 1), and i follows from the quotient; so does the value it had.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.optimizer_states import MOMENTS, PREFIX, make_state_pieces
+from megatron_rl.checkpoint.pieces import Piece, TrainedRole, choose_saved, find_holders, make_weight_pieces
+from megatron_rl.checkpoint.torch_dist import ChunkReader
+from megatron_rl.resharding.certificate import compute_digest
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.placement import Placement, box_shape, box_slices, box_volume, full_box
+
+NUM_SAMPLES = 64
+_STATES = (*MOMENTS, "main_param")
+_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+_CHUNK_ELEMENTS = 1 << 20
+_WRAP = 1 << 64
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Of n logical tensors.
+
+    Attributes:
+        shapes: by name, in checkpoint order.
+        bits: [n, 2] int64: digest and total.
+        sizes: [n, 2] float64: norm and highest magnitude.
+        samples: [n, 64] float64, see `sample_places`.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    bits: np.ndarray
+    sizes: np.ndarray
+    samples: np.ndarray
+
+
+def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """[64] int64: elements of a tensor, by their row-major position, whose values are kept."""
+    return np.random.default_rng(zlib.crc32(name.encode())).integers(np.prod(shape), size=NUM_SAMPLES)
+
+
+def fingerprint_weights(role: TrainedRole, group: dist.ProcessGroup) -> Fingerprints:
+    """Of the weights of a role, the same on every rank; collective over `group`."""
+    shapes = role.shape.logical_tensors()
+    saved = choose_saved(role, find_holders(role), group.rank())
+    return fingerprint_pieces(shapes, (
+        Piece(p.hf_name, shapes[p.hf_name], tuple(start for start, _ in p.hf_box),
+              role.params[p.param][box_slices(p.local_box)]) for p in saved), group)
+
+
+def fingerprint_optimizer(role: TrainedRole, group: dist.ProcessGroup) -> Fingerprints:
+    """Of the optimizer states of a role, the same on every rank; none before its first step; collective."""
+    shapes = {f"{PREFIX}{state}.{name}": shape
+              for name, shape in role.shape.logical_tensors().items() for state in _STATES}
+    return fingerprint_pieces(shapes, make_state_pieces(role, group.rank(), find_holders(role)), group)
+
+
+class StoredRole:
+    """The logical tensors of a role in the files of a checkpoint.
+
+    Args:
+        directory: of the role, in a checkpoint.
+        shape: its architecture.
+
+    Raises:
+        UserError: (every method, too) the files do not read.
+    """
+
+    def __init__(self, directory: Path, shape: ModelShape) -> None:
+        self._reader, self._shapes = ChunkReader(directory), shape.logical_tensors()
+        self._table = megatron_global_placements(shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole weight or optimizer state."""
+        is_state = name.startswith(PREFIX)
+        key = name if is_state else self._table[name][0].key
+        if key not in self._reader.tensors:
+            raise UserError(f"{key} is not there", source=str(self._reader.directory),
+                            expected="the files as they were written", hint="copy them again")
+        size, dtype = self._reader.tensors[key]
+        box = full_box(size if is_state else self._shapes[name])
+        tensor = torch.empty(box_shape(box), dtype=dtype)
+        pieces = [Piece(key, size, (0,) * len(size), tensor)] if is_state else make_weight_pieces(
+            self._table, [Placement(name, box, name, box)], {name: tensor})
+        for piece in pieces:
+            self._reader.read(piece.key, piece.box, piece.data)
+        return tensor
+
+    def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> Fingerprints:
+        """Of the tensors that `shapes` names, read one by one."""
+        return fingerprint_pieces(
+            shapes, (Piece(name, size, (0,) * len(size), self.read(name)) for name, size in shapes.items()), None)
+
+
+def fingerprint_pieces(
+    shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece], group: dist.ProcessGroup | None
+) -> Fingerprints:
+    """From pieces that hold every element once; over all ranks of `group`, where there is one."""
+    rows, names = {name: row for row, name in enumerate(shapes)}, list(shapes)
+    places = {}
+    bits = torch.zeros(len(names), 3, dtype=torch.int64)  # digest, total, elements
+    numbers = torch.zeros(len(names), 1 + NUM_SAMPLES, dtype=torch.float64)  # square of the norm, samples
+    highest = torch.zeros(len(names), dtype=torch.float64)
+    for piece in pieces:
+        if not box_volume(piece.box):
+            continue
+        data = piece.data.detach()
+        data, row = data[(None,) * (len(piece.shape) - data.ndim)], rows[piece.key]
+        if row not in places:
+            places[row] = np.stack(np.unravel_index(sample_places(piece.key, piece.shape), piece.shape))
+        bits[row] += torch.tensor(
+            [int(compute_digest(data, piece.box, piece.shape)), _sum_bits(data), data.numel()])
+        numbers[row, 0] += torch.linalg.vector_norm(data, dtype=torch.float64).cpu() ** 2
+        numbers[row, 1:] += _pick(data, piece, places[row])
+        highest[row] = torch.maximum(highest[row], data.abs().max().double().cpu())
+    if group is not None:
+        dist.all_reduce(bits, group=group)
+        dist.all_reduce(numbers, group=group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    seen = [row for row, count in enumerate(bits[:, 2].tolist()) if count]
+    for row in seen:
+        assert bits[row, 2] == np.prod(shapes[names[row]]), f"{names[row]}: each element counts once"
+    bits, numbers, highest = bits[seen].numpy(), numbers[seen].numpy(), highest[seen].numpy()
+    return Fingerprints(
+        {names[row]: tuple(shapes[names[row]]) for row in seen}, bits[:, :2],
+        np.stack([np.sqrt(numbers[:, 0]), highest], axis=1), numbers[:, 1:])
+
+
+def _sum_bits(data: torch.Tensor) -> int:
+    """Sum of the bit patterns, in the range of int64."""
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    integers = data.view(_INTEGERS[data.element_size()])
+    for rows in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
+        total += rows.sum(dtype=torch.int64)
+    return int(total)
+
+
+def _pick(data: torch.Tensor, piece: Piece, places: np.ndarray) -> torch.Tensor:
+    """[64] float64: the sampled elements that lie in a piece; 0 for the others."""
+    inner = places - np.array(piece.offset)[:, None]
+    is_here = ((inner >= 0) & (inner < np.array(data.shape)[:, None])).all(0)
+    found = torch.zeros(NUM_SAMPLES, dtype=torch.float64)
+    if is_here.any():
+        found[torch.from_numpy(is_here)] = data[tuple(torch.from_numpy(i[is_here]) for i in inner)].double().cpu()
+    return found
+
+
+def locate_change(before: Sequence[int], after: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The one element whose change explains that of the sums: its row-major position, and what its bits grew by.
+
+    Args:
+        before, after: digest and total.
+        shape: of the tensor.
+
+    Returns:
+        None if no single element explains it.
+    """
+    digest, total = (int(b) - int(a) & _WRAP - 1 for a, b in zip(before, after, strict=True))
+    if total == 0:
+        return None
+    twos = (total & -total).bit_length() - 1  # digest = total * (2 i + 1) is solved modulo 2^(64 - twos)
+    modulus = _WRAP >> twos
+    factor = (digest >> twos) * pow(total >> twos, -1, modulus) % modulus
+    index, volume = factor // 2, int(np.prod(shape))
+    if not factor % 2 or digest % (1 << twos) or not index < volume <= modulus // 2:
+        return None
+    return index, total - _WRAP if total >> 63 else total
+
+
+def value_before(value: torch.Tensor, growth: int) -> float | None:
+    """What an element (0-d) was before its bits grew by that much; None if no bits could have."""
+    kind = _INTEGERS[value.element_size()]
+    old, limits = int(value.view(kind)) - growth, torch.iinfo(kind)
+    return torch.tensor(old, dtype=kind).view(value.dtype).item() if limits.min <= old <= limits.max else None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of one step in the order in which it computes them, whatever the layout: what a capsule keeps of it.
+
+A section is a table of parameters or a list of quantities. Values of tokens go by rollout and by position in the
+response, never by their place in a packed batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+from safetensors.numpy import save as to_safetensors
+
+from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
+from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.data.batching import TrainBatch
+from megatron_rl.experience import Collected, gather_columns
+
+# Columns of a batch, by the section that they are computed in.
+_FORWARD = ("old_logprobs", "ref_logprobs", "values")
+_ESTIMATE = ("importance_weights", "advantages", "returns")
+_UPDATE = ("update_logprobs", "update_entropy")
+_ESTIMATE_METRICS = ("kl/per_response", "kl/coef", "mismatch/")
+_CRITIC_METRICS, _ACTOR_METRICS = ("value/",), ("policy/", "kl/mean")
+_FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Values:
+    """One quantity.
+
+    Attributes:
+        name: of it.
+        index: what its elements belong to: tokens of the responses, rollouts, groups, optimizer steps of a role, or
+            the step.
+        array: [k].
+        lengths: for tokens: how many of each rollout.
+    """
+
+    name: str
+    index: Literal["token", "rollout", "group", "update", "step"]
+    array: np.ndarray
+    lengths: np.ndarray | None = None
+
+    def describe_place(self, position: int) -> str:
+        """What an element belongs to, in words."""
+        if self.index == "token":
+            ends = np.cumsum(self.lengths)
+            rollout = int(np.searchsorted(ends, position, side="right"))
+            return f"rollout {rollout}, token {position - int(ends[rollout] - self.lengths[rollout])}"
+        return "" if self.index == "step" else f"{self.index} {position + (self.index == 'update')}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one part of the step works on or computes.
+
+    Attributes:
+        name: of the part.
+        is_input: it must be the same in any layout, bit by bit.
+        content: parameters, or quantities in order.
+    """
+
+    name: str
+    is_input: bool
+    content: Fingerprints | list[Values]
+
+
+class StepObserver:
+    """Takes the sections of a step; its methods are collective, and what they return is the same on every rank.
+
+    Args:
+        roles: that are trained, by name: "actor" and, where there is one, "critic".
+        group: all ranks.
+    """
+
+    def __init__(self, roles: Mapping[str, TrainedRole], group: dist.ProcessGroup) -> None:
+        self._roles, self._group = roles, group
+        self._before: list[Section] = []
+
+    def begin(self) -> None:
+        """The step is about to begin."""
+        self._before = self._take_parameters("before", True)
+
+    def end(
+        self, collected: Collected, batch: TrainBatch, counted: Mapping[str, Sequence[float]]
+    ) -> list[Section]:
+        """The step has taken its last optimizer step.
+
+        Args:
+            collected: its rollouts.
+            batch: the actor's, with all that was computed.
+            counted: every metric with the values that it had in this step, in order.
+        """
+        rollouts = collected.rollouts
+        wanted = {name: getattr(batch, name) for name in (*_FORWARD, *_ESTIMATE, *_UPDATE)}
+        columns = {name: column for name, column in wanted.items() if column is not None}
+        found = gather_columns(
+            columns, batch, len(rollouts), self._roles["actor"].groups.is_last_stage_leader, self._group)
+        lengths = np.array([len(next(iter(values.values()))) for values in found], np.int64)
+        tokens = {name: Values(name, "token", np.concatenate([v[name] for v in found]), lengths) for name in columns}
+
+        def columns_of(names: Sequence[str]) -> list[Values]:
+            return [tokens[name] for name in names if name in tokens]
+
+        def metrics_of(prefixes: tuple[str, ...], index: str) -> list[Values]:
+            return [Values(name, index, np.array(values, np.float64))
+                    for name, values in counted.items() if name.startswith(prefixes)]
+
+        sections = [
+            Section("rollouts", True, _describe_rollouts(collected)),
+            Section("forward", False, columns_of(_FORWARD)),
+            Section("estimate", False, metrics_of(_ESTIMATE_METRICS, "step") + columns_of(_ESTIMATE)),
+            Section("critic updates", False, metrics_of(_CRITIC_METRICS, "update")),
+            Section("actor updates", False, metrics_of(_ACTOR_METRICS, "update") + columns_of(_UPDATE)),
+        ]
+        return [*self._before, *(s for s in sections if s.content), *self._take_parameters("after", False)]
+
+    def _take_parameters(self, when: str, is_input: bool) -> list[Section]:
+        found = []
+        for name, role in self._roles.items():
+            found.append(Section(f"{name} weights {when}", is_input, fingerprint_weights(role, self._group)))
+            if is_input:
+                found.append(Section(f"{name} optimizer {when}", is_input, fingerprint_optimizer(role, self._group)))
+        return found
+
+
+def _describe_rollouts(collected: Collected) -> list[Values]:
+    """What learning takes from the rollouts."""
+    rollouts, groups = collected.rollouts, collected.groups
+    components = sorted({name for rollout in rollouts for name in rollout.reward_components})
+    lengths = np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64)
+    prompt_lengths = np.array([len(rollout.prompt.tokens) for rollout in rollouts], np.int64)
+    found = [
+        Values("group size", "group", np.array([group.group_size for group in groups], np.int64)),
+        Values("prompt tokens", "token", np.concatenate([r.prompt.tokens for r in rollouts]), prompt_lengths),
+        Values("response tokens", "token", np.concatenate([r.response_tokens for r in rollouts]), lengths),
+        Values("rollout_logprobs", "token", np.concatenate([r.rollout_logprobs for r in rollouts]), lengths),
+        Values("finish reason", "rollout",
+               np.array([_FINISH_REASONS.index(r.finish_reason) for r in rollouts], np.int64)),
+        *(Values(f"reward component {name}", "rollout",
+                 np.array([r.reward_components.get(name, 0.0) for r in rollouts], np.float64))
+          for name in components),
+        Values("reward", "rollout", np.array([r.reward for r in rollouts], np.float64)),
+    ]
+    if collected.baselines is not None:
+        found.append(Values("greedy baseline", "group", np.asarray(collected.baselines, np.float64)))
+    return found
+
+
+def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], bytes]:
+    """What of the sections is JSON, and the arrays as the content of a safetensors file."""
+    entries: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for number, section in enumerate(sections):
+        entry: dict[str, Any] = {"name": section.name, "is_input": section.is_input}
+        if isinstance(section.content, Fingerprints):
+            entry["shapes"] = {name: list(shape) for name, shape in section.content.shapes.items()}
+            for kind in ("bits", "sizes", "samples"):
+                arrays[f"{number}.{kind}"] = getattr(section.content, kind)
+        else:
+            entry["values"] = [{"name": values.name, "index": values.index} for values in section.content]
+            for place, values in enumerate(section.content):
+                arrays[f"{number}.{place}"] = values.array
+                if values.lengths is not None:
+                    arrays[f"{number}.{place}.lengths"] = values.lengths
+        entries.append(entry)
+    return entries, to_safetensors({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def decode_sections(entries: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Section]:
+    """The inverse of `encode_sections`, from the JSON and the loaded arrays."""
+    sections = []
+    for number, entry in enumerate(entries):
+        if "shapes" in entry:
+            content: Fingerprints | list[Values] = Fingerprints(
+                {name: tuple(shape) for name, shape in entry["shapes"].items()},
+                *(arrays[f"{number}.{kind}"] for kind in ("bits", "sizes", "samples")))
+        else:
+            content = [
+                Values(item["name"], item["index"], arrays[key], arrays.get(f"{key}.lengths"))
+                for item, key in ((item, f"{number}.{place}") for place, item in enumerate(entry["values"]))]
+        sections.append(Section(entry["name"], entry["is_input"], content))
+    return sections

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the capsule of a step while the run goes on.
+
+    <run_dir>/capsules/step_<N>/
+        manifest.json        config, layouts, packages, batch plan, metrics; what values.safetensors holds
+        rollouts.jsonl       the scored rollouts
+        values.safetensors   every number that is compared, see record.py
+        SHA256SUMS           digests of the above and of the state's own SHA256SUMS
+        state/step_<N-1>/    the checkpoint that the step began with
+    <run_dir>/capsules/step_<N>.partial/   being written; never read
+
+Like a checkpoint it gets its name when all of it is on the disk. One that cannot be written is reported; the run goes
+on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.capsule.record import Section, StepObserver, encode_sections
+from megatron_rl.capsule.rollouts import write_rollouts
+from megatron_rl.checkpoint.directory import FORMAT_VERSION
+from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_os_error, write_file
+from megatron_rl.checkpoint.manifest import list_packages, seal
+from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.rendering import config_to_dict
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.batching import TrainBatch
+from megatron_rl.experience import Collected
+from megatron_rl.observability.run import Run
+from megatron_rl.types import UserError
+
+CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "values.safetensors", "state"
+
+
+class CapsuleRecorder:
+    """Writes one step of a run, `trainer.capture_step`, as a capsule; its methods are collective.
+
+    Args:
+        config: the resolved config.
+        plan: the batch arithmetic.
+        run: whose directory it is written into.
+        roles: that are trained, by name.
+        save_state: writes the end of the last step as a checkpoint below a directory; the error, if there was one.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: BatchPlan, run: Run, roles: Mapping[str, TrainedRole],
+        save_state: Callable[[Path], UserError | None],
+    ) -> None:
+        self._config, self._plan, self._run, self._roles = config, plan, run, roles
+        self._save_state = save_state
+        self._observer: StepObserver | None = None
+
+    def begin(self, step: int) -> None:
+        """Before a step: if it is the one, save the state that it begins with."""
+        if step != self._config.trainer.capture_step:
+            return
+        partial = self._partial(step)
+        with self._run.timers.phase("capture", swallow=True):
+            if self._run.is_writer:
+                shutil.rmtree(partial, ignore_errors=True)
+            error = self._save_state(partial / STATE)
+            if error is not None:
+                self._report_failure(step, error)
+                return
+            self._observer = StepObserver(self._roles, dist.group.WORLD)
+            self._observer.begin()
+
+    def end(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+        """After its last optimizer step: add what it computed, and give the capsule its name."""
+        if self._observer is None:
+            return
+        with self._run.timers.phase("capture", swallow=True):
+            sections = self._observer.end(collected, batch, self._run.series)
+            self._observer = None
+            if not self._run.is_writer:
+                return
+            partial = self._partial(step)
+            try:
+                num_bytes = self._write(step, partial, collected, sections)
+                self._run.log.info("capsule: %s, %s bytes", partial.with_suffix(""), f"{num_bytes:,}")
+            except OSError as error:
+                self._report_failure(step, explain_os_error(error, partial))
+
+    def _partial(self, step: int) -> Path:
+        return self._run.dir / "capsules" / f"step_{step}.partial"
+
+    def _report_failure(self, step: int, error: UserError) -> None:
+        self._run.log.error("capsule of step %d failed, the run goes on: %s", step, error)
+        if self._run.is_writer:
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def _write(self, step: int, partial: Path, collected: Collected, sections: list[Section]) -> int:
+        entries, arrays = encode_sections(sections)
+        state = partial / STATE / f"step_{step - 1}"
+        sums = (state / DIGESTS_FILE).read_bytes()
+        records = [
+            write_rollouts(partial / ROLLOUTS_FILE, collected), write_file(partial / VALUES_FILE, arrays),
+            FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
+        ]
+        num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
+        return num_bytes + seal(partial, self._describe(step, entries), records)
+
+    def _describe(self, step: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "format": FORMAT_VERSION, "kind": CAPSULE_KIND,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"), "step": step,
+            "state": f"{STATE}/step_{step - 1}", "world_size": self._plan.world_size,
+            "device": "cuda" if torch.cuda.is_available() else "cpu", "packages": list_packages(),
+            "layouts": {name: role.groups.layout.describe() for name, role in self._roles.items()},
+            "config": config_to_dict(self._config), "plan": self._plan.to_dict(), "metrics": self._run.counted(),
+            "sections": entries,
+        }

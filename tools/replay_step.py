@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do a captured step again, in the same layout or in another, and compare every number with the capsule.
+
+    torchrun --nproc-per-node N tools/replay_step.py RUN/capsules/step_<N>
+    torchrun --nproc-per-node 1 tools/replay_step.py RUN/capsules/step_<N> actor.tensor_model_parallel_size=1 ...
+
+Runs `Trainer.train` on the recorded rollouts, from the recorded state: no engine, no rewards; it writes nothing into
+the run. Exit code: 0 equal (same layout: to the last bit; another one: within --tolerance), 1 different or failed, 2
+for input that cannot be used. See docs/replay.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+import torch.distributed as dist
+
+from megatron_rl import Trainer
+from megatron_rl.capsule.comparing import compare_sections, format_report, make_report
+from megatron_rl.capsule.record import Section, StepObserver
+from megatron_rl.capsule.replaying import Capsule, is_same_layout, make_config, open_capsule, restore_state
+from megatron_rl.capsule.rollouts import RecordedRollouts
+from megatron_rl.checkpoint.manifest import list_packages
+from megatron_rl.config.command_line import end_program
+from megatron_rl.data.batching import TrainBatch
+from megatron_rl.experience import Collected
+from megatron_rl.parallel.collectives import raise_together, share_object
+from megatron_rl.parts import Parts
+from megatron_rl.types import UserError
+
+
+class ReplayTrainer(Trainer):
+    """A trainer whose only step is that of a capsule.
+
+    Attributes:
+        recorded: the capsule; set before `train`.
+        allow_changed: take a state with other content than was written.
+        sections: what the step computed.
+    """
+
+    recorded: Capsule
+    allow_changed = False
+    sections: list[Section]
+
+    def introduce(self) -> None:
+        """The report says what ran."""
+
+    def steps(self) -> Iterator[int]:
+        """The captured step, from the state that it began with."""
+        self.checkpoints.start()
+        self.run.timers.step = step = self.recorded.step
+        resumed = restore_state(self.recorded, self.trained, dist.group.WORLD, allow_changed=self.allow_changed)
+        self.kl.load_state_dict(resumed.state["kl"])
+        self.observer = StepObserver(self.trained, dist.group.WORLD)
+        self.observer.begin()
+        with self.run.timers.phase("step"):
+            yield step
+
+    def describe(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+        """Keep what the step computed."""
+        self.sections = self.observer.end(collected, batch, self.run.series)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capsule", type=Path, help="<run_dir>/capsules/step_<N>")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="another layout, a moved model.path")
+    parser.add_argument("--tolerance", type=float, default=1e-5, metavar="T",
+                        help="in another layout: largest difference relative to max(1, |recorded|) (1e-5)")
+    parser.add_argument("--allow-changed", action="store_true", help="take files with other content than was written")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here as well")
+    return parser
+
+
+def count_ranks(number: int) -> str:
+    """In words."""
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def replay(options: argparse.Namespace, run_dir: Path) -> bool:
+    """Do the step again, print what is equal and what is not; True if all is. Collective.
+
+    Raises:
+        UserError: a capsule or a layout that cannot be used.
+        OSError: the report cannot be written.
+    """
+    capsule = open_capsule(options.capsule, allow_changed=options.allow_changed)
+    config = make_config(capsule, run_dir, options.overrides)
+    trainer = ReplayTrainer.from_config(config, parts=Parts(rollouts=RecordedRollouts(capsule.collected)))
+    trainer.recorded, trainer.allow_changed = capsule, options.allow_changed
+    trainer.train()
+    error, is_equal = None, False
+    if trainer.process.rank == 0:
+        try:
+            is_equal = report(options, trainer)
+        except (UserError, OSError) as caught:
+            error = caught
+    raise_together(error, dist.group.WORLD)
+    # Also keeps the other ranks until the first has spoken: torchrun ends all when one ends with a difference.
+    return share_object(is_equal, dist.group.WORLD)
+
+
+def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
+    """Compare, print and write the report; True if all is equal."""
+    capsule, world_size = trainer.recorded, trainer.process.world_size
+    tolerance = None if is_same_layout(capsule, trainer.config, world_size) else options.tolerance
+    rows = compare_sections(capsule.sections, trainer.sections, tolerance=tolerance, read=capsule.read_parameter)
+    manifest, packages = capsule.manifest, list_packages()
+    changed = {name: [version, packages.get(name)] for name, version in manifest["packages"].items()
+               if packages.get(name) != version}
+    here = ", ".join(f"{name} {role.groups.layout.describe()}" for name, role in trainer.trained.items())
+    then = ", ".join(f"{name} {layout}" for name, layout in manifest["layouts"].items())
+    how = "bit by bit" if tolerance is None else f"what it begins with bit by bit, the rest within {tolerance:g}"
+    title = [f"{options.capsule}: step {capsule.step} on {count_ranks(manifest['world_size'])} ({then})",
+             f"done again on {count_ranks(world_size)} ({here}); compared {how}",
+             *(f"another version: {name} {old}, now {new}" for name, (old, new) in changed.items())]
+    print(format_report(rows, "\n".join(title)), flush=True)
+    content = make_report(rows, {
+        "capsule": str(options.capsule), "step": capsule.step, "tolerance": tolerance, "overrides": options.overrides,
+        "layouts": {"recorded": then, "now": here}, "changed_packages": changed})
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content["verdict"] == "equal"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_intermixed_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="replay-") as run_dir:
+            is_equal = replay(options, Path(run_dir))
+    except Exception as error:
+        return end_program(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
