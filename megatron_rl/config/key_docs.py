@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page `docs/config.md`: every setting with its type, default, unit and meaning, made from `schema.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
+
+_INTRODUCTION = """\
+# Settings
+
+Every setting of a run, made from `megatron_rl/config/schema.py` by `python tools/make_docs.py`.
+
+A recipe is nested YAML, `section:` and below it `key: value`. On the command line `section.key=value` overrides it, and
+so does `--section.key value`. Megatron's spelling of a key works where it has one meaning: of actor, critic and reward
+model it means the actor (`--pipeline-model-parallel-size 2`); `--tensor-model-parallel-size` is refused, because the
+rollout has that key too. The names that verl uses are accepted: [verl's names](verl_keys.md). An unknown name is an
+error with the closest known ones. `--dry-run` prints the resolved settings; a run writes them to
+`<run_dir>/config.yaml`.
+
+A default in bold must be given. `null` means "not given". Each row is an anchor: `#actor.lr`.
+"""
+_HEADER = """
+## {section}
+
+{doc}
+
+| setting | type | default | unit | meaning |
+|---|---|---|---|---|
+"""
+
+
+def format_page() -> str:
+    """The page as Markdown."""
+    fields = list_fields().values()
+    parts = [_INTRODUCTION]
+    for section, section_class in section_classes().items():
+        doc = " ".join((section_class.__doc__ or "").split())
+        parts.append(_HEADER.format(section=section, doc=doc))
+        parts += [_format_row(info) for info in fields if info.section == section]
+    return "".join(parts)
+
+
+def _format_row(info: FieldInfo) -> str:
+    default = "**required**" if info.required else f"`{_yaml(info.default)}`"
+    cells = (f'<a id="{info.name}"></a>`{info.name}`', _format_type(info), default, info.unit, _escape(info.doc))
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _format_type(info: FieldInfo) -> str:
+    if not info.choices:
+        return info.describe_type()
+    return ", ".join(f"`{choice}`" for choice in info.choices) + (" or null" if info.accepts_none else "")
+
+
+def _yaml(value: Any) -> str:
+    """A default as a recipe would say it."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
+
+
+def _escape(text: str) -> str:
+    """Text that Markdown and HTML leave as it is, also inside of a table."""
+    for old, new in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_")):
+        text = text.replace(old, new)
+    return text

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command of README.md and of docs/getting-started.md is run here, or is covered elsewhere, or says why not.
+
+Commands run as they are written, in a directory that looks like a checkout and holds what they read. What they compute
+is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/getting-started.md")
+PLACEHOLDERS = {"DIR": "gsm8k"}  # what a page leaves to the reader -> a file or directory of the fixture
+
+# Command -> what it prints.
+RUN = {
+    "python launch/pretrain_grpo.py my_recipe.yaml --dry-run --world-size 64": "train_batch_size: 256",
+    "python launch/pretrain_grpo.py --help": "trainer.run_dir",
+    "python tools/plan.py my_recipe.yaml --nodes 8 --gpus-per-node 8": "the plan fits",
+    "python tools/view_rollouts.py checkpoints/runs/RUN --out page.html": "2 rollouts of 2 steps",
+    "python tools/prepare_prompts.py --dataset gsm8k --input DIR --out data/gsm8k": "1 prompts",
+    "python launch/pretrain_grpo.py launch/recipes/qwen2.5_7b_gsm8k.yaml --dry-run --world-size 8": "batch plan:",
+    "python tools/view_rollouts.py checkpoints/runs/first --out page.html": "2 rollouts of 2 steps",
+    "python tools/compare_runs.py checkpoints/runs/first checkpoints/runs/second --metrics reward/mean --out curves.png"
+    "": "curves.png",
+}
+# Command -> the test that executes it, or the same road in small; or the line of continuous integration.
+COVERED = {
+    "bash launch/quickstart.sh": "tests/launch/test_entry_points.py::test_sft_then_grpo_under_torchrun",
+    "NPROC=2 bash launch/quickstart.sh trainer.total_steps=5":
+        "tests/launch/test_entry_points.py::test_sft_then_grpo_under_torchrun",
+    "bash tests/run.sh": ".ci/run::exec bash tests/run.sh",
+    "torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
+    "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain":
+        "tests/test_algorithms_in_loop.py::test_estimator_and_loss_of_the_users_own",
+    "python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80":
+        "tests/tools/test_plan.py::test_recipe_fits_the_cluster_that_it_names",
+    "python tools/doctor.py": "tests/tools/test_doctor.py::test_one_machine",
+    "python tools/inspect_checkpoint.py checkpoints/runs/first":
+        "tests/tools/test_convert.py::test_training_checkpoints",
+    "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy":
+        "tests/tools/test_convert.py::test_training_checkpoints",
+}
+NOT_RUN = {
+    "source .venv/bin/activate": "the environment of this test is active",
+    "torchrun --nproc-per-node 8 launch/pretrain_grpo.py my_recipe.yaml actor.lr=1e-6 --sequence-parallel":
+        "needs GPUs and a model of the reader's; tests/launch/test_entry_points.py runs torchrun with the toy recipe",
+    "bash launch/train_single_node.sh launch/recipes/qwen2.5_7b_gsm8k.yaml trainer.run_dir=checkpoints/runs/first":
+        "needs 8 GPUs and the model; tests/launch/test_launch_scripts.py runs the script",
+    "torchrun --standalone --nproc-per-node 8 launch/pretrain_grpo.py launch/recipes/qwen2.5_7b_gsm8k.yaml "
+    "actor.lr=2e-6": "needs 8 GPUs and the model",
+    "tensorboard --logdir checkpoints/runs": "serves until it is stopped",
+}
+
+
+def list_commands(page: str) -> list[str]:
+    """The commands of the bash blocks of a page: without comments, continued lines joined, words as bash reads them."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [" ".join(found) for found in words if found]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Launchers and tools, a recipe, a data set as it is published, and two runs."""
+    directory = tmp_path_factory.mktemp("checkout")
+    for name in ("launch", "tools", "megatron_rl"):
+        (directory / name).symlink_to(ROOT / name)
+    recipe = (ROOT / "launch/recipes/qwen2.5_7b_gsm8k.yaml").read_text()
+    (directory / "my_recipe.yaml").write_text(recipe)
+    (directory / "shapes").symlink_to(ROOT / "launch/recipes/shapes")  # plan.py looks beside the recipe
+    (directory / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        row = {"question": "How much is 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}
+        (directory / f"gsm8k/{split}.jsonl").write_text(json.dumps(row) + "\n")
+    for name in ("RUN", "first", "second"):
+        run = directory / "checkpoints/runs" / name
+        (run / "rollouts").mkdir(parents=True)
+        for step in (1, 2):
+            rollout = {"prompt_id": 0, "sample_index": 0, "prompt": "2+3=", "response": "5", "reward": 1.0}
+            (run / f"rollouts/step_{step}.jsonl").write_text(json.dumps(rollout) + "\n")
+        (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in (1, 2)))
+    return directory
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_accounted_for(page: str) -> None:
+    commands = list_commands(page)
+    assert len(commands) > 5
+    unknown = [command for command in commands if command not in {**RUN, **COVERED, **NOT_RUN}]
+    assert not unknown, "run it in this test, name the test that does, or say why it cannot be run"
+
+
+def test_no_list_has_a_command_that_no_page_has() -> None:
+    on_pages = {command for page in PAGES for command in list_commands(page)}
+    assert {*RUN, *COVERED, *NOT_RUN} == on_pages
+    assert len(RUN) + len(COVERED) + len(NOT_RUN) == len(on_pages)
+
+
+@pytest.mark.parametrize("command", COVERED)
+def test_what_covers_a_command_is_there(command: str) -> None:
+    file, _, name = COVERED[command].partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert name in text if file == ".ci/run" else f"\ndef {name}(" in text
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_command_works(command: str, checkout: Path) -> None:
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
+    assert words[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=checkout, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=120)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert RUN[command] in done.stdout, done.stdout[-2000:]
+
+
+def test_python_of_the_readme_is_run_elsewhere() -> None:
+    """Its one block is the file that tests/test_algorithms_in_loop.py trains with."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert block.startswith("# mine.py")
+    assert 'startswith("# mine.py")' in (ROOT / "tests/test_algorithms_in_loop.py").read_text(encoding="utf-8")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages that are made from the code are what the code says, and say all of it.
+
+`python tools/make_docs.py` mends the first test. Not covered: whether an error reads well.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_rl import types
+from megatron_rl.config import error_docs
+from megatron_rl.config.fields import list_fields
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools/make_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(tool: ModuleType) -> dict[str, str]:
+    """What the code says, by the name of the page."""
+    return {path.name: text for path, text in tool.make_pages().items()}
+
+
+def test_committed_pages_are_up_to_date(pages: dict[str, str]) -> None:
+    stale = [name for name, text in pages.items() if (ROOT / "docs" / name).read_text(encoding="utf-8") != text]
+    assert not stale, "run python tools/make_docs.py"
+
+
+def test_the_tool_writes_and_checks(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "make_pages", lambda: {page: "new"})
+    assert tool.main(["--check"]) == 1 and not page.exists()
+    assert tool.main([]) == 0 and page.read_text() == "new"
+    assert "page.md: written" in capsys.readouterr().out
+    assert tool.main(["--check"]) == 0 and capsys.readouterr().out == ""
+
+
+def test_every_setting_has_a_row(pages: dict[str, str]) -> None:
+    rows = [line for line in pages["config.md"].splitlines() if line.startswith("| <a id=")]
+    assert [row.split('"')[1] for row in rows] == list(list_fields())
+    cells = {row.split('"')[1]: [cell.strip() for cell in row.strip("|").split(" | ")] for row in rows}
+    assert all(len(row) == 5 for row in cells.values())
+    assert cells["model.path"][2] == "**required**"
+    assert cells["rollout.n"][1:] == ["integer", "`8`", "responses", "Responses per prompt (group size)."]
+    assert cells["algorithm.kl_type"][1:3] == ["`k1`, `k2`, `k3`", "`k3`"]
+    assert cells["data.validation_limit"][1:4] == ["integer or null", "`null`", "prompts"]
+
+
+def write_module(root: Path, text: str) -> str:
+    """The rows of the page for a package of one module."""
+    for room in ("launch", "tools", "megatron_rl/room"):
+        (root / room).mkdir(parents=True)
+    (root / "megatron_rl/room/a.py").write_text(text)
+    page = error_docs.format_page(root)
+    return page[page.index("### room/a.py"):]
+
+
+def test_errors_are_read_from_the_syntax_tree(tmp_path: Path) -> None:
+    """Placeholders, constants of the module, alternatives, values of calls, and characters of Markdown."""
+    page = write_module(tmp_path, '''
+_WHERE = "a setting"
+def f(path, n, items):
+    raise UserError(f"{path.name} has {len(items)} | {n + 1:.2f} *", source=_WHERE,
+                    expected=f"1 to {n * 2}" if n else "1", hint="see " + ", ".join(sorted(items)))
+''')
+    assert page.splitlines()[-1] == (
+        "| `{name}` has `{number of items}` \\| `{n}` \\* | a setting | 1 to `{n * 2}` / 1 | see `{items}` |")
+
+
+def test_an_error_built_by_a_helper_is_a_row_per_caller(tmp_path: Path) -> None:
+    page = write_module(tmp_path, '''
+def _bad(path, what):
+    return UserError(f"{path} is {what}", source=str(path), expected="a file", hint="mend it")
+def f(path, size):
+    if size:
+        raise _bad(path, f"{size} bytes long")
+    raise _bad(path, what="missing")
+''')
+    assert [line.split(" | ")[0] for line in page.splitlines()[-2:]] == [
+        "| `{path}` is `{size}` bytes long", "| `{path}` is missing"]
+
+
+def test_no_error_of_the_sources_is_left_out(pages: dict[str, str]) -> None:
+    """A module has a row for each UserError that is written out in it, or more."""
+    page = pages["errors.md"]
+    for room in ("launch", "tools", "megatron_rl"):
+        for path in (ROOT / room).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            errors = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.keywords) == 3
+                      and getattr(node.func, "id", "") == "UserError"]
+            heading = path.relative_to(ROOT).as_posix().removeprefix("megatron_rl/")
+            _, _, rest = page.partition(f"### {heading}\n")
+            rows = rest.partition("\n#")[0].count("\n| ")  # the header of the table is one
+            assert rows >= len(errors) + bool(errors), path
+
+
+def test_the_example_and_the_exit_codes_are_real(pages: dict[str, str]) -> None:
+    """The error that the page shows is printed, word by word, by the command that it names; so is its status."""
+    page = pages["errors.md"]
+    done = subprocess.run(
+        [sys.executable, "launch/pretrain_grpo.py", "launch/recipes/toy_arithmetic.yaml", "--dry-run", "actor.lr=-1"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == page.split("```\n")[1].strip()
+    assert done.returncode == types.EXIT_USER_ERROR
+    codes = [value for name, value in vars(types).items() if name.startswith("EXIT_")]
+    assert len(codes) >= 2 and all(f"\n| {code} | " in page for code in codes)

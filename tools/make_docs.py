@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the pages of docs/ that are made from the code: settings, errors, verl's names.
+
+    python tools/make_docs.py            # after a change of the schema, of an error, or of an alias
+    python tools/make_docs.py --check    # status 1 if a page is not what the code says
+
+The whole site: python -m mkdocs build --strict -f .mkdocs.yml (to build/site), or mkdocs serve -f .mkdocs.yml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
+
+from megatron_rl.config import alias_docs, error_docs, key_docs
+
+
+def make_pages() -> dict[Path, str]:
+    """Every generated page: its path, and what the code says."""
+    docs = ROOT / "docs"
+    return {
+        docs / "config.md": key_docs.format_page(),
+        docs / "errors.md": error_docs.format_page(ROOT),
+        docs / "verl_keys.md": alias_docs.format_page(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and write, or compare; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is not up to date")
+    check = parser.parse_args(argv).check
+    pages = make_pages()
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if not check:
+            path.write_text(pages[path], encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'not up to date, run python tools/make_docs.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
