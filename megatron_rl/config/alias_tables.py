@@ -53,7 +53,7 @@ _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as th
 _BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 _SCORING = "log-probs are computed in the actor's microbatches"
 _PACKED = "sequences are always packed"
-_TRACKING = "metrics go to metrics.jsonl and TensorBoard"
+_TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
 _MEGATRON = "the models run on megatron-core"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
@@ -333,7 +333,8 @@ _TRAINER: dict[str, Alias] = {
     "use_legacy_worker_impl": Ignored(_MEGATRON),
     "ray_wait_register_center_timeout": Ignored("there is no Ray in a run"),
     "esi_redundant_time": Ignored("trainer.save_freq decides when to save"),
-    **dict.fromkeys(("project_name", "experiment_name"), Ignored("the run directory names the run")),
+    "project_name": Renamed("observability.wandb_project"),
+    "experiment_name": Renamed("observability.wandb_name"),
     **dict.fromkeys(
         ("log_val_generations", "rollout_data_dir", "validation_data_dir"), Ignored("trainer.log_rollouts decides")),
     **dict.fromkeys(

@@ -86,7 +86,7 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
         "rollout.tensor_model_parallel_size": 2, "algorithm.kl_coef": 0.001, "algorithm.kl_type": "k3",
         "algorithm.clip_eps_low": 0.2, "algorithm.clip_eps_high": 0.28, "trainer.save_freq": 0,
         "trainer.test_freq": 5, "trainer.total_epochs": 15, "actor.max_tokens_per_microbatch": 4 * (512 + 1024),
-        "algorithm.kl_in": "loss",
+        "algorithm.kl_in": "loss", "observability.wandb_project": "p", "observability.wandb_name": "e",
     }
     assert {name: value_of(loaded, name) for name in expected} == expected
     ignored = sorted(
@@ -95,7 +95,7 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
         "actor_rollout_ref.model.use_remove_padding",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "trainer.logger",
-        "trainer.project_name", "trainer.experiment_name", "trainer.n_gpus_per_node", "trainer.nnodes",
+        "trainer.n_gpus_per_node", "trainer.nnodes",
         "algorithm.kl_ctrl.kl_coef", "data.truncation",
     ])
 
