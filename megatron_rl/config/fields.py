@@ -189,6 +189,15 @@ def leaf_candidates(leaf: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] == leaf]
 
 
+# Words that other programs have for leaves of ours and that no spelling leads to.
+_SYNONYMS = {
+    "learning_rate": "lr", "beta": "kl_coef", "num_generations": "n", "max_new_tokens": "max_response_length",
+    "max_completion_length": "max_response_length", "max_steps": "total_steps", "num_train_epochs": "total_epochs",
+    "output_dir": "run_dir", "model_name_or_path": "path", "max_grad_norm": "clip_grad",
+    "logging_steps": "console_every",
+}
+
+
 def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
     """The error for a name that is no setting, with the closest names that are.
 
@@ -200,12 +209,13 @@ def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], a
     """
     known = [*fields, *aliases]
     leaf = name.rpartition(".")[2]
-    same_leaf = leaf_candidates(leaf, fields)
+    meant = leaf_candidates(_SYNONYMS.get(leaf, leaf), fields)
+    meant.sort(key=lambda full: full.partition(".")[0] != name.partition(".")[0])  # of its own section first
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     leaves = {known_name.rpartition(".")[2] for known_name in fields}
     close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.6)
     by_leaf = [full for close_leaf in close_leaves for full in leaf_candidates(close_leaf, fields)]
-    suggestions = list(dict.fromkeys([*same_leaf, *close, *by_leaf]))[:4]
+    suggestions = list(dict.fromkeys([*meant, *close, *by_leaf]))[:4]
     return UserError(
         f"unknown setting {name!r}",
         source=source,

@@ -151,6 +151,8 @@ def test_wrong_type_in_a_recipe_names_the_line(tmp_path: Path) -> None:
         ("rolout: {n: 4}\n", 10, "rollout.n"),
         ("trainer:\n  tensor_model_parallel_size: 2\n", 11, "actor.tensor_model_parallel_size"),
         ("actor_rollout_ref: {rollout: {nn: 4}}\n", 10, "actor_rollout_ref.rollout.n"),
+        ("trainer: {output_dir: out}\n", 10, "did you mean trainer.run_dir"),
+        ("critic: {learning_rate: 1.0}\n", 10, "did you mean critic.lr or actor.lr"),
     ],
 )
 def test_unknown_key_suggests_the_right_one(tmp_path: Path, text: str, line: int, suggestion: str) -> None:
