@@ -59,10 +59,24 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing output when the new one is finished")
 
 
-def run_conversion(
-    convert: Callable[..., Path], options: argparse.Namespace
-) -> Path | None:
-    """Call `convert(workers=..., progress=...)` in this process, in several, or on all ranks of torchrun.
+def run_conversion(convert: Callable[..., Path], options: argparse.Namespace) -> int:
+    """`convert` in this process, in several, or on all ranks of torchrun; says what was written, or what is wrong.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        out = _convert(convert, options)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if out is not None:
+        print(f"wrote {out}")
+    return 0
+
+
+def _convert(convert: Callable[..., Path], options: argparse.Namespace) -> Path | None:
+    """Call `convert(workers=..., progress=...)`.
 
     Returns:
         What was written, on the first process; None on the others.

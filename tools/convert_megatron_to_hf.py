@@ -20,7 +20,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.checkpoint.conversion import DTYPES, convert_to_huggingface
-from megatron_rl.types import UserError
 from tools._conversion_command import add_output_options, run_conversion
 
 
@@ -40,19 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     options = build_parser().parse_args(arguments)
-    try:
-        out = run_conversion(
-            partial(
-                convert_to_huggingface, options.checkpoint, options.out, config=options.config,
-                dtype=DTYPES.get(options.dtype), role=options.role, file_bytes=int(options.file_gib * 2**30),
-                force=options.force, verify=not options.no_verify),
-            options)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if out is not None:
-        print(f"wrote {out}")
-    return 0
+    return run_conversion(
+        partial(
+            convert_to_huggingface, options.checkpoint, options.out, config=options.config,
+            dtype=DTYPES.get(options.dtype), role=options.role, file_bytes=int(options.file_gib * 2**30),
+            force=options.force, verify=not options.no_verify),
+        options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Not covered: GPUs, several nodes, that generation gives the same responses (it i
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import json
 import shutil
@@ -45,10 +45,7 @@ DOWN, LAYER, ROW, COLUMN = "decoder.layers.mlp.linear_fc2.weight", 1, 3, 5
 
 
 def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("replay_step", ROOT / "tools/replay_step.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.replay_step")
 
 
 TOOL = load_tool()

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools/make_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.make_docs")
 
 
 @pytest.fixture(scope="module")

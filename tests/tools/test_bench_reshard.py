@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -22,10 +22,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_reshard", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.bench_reshard")
 
 
 def bench(tool: ModuleType, directory: Path, world_size: int, *arguments: str) -> tuple[list[int], dict[str, Any]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_parity", ROOT / "tools/check_parity.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.check_parity")
 
 
 TOOL = load_tool()

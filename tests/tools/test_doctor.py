@@ -6,7 +6,7 @@ Not covered: NCCL, RDMA, and clocks that really differ (two namespaces share one
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -24,10 +24,7 @@ TOOL = ROOT / "tools/doctor.py"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doctor", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.doctor")
 
 
 def names(path: Path, status: str) -> set[str]:

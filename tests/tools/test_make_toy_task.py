@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
@@ -26,10 +26,7 @@ SMALL = ["--train", "60", "--validation", "12", "--max-operand", "9", "--layers"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_toy_task", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.make_toy_task")
 
 
 @pytest.fixture(scope="module")

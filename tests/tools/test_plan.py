@@ -6,7 +6,7 @@ The numbers behind the tables are tested in tests/planning/.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import shlex
 import time
@@ -23,10 +23,7 @@ SEVENTY = str(ROOT / "launch/recipes/qwen2.5_72b_math.yaml")
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "tools/plan.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.plan")
 
 
 def test_recipes_are_shipped_for_real_models() -> None:

@@ -6,9 +6,8 @@ The rows are hand-written in the published schemas; the data sets themselves are
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -51,10 +50,7 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_prompts", ROOT / "tools/prepare_prompts.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.prepare_prompts")
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:

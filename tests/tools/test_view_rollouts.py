@@ -6,7 +6,7 @@ The browser tests need playwright and a Chromium on the PATH and are skipped wit
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import shutil
@@ -27,10 +27,7 @@ TEXTS = ["The", " sum", " is", " 2", "3", "\n", "####", " 23", ""]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("view_rollouts", ROOT / "tools/view_rollouts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.view_rollouts")
 
 
 def make_row(prompt_id: int | str, sample: int, texts: list[str] = TEXTS, **fields: Any) -> dict[str, Any]:
