@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
-from megatron_rl.config import alias_docs, error_docs, key_docs
+from megatron_rl.config import alias_docs, key_docs
+from tools import _error_page
 
 
 def make_pages() -> dict[Path, str]:
@@ -25,7 +26,7 @@ def make_pages() -> dict[Path, str]:
     docs = ROOT / "docs"
     return {
         docs / "config.md": key_docs.format_page(),
-        docs / "errors.md": error_docs.format_page(ROOT),
+        docs / "errors.md": _error_page.format_page(ROOT),
         docs / "verl_keys.md": alias_docs.format_page(),
     }
 

@@ -16,8 +16,8 @@ from types import ModuleType
 import pytest
 
 from megatron_rl import types
-from megatron_rl.config import error_docs
 from megatron_rl.config.fields import list_fields
+from tools import _error_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ def write_module(root: Path, text: str) -> str:
     for room in ("launch", "tools", "megatron_rl/room"):
         (root / room).mkdir(parents=True)
     (root / "megatron_rl/room/a.py").write_text(text)
-    page = error_docs.format_page(root)
+    page = _error_page.format_page(root)
     return page[page.index("### room/a.py"):]
 
 
