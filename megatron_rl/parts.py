@@ -12,8 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator, RegisteredEstimator
-from megatron_rl.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from megatron_rl.algorithms.catalog import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    PolicyLoss,
+    RegisteredEstimator,
+)
 from megatron_rl.algorithms.registry import enter_object
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
@@ -60,7 +65,7 @@ class Parts:
         if self.adv_estimator is not None:
             entry = self.adv_estimator
             if not isinstance(entry, RegisteredEstimator):
-                entry = RegisteredEstimator(entry, needs_values=False, needs_greedy_baseline=False)
+                entry = RegisteredEstimator(entry)
             name = enter_object(ADVANTAGE_ESTIMATORS, entry, entry.estimate, "algorithm.adv_estimator")
             algorithm = replace(algorithm, adv_estimator=name)
         if self.policy_loss is not None:

@@ -19,7 +19,7 @@ import yaml
 import megatron_rl
 from distributed import run_ranks
 from launch_runs import ROOT, assert_succeeded, run
-from megatron_rl.algorithms.advantages import RegisteredEstimator
+from megatron_rl.algorithms.catalog import RegisteredEstimator
 from megatron_rl.config.loading import load_config
 from megatron_rl.parts import Parts
 from megatron_rl.rollout.hf_engine import HuggingFaceEngine
@@ -161,7 +161,7 @@ def test_objects_are_checked() -> None:
 
 def test_an_object_may_be_passed_again() -> None:
     """A second run in one process finds what the first has registered; a known one keeps its name."""
-    from megatron_rl.algorithms.advantages import find_advantage_estimator
+    from megatron_rl.algorithms.catalog import find_advantage_estimator
 
     entry = RegisteredEstimator(estimate_best, needs_values=False, needs_greedy_baseline=True)
     for _ in range(2):

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages: what an estimator is given, what it returns, and the table of estimators by name.
+"""Advantages: what an estimator is given, and what it returns.
 
-The formulas are in `estimators.py`. Per-rollout numbers (scores, group sizes) are the same on every rank,
-so that a baseline over a group needs no communication; token-level tensors are the rank's own.
+The formulas are in `estimators.py`, their names in `catalog.py`. Per-rollout numbers (scores, group sizes) are the
+same on every rank, so that a baseline over a group needs no communication; token-level tensors are the rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.registry import add_entry, find_entry
+from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
+    find_advantage_estimator,
+    register_advantage_estimator,
+)
 from megatron_rl.algorithms.segments import number_segments
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
@@ -71,48 +74,6 @@ class Advantages:
 
     advantages: torch.Tensor
     returns: torch.Tensor | None = None
-
-
-AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], "torch.Tensor | Advantages"]
-
-
-@dataclass(frozen=True)
-class RegisteredEstimator:
-    """An estimator and what the main loop must provide for it: a critic's values, greedy responses."""
-
-    estimate: AdvantageEstimator
-    needs_values: bool
-    needs_greedy_baseline: bool
-
-
-ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {}
-
-
-def register_advantage_estimator(
-    name: str, *, needs_values: bool = False, needs_greedy_baseline: bool = False
-) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Decorator: make `estimator(inputs, config)` known as algorithm.adv_estimator = `name`.
-
-    Args:
-        name: what the config says; must be new.
-        needs_values: a critic is built and `inputs.values` is there.
-        needs_greedy_baseline: a greedy response to each prompt is scored and `inputs.baselines` is there.
-
-    Raises:
-        UserError: the name is taken.
-    """
-
-    def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
-        entry = RegisteredEstimator(estimator, needs_values, needs_greedy_baseline)
-        add_entry(ADVANTAGE_ESTIMATORS, name, entry, estimator, _SETTING)
-        return estimator
-
-    return register
-
-
-def find_advantage_estimator(name: str) -> RegisteredEstimator:
-    """The estimator of a name; UserError naming the known ones if there is none."""
-    return find_entry(ADVANTAGE_ESTIMATORS, name, _SETTING)
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:

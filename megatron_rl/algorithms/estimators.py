@@ -12,14 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.advantages import AdvantageInputs, Advantages, register_advantage_estimator
+from megatron_rl.algorithms.advantages import AdvantageInputs, Advantages
 from megatron_rl.config.schema import AlgorithmConfig
 
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
 
 
-@register_advantage_estimator("grpo")
 def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
@@ -33,13 +32,11 @@ def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
         _centre(r) / (r.std(ddof=1) + _STD_EPSILON) if len(r) > 1 else np.zeros(1) for r in inputs.grouped_scores()]))
 
 
-@register_advantage_estimator("dr_grpo")
 def compute_dr_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """A_i = r_i - mean(r) of the group (Dr. GRPO, arXiv 2503.20783); the paper aggregates by `constant`."""
     return inputs.expand(_centred_scores(inputs))
 
 
-@register_advantage_estimator("rloo")
 def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """REINFORCE leave-one-out (arXiv 2402.14740).
 
@@ -49,13 +46,11 @@ def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
         _centre(r) * len(r) / max(len(r) - 1, 1) for r in inputs.grouped_scores()]))
 
 
-@register_advantage_estimator("remax", needs_greedy_baseline=True)
 def compute_remax_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """A_i = r_i - r(greedy response to the same prompt) (ReMax, arXiv 2310.10505); needs no group."""
     return inputs.expand(inputs.scores - np.repeat(inputs.baselines, inputs.group_sizes))
 
 
-@register_advantage_estimator("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """REINFORCE++ with the mean of the group as baseline (arXiv 2501.03262): r_i - mean(r), then whitened.
 
@@ -65,7 +60,6 @@ def compute_reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, con
     return whiten_over_ranks(inputs.expand(_centred_scores(inputs)), inputs.loss_mask, inputs.group)
 
 
-@register_advantage_estimator("reinforce_plus_plus")
 def compute_reinforce_plus_plus_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """REINFORCE++ (arXiv 2501.03262): discounted returns of the token rewards, whitened over all tokens.
 
@@ -76,7 +70,6 @@ def compute_reinforce_plus_plus_advantages(inputs: AdvantageInputs, config: Algo
     return whiten_over_ranks(_place(sums, where, inputs), inputs.loss_mask, inputs.group)
 
 
-@register_advantage_estimator("gae", needs_values=True)
 def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16), whitened as PPO implementations do.
 

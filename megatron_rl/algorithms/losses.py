@@ -9,13 +9,15 @@ CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
+    find_policy_loss,
+    register_policy_loss,
+)
 from megatron_rl.algorithms.kl import compute_kl
-from megatron_rl.algorithms.registry import add_entry, find_entry
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
@@ -39,33 +41,6 @@ class PolicyLossInputs:
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     sequence_ids: torch.Tensor
-
-
-PolicyLoss = Callable[[PolicyLossInputs, AlgorithmConfig], tuple[torch.Tensor, torch.Tensor]]
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
-
-
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Decorator: make `loss(inputs, config)` known as algorithm.policy_loss = `name`.
-
-    The loss returns the token loss [t] and where it is clipped [t] bool. At masked positions all of its inputs
-    are 0 and its results are dropped. To run inside a CUDA graph it must not look at values (`.item()`, boolean
-    indexing, `torch.unique`).
-
-    Raises:
-        UserError: the name is taken.
-    """
-
-    def register(loss: PolicyLoss) -> PolicyLoss:
-        add_entry(POLICY_LOSSES, name, loss, loss, _SETTING)
-        return loss
-
-    return register
-
-
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of a name; UserError naming the known ones if there is none."""
-    return find_entry(POLICY_LOSSES, name, _SETTING)
 
 
 def compute_policy_loss(

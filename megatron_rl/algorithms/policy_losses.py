@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.algorithms.losses import PolicyLossInputs, register_policy_loss
+from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.segments import number_segments, sum_per_segment
 from megatron_rl.config.schema import AlgorithmConfig
 
@@ -17,7 +17,6 @@ from megatron_rl.config.schema import AlgorithmConfig
 _MAX_LOG_RATIO = 20.0
 
 
-@register_policy_loss("ppo")
 def compute_ppo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipped surrogate per token (PPO, arXiv 1707.06347, eq. 7).
 
@@ -30,7 +29,6 @@ def compute_ppo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple
     return _clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
 
 
-@register_policy_loss("gspo")
 def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipped surrogate with one ratio per sequence (GSPO, arXiv 2507.18071, eq. 7 and 14).
 
@@ -49,7 +47,6 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
     return _clip_surrogate(mean + (inputs.logprobs - inputs.logprobs.detach()), inputs.advantages, config)
 
 
-@register_policy_loss("cispo")
 def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipped importance weight times log-prob (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
@@ -63,7 +60,6 @@ def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tup
     return -weight * inputs.advantages * inputs.logprobs, weight != ratio
 
 
-@register_policy_loss("policy_gradient")
 def compute_policy_gradient_loss(
     inputs: PolicyLossInputs, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:

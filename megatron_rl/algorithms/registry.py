@@ -4,13 +4,27 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_rl.types import UserError
 
 Entry = TypeVar("Entry")
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A function or class of the package's own that is imported when it is called: its name is known without it."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        return getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:

@@ -1,10 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes what with whom: layout arithmetic (pure), process groups, collectives, the CPU runtime.
 
-Importing anything from this room installs the CPU runtime first (a no-op where CUDA is available), so
-that no room above can import `megatron.core` without it.
+Importing anything from this room sees to it that the CPU runtime is installed when `megatron.core` is first imported
+(a no-op where CUDA is available). Until then nothing here imports torch: a dry run needs the arithmetic only.
 """
 
-from megatron_rl.parallel import cpu_runtime
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
 
-cpu_runtime.install()
+
+class _BeforeMegatron:
+    """Meta path finder that installs the CPU runtime at the first import of `megatron.core`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name != "megatron.core":
+            return None
+        from megatron_rl.parallel import cpu_runtime
+
+        return cpu_runtime.install_and_find(name, path)
+
+
+if "megatron.core" in sys.modules:
+    from megatron_rl.parallel import cpu_runtime
+
+    cpu_runtime.install()
+else:
+    sys.meta_path.insert(0, _BeforeMegatron)

@@ -254,3 +254,9 @@ def install() -> None:
     _Loader.view = _torch_view()
     sys.meta_path.insert(0, _Finder)
     _allow_cuda_call()
+
+
+def install_and_find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Install, and answer for the finder that comes too late for the import that is under way; None with CUDA."""
+    install()
+    return _Finder.find_spec(name, path) if _Loader.view is not None else None

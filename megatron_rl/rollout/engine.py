@@ -8,20 +8,22 @@ that the hybrid engine can write weights into it shard to shard.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
-from megatron_rl.algorithms.registry import add_entry, find_entry
+from megatron_rl.algorithms.registry import Deferred, add_entry, find_entry
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement import Placement
+
+if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
+    import torch
+
+    from megatron_rl.parallel.collectives import Process
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,10 @@ class RolloutEngine(Protocol):
 
 EngineMaker = Callable[[EngineSpec], RolloutEngine]
 
-# Name -> what makes one, or the module and class, imported when it is chosen: each engine's library is an import wall.
-ENGINES: dict[str, EngineMaker | tuple[str, str]] = {
-    "vllm": ("megatron_rl.rollout.vllm_engine", "VllmEngine"),
-    "hf": ("megatron_rl.rollout.hf_engine", "HuggingFaceEngine"),
+# Name -> what makes one; ours are imported when they are chosen: each engine's library is an import wall.
+ENGINES: dict[str, EngineMaker] = {
+    "vllm": Deferred("megatron_rl.rollout.vllm_engine", "VllmEngine"),
+    "hf": Deferred("megatron_rl.rollout.hf_engine", "HuggingFaceEngine"),
 }
 _SETTING = "rollout.engine"
 
@@ -135,7 +137,7 @@ def register_rollout_engine(name: str) -> Callable[[EngineMaker], EngineMaker]:
     return register
 
 
-def find_engine(name: str) -> EngineMaker | tuple[str, str]:
+def find_engine(name: str) -> EngineMaker:
     """The engine of a name; UserError naming the known ones if there is none."""
     return find_entry(ENGINES, name, _SETTING)
 
@@ -166,7 +168,4 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
     """
     found = find_engine(spec.config.engine)
     spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
-    if isinstance(found, tuple):
-        module, cls = found
-        found = getattr(importlib.import_module(module), cls)
     return found(spec)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,13 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     Advantages,
     compute_advantages,
     compute_token_rewards,
-    find_advantage_estimator,
     register_advantage_estimator,
 )
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, find_advantage_estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
@@ -55,12 +55,23 @@ def test_expand_gives_every_token_in_the_loss_its_rollouts_value() -> None:
 
 
 def test_built_in_names_and_what_they_need() -> None:
-    needs = {name: (e.needs_values, e.needs_greedy_baseline) for name, e in ADVANTAGE_ESTIMATORS.items()}
-    nothing = (False, False)
-    assert needs == {
-        "grpo": nothing, "dr_grpo": nothing, "rloo": nothing, "reinforce_plus_plus": nothing,
-        "reinforce_plus_plus_baseline": nothing, "remax": (False, True), "gae": (True, False)}
-    assert AlgorithmConfig().adv_estimator in needs
+    found = {name: {need for need in ("values", "greedy_baseline", "group") if getattr(e, f"needs_{need}")}
+             for name, e in ADVANTAGE_ESTIMATORS.items()}
+    assert found == {
+        "grpo": {"group"}, "dr_grpo": {"group"}, "rloo": {"group"}, "reinforce_plus_plus": set(),
+        "reinforce_plus_plus_baseline": {"group"}, "remax": {"greedy_baseline"}, "gae": {"values"}}
+    assert AlgorithmConfig().adv_estimator in found
+
+
+def test_every_built_in_name_is_a_row_of_the_catalog_and_has_its_formula() -> None:
+    """A formula of ours that registers itself would be unknown to a dry run, which does not import the formulas."""
+    tables = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES]
+    known = [dict(table) for table in tables]
+    for module in ("estimators", "policy_losses"):
+        importlib.reload(importlib.import_module(f"megatron_rl.algorithms.{module}"))
+    assert [dict(table) for table in tables] == known
+    for entry in [*(e.estimate for e in ADVANTAGE_ESTIMATORS.values()), *POLICY_LOSSES.values()]:
+        assert callable(getattr(importlib.import_module(entry.module), entry.name))
 
 
 @pytest.mark.usefixtures("registry")

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megatron_rl.algorithms.catalog import POLICY_LOSSES, find_policy_loss
 from megatron_rl.algorithms.losses import (
-    POLICY_LOSSES,
     PolicyLossInputs,
     compute_policy_loss,
     compute_sft_loss,
-    find_policy_loss,
     register_policy_loss,
 )
 from megatron_rl.config.schema import AlgorithmConfig

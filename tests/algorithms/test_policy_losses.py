@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.losses import POLICY_LOSSES, PolicyLossInputs
+from megatron_rl.algorithms.catalog import POLICY_LOSSES
+from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.config.schema import AlgorithmConfig
 
 OLD = -1.0

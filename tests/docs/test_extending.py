@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from megatron_rl.algorithms.advantages import AdvantageInputs, find_advantage_estimator
-from megatron_rl.algorithms.losses import PolicyLossInputs, find_policy_loss
+from megatron_rl.algorithms.advantages import AdvantageInputs
+from megatron_rl.algorithms.catalog import find_advantage_estimator, find_policy_loss
+from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.plugins import load_plugins
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.rewards.functions import load_reward_function

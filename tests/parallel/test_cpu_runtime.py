@@ -92,6 +92,7 @@ def test_cuda_type_names_last_as_long_as_the_call() -> None:
 
 
 def test_installing_twice_changes_nothing() -> None:
+    cpu_runtime.install()
     finders, cuda, view = list(sys.meta_path), torch.Tensor.cuda, cpu_runtime._Loader.view
     cpu_runtime.install()
     assert sys.meta_path == finders and torch.Tensor.cuda is cuda and cpu_runtime._Loader.view is view

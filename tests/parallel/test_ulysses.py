@@ -14,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed import run_ranks
-from megatron_rl.parallel.ulysses import (
-    check_context_parallel,
-    combine_shards,
-    exchange_to_heads,
-    exchange_to_tokens,
-    plan_heads,
-    shard_rows,
-)
+from megatron_rl.parallel.heads import check_context_parallel, plan_heads
+from megatron_rl.parallel.ulysses import combine_shards, exchange_to_heads, exchange_to_tokens, shard_rows
 from megatron_rl.types import UserError
 
 HEAD_DIM = 4
