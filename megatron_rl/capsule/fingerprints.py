@@ -22,8 +22,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.optimizer_states import MOMENTS, PREFIX, make_state_pieces
-from megatron_rl.checkpoint.pieces import Piece, TrainedRole, choose_saved, find_holders, make_weight_pieces
+from megatron_rl.checkpoint.optimizer_states import make_state_pieces
+from megatron_rl.checkpoint.pieces import (
+    MAIN_PARAM,
+    MOMENTS,
+    STATE_PREFIX,
+    Piece,
+    TrainedRole,
+    choose_saved,
+    find_holders,
+    make_weight_pieces,
+)
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.resharding.certificate import compute_digest
 from megatron_rl.types import UserError
@@ -32,7 +41,7 @@ from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.placement import Placement, box_shape, box_slices, box_volume, full_box
 
 NUM_SAMPLES = 64
-_STATES = (*MOMENTS, "main_param")
+_STATES = (*MOMENTS, MAIN_PARAM)
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20
 _WRAP = 1 << 64
@@ -71,7 +80,7 @@ def fingerprint_weights(role: TrainedRole, group: dist.ProcessGroup) -> Fingerpr
 
 def fingerprint_optimizer(role: TrainedRole, group: dist.ProcessGroup) -> Fingerprints:
     """Of the optimizer states of a role, the same on every rank; none before its first step; collective."""
-    shapes = {f"{PREFIX}{state}.{name}": shape
+    shapes = {f"{STATE_PREFIX}{state}.{name}": shape
               for name, shape in role.shape.logical_tensors().items() for state in _STATES}
     return fingerprint_pieces(shapes, make_state_pieces(role, group.rank(), find_holders(role)), group)
 
@@ -93,7 +102,7 @@ class StoredRole:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole weight or optimizer state."""
-        is_state = name.startswith(PREFIX)
+        is_state = name.startswith(STATE_PREFIX)
         key = name if is_state else self._table[name][0].key
         if key not in self._reader.tensors:
             raise UserError(f"{key} is not there", source=str(self._reader.directory),

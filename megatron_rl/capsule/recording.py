@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron_rl.capsule.record import Section, StepObserver, encode_sections
 from megatron_rl.capsule.rollouts import write_rollouts
 from megatron_rl.checkpoint.directory import FORMAT_VERSION
-from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_os_error, write_file
+from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, write_file
 from megatron_rl.checkpoint.manifest import list_packages, seal
 from megatron_rl.checkpoint.pieces import TrainedRole
 from megatron_rl.config.batch_plan import BatchPlan
@@ -89,8 +89,8 @@ class CapsuleRecorder:
             try:
                 num_bytes = self._write(step, partial, collected, sections)
                 self._run.log.info("capsule: %s, %s bytes", partial.with_suffix(""), f"{num_bytes:,}")
-            except OSError as error:
-                self._report_failure(step, explain_os_error(error, partial))
+            except (UserError, OSError) as error:
+                self._report_failure(step, explain_write_error(error, partial))
 
     def _partial(self, step: int) -> Path:
         return self._run.dir / "capsules" / f"step_{step}.partial"

@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.conversion_checks import (
     read_dtypes,
 )
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems, resolve_weights
-from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_os_error, publish, write_file
+from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, publish, write_file
 from megatron_rl.checkpoint.huggingface import check_checkpoint, index_safetensors, make_scoring_config
 from megatron_rl.checkpoint.manifest import finish_role, list_packages, seal
 from megatron_rl.checkpoint.pieces import locate
@@ -167,8 +167,8 @@ def _finish(out: Path, finish: Any, workers: Workers) -> Path:
     if workers.rank == 0:
         try:
             finish()
-        except OSError as caught:
-            error = explain_os_error(caught, out)
+        except (UserError, OSError) as caught:
+            error = explain_write_error(caught, out)
     workers.agree(error)
     return out
 

@@ -8,8 +8,8 @@
         step_<N>.partial/  being written; never read
         latest, best       links to step_<N>
 
-A checkpoint gets its name when all of it is on the disk, and `latest` moves after that. Whether one is whole is
-told by its digests alone: the newest directory need not be, and then an older one is taken.
+A checkpoint gets its name when all of it is on the disk, and `latest` moves after that. One is whole if its files have
+their digests and cover all tensors (`coverage.py`): the newest need not be, and then an older one is taken.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.coverage import find_gaps
 from megatron_rl.checkpoint.files import DIGESTS_FILE, find_damage, read_digests, sync
 from megatron_rl.types import UserError
 
@@ -73,12 +74,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def find_problems(directory: Path, part: int = 0, num_parts: int = 1) -> list[str]:
+def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_all: bool = True) -> list[str]:
     """What is wrong with a checkpoint, one line each; [] if it is whole.
 
     Args:
         directory: of the checkpoint.
         part, num_parts: look at this share of its bytes only (ranks share the work).
+        reads_all: compare digests; else the sizes of files and the coverage of tensors alone.
     """
     try:
         manifest, digests = read_manifest(directory), read_digests(directory)
@@ -92,7 +94,8 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1) -> list[st
         loads[owner] += sizes.get(path, 1)
         if owner == part:
             mine[path] = digests[path]
-    return problems + find_damage(directory, mine, sizes)
+    problems += find_damage(directory, mine, sizes, reads_all=reads_all)
+    return problems + find_gaps(directory, manifest, part, num_parts)
 
 
 def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[str]:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE
+from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems
 from megatron_rl.checkpoint.files import FileRecord, publish, write_digests, write_file
 from megatron_rl.checkpoint.pieces import TrainedRole
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files
@@ -102,6 +102,7 @@ def finish_directory(
 
     Raises:
         OSError: something cannot be written.
+        UserError: the files do not cover every tensor of the roles.
     """
     records = [record for _, files in parts for record in files]
     for name in manifest["roles"]:
@@ -113,10 +114,21 @@ def finish_directory(
 
 
 def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord]) -> int:
-    """Write manifest and digests, and take `.partial` off the name; returns the bytes of all files."""
+    """Write manifest and digests, and take `.partial` off the name; returns the bytes of all files.
+
+    Raises:
+        OSError: something cannot be written.
+        UserError: what is on the disk is not whole; it keeps its temporary name.
+    """
     sizes = {str(record.path.relative_to(partial)): record.num_bytes for record in records}
     text = json.dumps({**manifest, "num_bytes": sum(sizes.values()), "files": sizes}, indent=1)
     write_digests(partial, [*records, write_file(partial / MANIFEST_FILE, text.encode())])
+    problems = find_problems(partial, reads_all=False)
+    if problems:
+        raise UserError(
+            f"{len(problems)} parts are missing: {'; '.join(problems[:3])}", source=str(partial),
+            expected="every element of every tensor, and every file in its size",
+            hint="if no other error explains it, please report it; older checkpoints are untouched")
     publish(partial, partial.with_name(partial.name.removesuffix(".partial")))
     return sum(sizes.values())
 

@@ -16,12 +16,9 @@ from dataclasses import dataclass
 import torch
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
-from megatron_rl.checkpoint.pieces import Holders, Piece, TrainedRole
+from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, TrainedRole
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, intersect
-
-PREFIX = "optimizer."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def make_state_pieces(role: TrainedRole, rank: int, saved_by: Holders | None) ->
         state = shard.optimizer.state.get(shard.main, {})
         flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
         if param.dtype != torch.float32:
-            flat["main_param"] = shard.main.detach().view(-1)
+            flat[MAIN_PARAM] = shard.main.detach().view(-1)
         yield from _cut(shard.start, flat, placements, tuple(param.shape), shapes)
 
 
@@ -136,7 +133,7 @@ def _cut(
                     part, placement.local_box, placement.hf_box, strict=True))
             for name, values in flat.items():
                 view = values[first : first + box_volume(box)].view(box_shape(box))[box_slices(inner)]
-                yield Piece(f"{PREFIX}{name}.{placement.hf_name}", shapes[placement.hf_name], offset, view)
+                yield Piece(f"{STATE_PREFIX}{name}.{placement.hf_name}", shapes[placement.hf_name], offset, view)
         first += box_volume(box)
 
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # tools that convert checkpoints do without megatron-core
 
 Holders = dict[tuple[str, Box], list[int]]
 
+# An optimizer state is the global tensor `<STATE_PREFIX><state>.<HF name>`.
+STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "main_param"
+
 
 class Trainable(Protocol):
     """The optimizer of a role and its schedule."""

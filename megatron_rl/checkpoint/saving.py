@@ -3,17 +3,19 @@
 
 A save has three parts. *Taking* lists the pieces of this rank (with `async_save` it copies them to the host).
 *Writing* puts them into files under a temporary name; it needs no other rank and runs in a thread with
-`async_save`. *Committing* is collective: rank 0 adds what describes the files, gives the directory its name, moves
-`latest`, and deletes what is no longer wanted. A rank that could not write ends the save on all ranks; the
-unfinished directory goes and everything older stays.
+`async_save`. *Committing* is collective: rank 0 adds what describes the files, looks whether they cover every tensor,
+gives the directory its name, moves `latest`, and deletes what is no longer wanted. Whatever a rank raises on the way,
+in the thread too, is the error of the save on all ranks: the unfinished directory goes and everything older stays.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,12 @@ from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_piec
 from megatron_rl.checkpoint.pieces import Piece, TrainedRole, choose_saved, find_holders, make_weight_pieces
 from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
+from megatron_rl.observability.failures import Scene, explain
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,21 @@ class _Pending:
     records: list[FileRecord] = field(default_factory=list)
     error: UserError | None = None
     thread: threading.Thread | None = None
+
+    @contextmanager
+    def keeping_error(self, rank: int) -> Iterator[None]:
+        """Leave what the block raises for the commit, where all ranks learn of it."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.explain(error, rank)
+
+    def explain(self, error: Exception, rank: int) -> UserError:
+        """The error in words; the traceback of one that nobody expects goes to the rank's log."""
+        if isinstance(error, UserError | OSError | SafetensorError):
+            return explain_write_error(error, self.partial)
+        _LOG.debug("checkpoint of step %d", self.content.step, exc_info=error)
+        return explain(error, Scene(rank, self.content.step, "save", Path("logs", f"rank{rank}.log")))
 
 
 class CheckpointSaver:
@@ -123,19 +143,24 @@ class CheckpointSaver:
             self._prepare(partial, roles)
             if export is not None:
                 export(partial / "huggingface")
-        except (UserError, OSError, SafetensorError) as error:  # on every rank alike
-            return self._finish(pending, explain_write_error(error, partial))
-        pieces = {name: _list_pieces(role, self._group.rank(), with_optimizer) for name, role in roles.items()}
-        rng = (rng or read_rng()) if with_optimizer else None
+        except Exception as error:
+            if not hasattr(error, "raised_on"):
+                raise  # on this rank alone: the others wait in a collective
+            return self._finish(pending, pending.explain(error, error.raised_on))
+        pieces, rank = {}, self._group.rank()
+        with pending.keeping_error(rank):
+            pieces = {name: _list_pieces(role, rank, with_optimizer) for name, role in roles.items()}
+            rng = (rng or read_rng()) if with_optimizer else None
+            if self._async:
+                pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
         if self._async:
-            pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
             pending.thread = threading.Thread(
-                target=_write, args=(pending, pieces, rng, self._group.rank()), name="checkpoint", daemon=True)
+                target=_write, args=(pending, pieces, rng, rank), name="checkpoint", daemon=True)
             pending.thread.start()
             pending.blocked = time.monotonic() - started
             self._pending = pending
             return None
-        _write(pending, pieces, rng, self._group.rank())
+        _write(pending, pieces, rng, rank)
         return self._commit(pending)
 
     def poll(self) -> None:
@@ -182,8 +207,8 @@ class CheckpointSaver:
                     if pending.is_best:
                         point_at(self._root, "best", pending.content.step)
                     deleted = prune(self._root, self._keep_last, self._keep_best)
-                except OSError as caught:
-                    error = explain_os_error(caught, pending.partial)
+                except Exception as caught:
+                    error = pending.explain(caught, 0)
             raise_together(error, self._group)
         except UserError as caught:
             return self._finish(pending, caught)
@@ -223,20 +248,24 @@ def _write(
     pending: _Pending, pieces: Mapping[str, list[Piece]], rng: dict[str, torch.Tensor] | None, rank: int
 ) -> None:
     """Write this rank's files; an error is left for the commit."""
-    num_bytes = sum(p.data.numel() * p.data.element_size() for found in pieces.values() for p in found)
-    try:
+    with pending.keeping_error(rank):
         for name, found in pieces.items():
             if found:
-                writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
-                try:
-                    for piece in found:
-                        writer.add(piece.key, piece.shape, piece.offset, piece.data)
-                    pending.records.append(writer.close())
-                finally:
-                    writer.abandon()
-                pending.chunks[name] = writer.chunks
+                _write_role(pending, name, found, rank)
         if rng is not None:
             path = pending.partial / "rng" / f"rank_{rank}.safetensors"
             pending.records.append(write_file(path, to_safetensors(rng)))
+
+
+def _write_role(pending: _Pending, name: str, pieces: list[Piece], rank: int) -> None:
+    writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
+    try:
+        for piece in pieces:
+            writer.add(piece.key, piece.shape, piece.offset, piece.data)
+        pending.records.append(writer.close())
     except OSError as error:
-        pending.error = explain_os_error(error, pending.partial, num_bytes)
+        num_bytes = sum(piece.data.numel() * piece.data.element_size() for piece in pieces)
+        raise explain_os_error(error, pending.partial, num_bytes) from None
+    finally:
+        writer.abandon()
+    pending.chunks[name] = writer.chunks

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving: a name only for what is whole, `latest` after that, old ones deleted; a failed write harms nothing.
 
-Failures are the kernel's own: a limit on file sizes, a directory of another user, a process that is killed.
+Failures are the kernel's own (a limit on file sizes, a directory of another user, a process that is killed) or planted
+in the writer. Not covered: a disk that takes a write and loses it later.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -21,10 +25,14 @@ import torch.distributed as dist
 from actor_runs import Case, build_actor
 from checkpoint_runs import join_pieces, make_content, make_saver, resume, snapshot
 from distributed import run_ranks
+from megatron_rl.checkpoint import manifest as manifest_module
+from megatron_rl.checkpoint import saving
 from megatron_rl.checkpoint.directory import find_newest_valid, find_problems, list_steps, read_pointer
 from megatron_rl.checkpoint.optimizer_states import create_states
 from megatron_rl.checkpoint.saving import SaveOutcome
+from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.observability.rank_log import open_rank_log
 from megatron_rl.roles import save_actor
 from megatron_rl.training.actor import Actor
 from megatron_rl.types import UserError
@@ -140,6 +148,104 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(
         assert outcomes[2].deleted_steps == (1,)
     assert [number for number, _ in list_steps(tmp_path)] == [3]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def _fail(error: BaseException) -> Any:
+    def raise_it(*_: Any, **__: Any) -> None:
+        raise error
+
+    return raise_it
+
+
+FAULTS = {
+    "thread": (True, ChunkWriter, "add", RuntimeError("planted"), "RuntimeError: planted"),
+    "pickling": (False, torch, "save", pickle.PicklingError("planted"), "PicklingError: planted"),
+    "copy": (True, saving, "_copy_to_host", MemoryError("planted"), "out of memory"),
+    "silent": (True, ChunkWriter, "add", SystemExit(), "parts are missing: actor: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_a_rank_raises_is_the_error_of_the_save(fault: str, path: Path, tmp_path: Path):
+    """On one rank, in its thread or before it; nothing gets a name, nothing is deleted, the next save works."""
+    is_async, owner, name, error, found = FAULTS[fault]
+
+    def on_rank(rank: int, world_size: int) -> list[SaveOutcome]:
+        actor, outcomes, real = build_actor(Case(2), path), [], getattr(owner, name)
+        open_rank_log(tmp_path, rank)
+        saver = make_saver(tmp_path / "checkpoints", outcomes, async_save=is_async, keep_last=1)
+        for number in (1, 2, 3):
+            if rank == 1:
+                setattr(owner, name, _fail(error) if number == 2 else real)
+            saver.save(make_content(path, number, 0), {"actor": actor})
+            saver.wait()
+            assert read_pointer(tmp_path / "checkpoints", "latest") == (1, 1, 3)[number - 1]
+            dist.barrier()
+        return outcomes
+
+    for outcomes in run_ranks(on_rank, 2):
+        assert [o.error is None for o in outcomes] == [True, False, True] and outcomes[2].deleted_steps == (1,)
+        assert found in str(outcomes[1].error)
+    assert [number for number, _ in list_steps(tmp_path / "checkpoints")] == [3]
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    if fault != "silent":
+        assert "planted" in str(outcomes[1].error) or fault == "copy"
+        assert "Traceback" in (tmp_path / "logs/rank1.log").read_text()
+
+
+def _drop_last_chunk(parts: Any) -> None:
+    parts[1][0]["actor"].pop()
+
+
+def _drop_random_numbers(parts: Any) -> None:
+    parts[1][1].pop()
+
+
+def _repeat_a_chunk(parts: Any) -> None:
+    """As many elements as there should be, one box twice and another not at all."""
+    chunks = parts[0][0]["actor"]
+    by_size: dict[Any, list[Any]] = {}
+    for chunk in chunks:
+        by_size.setdefault((chunk.key, tuple(stop - start for start, stop in chunk.box)), []).append(chunk)
+    first, second = next(found for found in by_size.values() if len(found) > 1)[:2]
+    chunks[chunks.index(second)] = dataclasses.replace(first, box=(first.box[0], *first.box[1:]), start=second.start)
+
+
+HOLES = {
+    "chunk": (_drop_last_chunk, r"actor: \S+ (was never written|has [\d,]+ of [\d,]+ elements)"),
+    "random-numbers": (_drop_random_numbers, r"rng/rank_1.safetensors was never written"),
+    "all": (lambda parts: [part[0].clear() for part in parts], r"actor: embedding.word_embeddings.weight was never"),
+    "twice": (_repeat_a_chunk, r"actor: \S+ has (\[.*\] twice|[\d,]+ of [\d,]+ elements)"),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_what_does_not_cover_its_tensors_gets_no_name_and_is_not_resumed_from(hole: str, path: Path, tmp_path: Path):
+    """All digests are right; the second checkpoint is written once with the check and once as if without it."""
+    change, found = HOLES[hole]
+
+    def on_rank(rank: int, world_size: int) -> Any:
+        actor, outcomes, real = build_actor(Case(2), path), [], saving.finish_directory
+        with torch.no_grad():
+            step(actor)
+        saver = make_saver(tmp_path, outcomes, keep_last=1)
+
+        def finish(partial: Path, manifest: Any, content: Any, parts: Any) -> int:
+            change(parts)
+            return real(partial, manifest, content, parts)
+
+        saver.save(make_content(path, 1), {"actor": actor})
+        saving.finish_directory = finish
+        saver.save(make_content(path, 2), {"actor": actor})
+        saving.prune, manifest_module.find_problems = lambda *_: [], lambda *_, **__: []
+        saver.save(make_content(path, 2), {"actor": actor})
+        return outcomes, find_newest_valid(tmp_path, dist.group.WORLD)
+
+    (outcomes, newest), (others, same) = run_ranks(on_rank, 2)
+    assert [o.error is None for o in outcomes] == [o.error is None for o in others] == [True, False, True]
+    assert re.search(found, str(outcomes[1].error)) and outcomes[1].deleted_steps == ()
+    assert newest == same and newest.directory == tmp_path / "step_1"
+    assert len(newest.skipped) == 1 and re.search(found, newest.skipped[0])
 
 
 def test_an_export_that_does_not_fit_is_reported(path: Path, tmp_path: Path):

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a training checkpoint holds all that a run can resume from: every element of every tensor, once.
+
+Digests say that files are as they were written. They do not say that everything was written; that is asked here, of
+the index on the disk and of the model that the manifest describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
+from megatron_rl.checkpoint.torch_dist import ChunkReader
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.placement import box_volume, find_overlap, full_box
+
+
+def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:
+    """What is missing from a training checkpoint, one line each; other kinds have nothing that could be.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: its own.
+        part, num_parts: look at this share of its roles only.
+    """
+    has_optimizer, gaps = bool(manifest.get("has_optimizer")), []
+    for name, role in list(manifest.get("roles", {}).items())[part::num_parts]:
+        try:
+            gaps += [f"{name}: {gap}" for gap in _find_role_gaps(directory / name, role, has_optimizer)]
+        except (UserError, KeyError, TypeError) as error:  # no index that reads, or no model in the manifest
+            gaps.append(f"{name}: {error.found if isinstance(error, UserError) else repr(error)}")
+        if has_optimizer:
+            files = (f"rng/rank_{rank}.safetensors" for rank in range(role["layout"]["world_size"]))
+            gaps += [f"{file} was never written" for file in files if file not in manifest["files"]]
+    return list(dict.fromkeys(gaps))
+
+
+def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: bool) -> Iterator[str]:
+    reader = ChunkReader(directory)
+    for key, shape in _list_tensors(role, has_optimizer).items():
+        found = reader.tensors.get(key, (None,))[0]
+        if found != shape:
+            yield f"{key} {'was never written' if found is None else f'is {list(found)} instead of {list(shape)}'}"
+            continue
+        whole = full_box(shape)
+        boxes = [chunk.box for chunk in reader.chunks(key, whole)]
+        if (covered := sum(map(box_volume, boxes))) != box_volume(whole):
+            yield f"{key} has {covered:,} of {box_volume(whole):,} elements"
+        elif (overlap := find_overlap(boxes)) is not None:
+            yield f"{key} has {list(overlap)} twice, and other elements not at all"
+
+
+def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
+    """Global tensor -> shape, of a role as the manifest describes it."""
+    shape = ModelShape(**role["model"])
+    tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
+    if has_optimizer:
+        states = [*(MOMENTS if role["optimizer_steps"] else ()), *([] if role["dtype"] == "float32" else [MAIN_PARAM])]
+        tensors |= {f"{STATE_PREFIX}{state}.{name}": size
+                    for state in states for name, size in shape.logical_tensors().items()}
+    return tensors
