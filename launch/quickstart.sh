@@ -3,7 +3,8 @@
 # From a fresh clone to a trained policy on a toy task, on any machine: environment, task, warm start, GRPO.
 #   bash launch/quickstart.sh                            needs no GPU
 #   NPROC=2 bash launch/quickstart.sh trainer.total_steps=5
-# Arguments go to launch/pretrain_grpo.py. Steps whose result is already there are skipped.
+# Arguments go to launch/pretrain_grpo.py. Steps whose result is already there are skipped. With a number of ranks
+# that TP2 x PP2 of the recipe does not divide, the layout is the largest part of it that does.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,6 +17,11 @@ TASK_ARGS=(--out "$TASK_DIR")
 SFT_NPROC=2
 SFT_ARGS=(launch/recipes/toy_arithmetic_sft.yaml "trainer.run_dir=$WARM_START_DIR")
 GRPO_ARGS=(launch/recipes/toy_arithmetic.yaml)
+if ((NPROC % 2)); then
+    GRPO_ARGS+=(actor.tensor_model_parallel_size=1 actor.pipeline_model_parallel_size=1 actor.sequence_parallel=false)
+elif ((NPROC % 4)); then
+    GRPO_ARGS+=(actor.pipeline_model_parallel_size=1)
+fi
 
 # A run directory named on the command line wins over ours.
 has_run_dir=false

@@ -124,13 +124,18 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(
     assert record["sampling/filled_groups"] == 8 - record["sampling/informative_groups"] > 0
 
 
-def test_estimator_and_loss_of_the_users_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """The file that README shows."""
+def test_estimator_and_loss_of_the_users_own(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_imported: None
+) -> None:
+    """The file that README shows, with the arguments of the command that it shows."""
+    command = ("torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
+               "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain")
+    nproc, arguments = int(command.split()[2]), command.split()[5:]
     (code,) = (block for block in README.read_text().split("```python\n")[1:] if block.startswith("# mine.py"))
     (tmp_path / "mine.py").write_text(code.split("```")[0])
-    extra = [f"algorithm.plugins=[{tmp_path}/mine.py]", "algorithm.adv_estimator=best_of_group",
-             "algorithm.policy_loss=plain", "data.validation_files=[]", "trainer.save_final=false"]
-    records = run(2, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    extra = [*arguments, "data.validation_files=[]", "trainer.save_final=false"]
+    records = run(nproc, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
     assert [r["policy/grad_norm"] > 0 for r in records] == [True, True]
     assert all(r["policy/clip_fraction"] == 0 for r in records)
     extra[1] = "algorithm.adv_estimator=best_of_gruop"

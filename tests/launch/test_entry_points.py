@@ -49,23 +49,6 @@ def torchrun(nproc: int, *arguments: object) -> subprocess.CompletedProcess[str]
         [*command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def test_sft_then_grpo_under_torchrun(toy: Path, tmp_path: Path) -> None:
-    """The road of the quickstart in small: warm start on 2 ranks, its result trained with GRPO on 2 ranks."""
-    sft = torchrun(2, SFT, "launch/recipes/toy_arithmetic_sft.yaml", f"model.path={toy}/model",
-                   f"data.train_files={toy}/train.jsonl", "data.train_batch_size=16", "trainer.total_steps=3",
-                   "--pipeline-model-parallel-size", "2", f"trainer.run_dir={tmp_path}/sft")
-    assert sft.returncode == 0, sft.stderr[-3000:]
-    losses = [json.loads(line)["sft/loss"] for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
-    assert len(losses) == 3 and losses[2] < losses[0]
-
-    grpo = torchrun(2, GRPO, RECIPE, *task_arguments(toy), f"model.path={tmp_path}/sft/checkpoints/latest/huggingface",
-                    "actor.pipeline_model_parallel_size=1", "trainer.total_steps=1", "data.train_batch_size=16",
-                    f"trainer.run_dir={tmp_path}/grpo")
-    assert grpo.returncode == 0, grpo.stderr[-3000:]
-    assert "step 1/1 | reward" in grpo.stdout and str(tmp_path / "grpo/curves.png") in grpo.stdout
-    assert json.loads((tmp_path / "grpo/summary.json").read_text())["steps"] == 1
-
-
 def test_bad_config_fails_on_every_rank_under_torchrun() -> None:
     """Exit status is not 0 and the error is printed once, by one rank."""
     result = torchrun(2, GRPO, RECIPE, "actor.learning_rate=1")

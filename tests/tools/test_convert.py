@@ -56,24 +56,29 @@ def test_there_and_back(model: Path, tmp_path: Path, capsys):
     assert qkv["shape"] == [2, 128, 64] and qkv["dtype"] == "float32" and qkv["bytes"] == 4 * 2 * 128 * 64
 
 
-def test_training_checkpoints(model: Path, tmp_path: Path, capsys):
-    """A run directory stands for its newest checkpoint."""
+def test_training_checkpoints(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A run directory stands for its newest checkpoint; the commands are those of docs/getting-started.md."""
+    command = "python tools/inspect_checkpoint.py checkpoints/runs/first"
+    described = command.split()[2:]
+    command = "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy"
+    converted = command.split()[2:]
+    monkeypatch.chdir(tmp_path)
 
     def save(rank: int, world_size: int) -> None:
         outcomes: list[SaveOutcome] = []
-        make_saver(tmp_path / "run/checkpoints", outcomes).save(
+        make_saver(tmp_path / "checkpoints/runs/first/checkpoints", outcomes).save(
             make_content(model, 3, 6), {"actor": build_actor(Case(2, dict(pp_size=2)), model)})
 
     run_ranks(save, 2)
-    assert INSPECT.main([str(tmp_path / "run"), "--recipe"]) == 0
+    assert INSPECT.main([*described, "--recipe"]) == 0
     printed = capsys.readouterr().out
     assert "step         3, policy version 6, weights and optimizer" in printed and "trainer: {}" in printed
     assert "world=2 tp=1 pp=2" in printed.replace("world_size", "world") and '"offset": 6' in printed
-    assert TO_HF.main([f"--checkpoint={tmp_path / 'run'}", f"--out={tmp_path / 'back'}"]) == 0
-    assert (tmp_path / "back/config.json").is_file()
-    file = tmp_path / "run/checkpoints/step_3/actor/__1_0.distcp"
+    assert TO_HF.main(converted) == 0
+    assert (tmp_path / "policy/config.json").is_file()
+    file = tmp_path / "checkpoints/runs/first/checkpoints/step_3/actor/__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    assert INSPECT.main([str(tmp_path / "run"), "--verify"]) == 1
+    assert INSPECT.main([*described, "--verify"]) == 1
     assert "damaged: actor/__1_0.distcp has" in capsys.readouterr().out
 
 
