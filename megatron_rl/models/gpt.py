@@ -167,8 +167,9 @@ def _mark_tensor_parallel_weights(model: GPTModel) -> None:
 
     Unmarked, a shard counts as a replica and all but TP rank 0's leave the global gradient norm.
     """
-    split_dim = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if type(module) in split_dim and weight is not None and not hasattr(weight, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_dim[type(module)], stride=1)
+        if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
+            weight = module.weight
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                split_dim = 1 if isinstance(module, RowParallelLinear) else 0
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_dim, stride=1)

@@ -8,7 +8,9 @@ Whether the step may change the weights is decided there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,9 @@ from megatron_rl.data.batching import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
 from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import build_trainable
-from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.packed_model import LossFunction, PackedModel
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
-from megatron_rl.training.unsound import explain_unsound
+from megatron_rl.training.unsound import explain_lost_gradient, explain_unsound
 from megatron_rl.types import LossLedger
 
 
@@ -44,6 +46,7 @@ class TrainedModel(PackedModel):
         # DDP and the optimizer move parameters into contiguous buffers: take their final storage.
         self.params = {name: p.data for name, p in self.stages.named_parameters()}
         self.optimizer_steps = 0
+        self._is_pulled = torch.zeros((), dtype=torch.bool, device=self.trainable.device)
 
     def _build_runner(self, config: TrainableConfig) -> EagerStep:
         if config.step_mode == "graph":
@@ -63,10 +66,13 @@ class TrainedModel(PackedModel):
 
         Raises:
             LedgerError: the loss did not count the tokens or weights that the minibatch has; on every rank.
-            UserError: the loss or the gradient norm is not finite; on every rank. The weights are kept.
+            UserError: on every rank; the loss or the gradient norm is not finite (the weights are kept), or the norm is
+                0 while the loss has a gradient.
         """
+        role = "critic" if loss.name == "value" else "actor"
         self.trainable.restore()
         self.runner.prepare(minibatch, loss)
+        self._is_pulled.zero_()
         self.trainable.zero_grad()
         rows = self.runner.run(minibatch, loss)
         totals = self._reduce(rows, loss, minibatch.tokens.device)
@@ -80,11 +86,35 @@ class TrainedModel(PackedModel):
         for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise explain_unsound(
-                    quantity, value, self.optimizer_steps + 1, role="critic" if loss.name == "value" else "actor",
-                    minibatch=minibatch, groups=self.groups,
+                    quantity, value, self.optimizer_steps + 1, role=role, minibatch=minibatch, groups=self.groups,
                     losses=[float(row[loss.metric_names.index("loss")]) for row in rows])
+        if norm == 0 and self._is_pulled_anywhere():
+            raise explain_lost_gradient(self.optimizer_steps + 1, role)
         self.optimizer_steps += 1
         return found, norm, lr
+
+    def forward_step(
+        self, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """`PackedModel.forward_step`; notes whether the loss has a gradient at what the role reads out."""
+        watched = loss_function and partial(self._watch, loss_function)
+        return super().forward_step(watched, batches, module)
+
+    def _watch(
+        self, loss_function: LossFunction, microbatch: TrainBatch, *read_out: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        for values in read_out:
+            if values.requires_grad:
+                values.register_hook(self._note_gradient)
+        return loss_function(microbatch, *read_out)
+
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
+        self._is_pulled.logical_or_(gradient.any())  # on the device, and part of a captured step
+
+    def _is_pulled_anywhere(self) -> bool:
+        pulled = self._is_pulled.int()
+        dist.all_reduce(pulled, op=dist.ReduceOp.MAX, group=self.groups.world)
+        return bool(pulled)
 
     def _reduce(self, rows: list[torch.Tensor], loss: StepLoss, device: torch.device) -> torch.Tensor:
         """Sums and maxima over microbatches and DP ranks, from the last stage to all: [num_metrics] float64."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of an optimizer step whose loss or gradient is not finite, after it has been refused.
+"""What can be said of an optimizer step whose loss or gradient is not finite, or whose gradient is lost.
 
 Looks at the inputs of the step, which nobody does while all is well: no device is waited for in a sound step.
 """
@@ -58,6 +58,16 @@ def explain_unsound(
         f"the {quantity} of optimizer step {optimizer_step} is {value} (the weights are as before)",
         source=", ".join([role, *where]),
         expected="a finite loss and a finite gradient norm", hint=(_INPUTS.get(name) or _GROWTH).format(role=role))
+
+
+def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
+    """The error of a norm of exactly 0 although the loss changes with the log-probs (or values) of the model."""
+    return UserError(
+        f"the gradient norm of optimizer step {optimizer_step} is exactly 0, and the gradient of the loss is not",
+        source=f"{role}, the backward pass", expected="a gradient in the parameters that are trained",
+        hint=f"a frozen embedding under {role}.recompute_granularity=full cuts the backward pass off (set none); "
+        "parameters without their tensor_model_parallel mark are left out of the norm; a policy that gives every "
+        "token of the minibatch a probability of 1 has nothing left to learn")
 
 
 def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:

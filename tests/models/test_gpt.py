@@ -22,7 +22,8 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, ModelConfig
 from megatron_rl.data.batching import PackedSequence, build_train_batch
 from megatron_rl.data.packing import plan_microbatches
-from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
+from megatron_rl.models import gpt
+from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
@@ -219,7 +220,21 @@ def test_bfloat16_is_as_good_as_transformers_bfloat16(name: str, references: dic
     assert all(errors[model] <= limits[model] for model in MODELS), (errors, limits)
 
 
-def _describe_parameters(rank: int, world_size: int, path: Path, head: Head) -> dict[str, tuple[bool, bool]]:
+class CustomColumnParallelLinear(ColumnParallelLinear):
+    """What a plugin or a later megatron-core may put in the place of its own."""
+
+
+def _describe_parameters(
+    rank: int, world_size: int, path: Path, head: Head, qkv_class: type[ColumnParallelLinear]
+) -> dict[str, tuple[bool, bool]]:
+    build_layer_spec = gpt.build_layer_spec
+
+    def build(*arguments: Any) -> ModuleSpec:
+        spec = build_layer_spec(*arguments)
+        spec.submodules.self_attention.submodules.linear_qkv = qkv_class
+        return spec
+
+    gpt.build_layer_spec = build  # in this fork only
     groups = build_groups(ParallelLayout(world_size, tp_size=2))
     shape = load_model_shape(path, head)
     config = build_transformer_config(shape, groups.layout, dtype=torch.float32, sequence_parallel=True)
@@ -230,13 +245,15 @@ def _describe_parameters(rank: int, world_size: int, path: Path, head: Head) -> 
     }
 
 
-@pytest.mark.parametrize("head", ["lm", "score"])
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("model", "head", "qkv_class"), [
+    *((model, head, ColumnParallelLinear) for model in ("llama", "qwen2", "qwen3", "qwen3_moe")
+      for head in ("lm", "score")),
+    ("qwen2", "lm", CustomColumnParallelLinear)])
 def test_parameters_tell_megatron_how_they_are_split(
-    model: str, head: str, references: dict[str, Reference]
+    model: str, head: Head, qkv_class: type[ColumnParallelLinear], references: dict[str, Reference]
 ) -> None:
     """Matrices and QKV biases are shards; norms, routers and score heads are replicas with partial gradients."""
-    for found in run_ranks(_describe_parameters, 2, references[model].path, head, timeout=60):
+    for found in run_ranks(_describe_parameters, 2, references[model].path, head, qkv_class, timeout=60):
         replicas = ("norm", "router", "score")
         expected = {name: (False, True) if any(x in name for x in replicas) else (True, False) for name in found}
         assert found == expected

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from actor_runs import (
+    ADVANTAGES,
     ALGORITHM,
     LENGTHS,
     NUM_PROMPT_TOKENS,
@@ -262,6 +263,33 @@ def test_gradient_that_is_not_finite_stops_all_ranks(layout: str, paths: dict[st
     case = LAYOUTS[layout]
     for found in run_ranks(_train_on_bad_advantage, 4, case, paths["llama"], -1e38, timeout=60):
         assert found["message"].startswith("the gradient norm of optimizer step 2 is inf") and found["version"] == 1
+
+
+def _train_without_gradient(rank: int, world_size: int, path: Path, reason: str) -> tuple[str | float, int]:
+    """The message of the error, or the norm; and the updates that were counted."""
+    case = Case(world_size)
+    actor = build_actor(case, path)
+    batch = build_batch(actor, case, advantages=[abs(x) + 0.5 for x in ADVANTAGES])
+    batch.old_logprobs, batch.ref_logprobs = actor.compute_logprobs(batch), None
+    if reason == "all clipped":
+        batch.old_logprobs -= 1.0  # every ratio is e, every advantage positive
+    else:
+        actor.stages.requires_grad_(False)
+        actor.stages[-1].register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
+    try:
+        return actor.update(batch, AlgorithmConfig())["policy/grad_norm"], actor.policy_version
+    except UserError as error:
+        return str(error), actor.policy_version
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_does_not_reach_the_parameters_is_an_error(world_size: int, paths: dict[str, Path]) -> None:
+    """On every rank; a loss that has no gradient of its own is none. The causes themselves are not built here."""
+    for found, version in run_ranks(_train_without_gradient, world_size, paths["llama"], "cut", timeout=60):
+        assert found.startswith("the gradient norm of optimizer step 1 is exactly 0") and version == 0
+        assert "frozen embedding" in found and "tensor_model_parallel" in found
+    for found in run_ranks(_train_without_gradient, world_size, paths["llama"], "all clipped", timeout=60):
+        assert found == (0.0, 1)
 
 
 def _train_on_responses(rank: int, world_size: int, case: Case, path: Path, steps: int) -> list[dict[str, float]]:
