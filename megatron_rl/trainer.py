@@ -60,6 +60,7 @@ from megatron_rl.roles import (
     save_actor,
     side_files,
 )
+from megatron_rl.rollout.modes import describe_modes
 from megatron_rl.survival import Checkpoints, OpenedRun, open_run
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
@@ -229,8 +230,8 @@ class Trainer:
         for name, role in (("critic", self.critic), ("reward model", self.reward_model)):
             if role:
                 say("%s: %s", name, role.groups.layout.describe())
-        say("rollout: %s, %d engine(s) of tp=%d", config.rollout.engine, self.plan.num_engines,
-            self.plan.rollout_tp_size)
+        say("rollout: %s, %d engine(s) of tp=%d; %s", config.rollout.engine, self.plan.num_engines,
+            self.plan.rollout_tp_size, describe_modes(config.rollout, self.process.device))
         stats = self.hybrid.reshard_stats
         say("weights: transport %s; per switch %s bytes moved, %s copied inside a rank, %s aliased; verify %s",
             self.hybrid.transport, f"{stats.bytes_moved:,}", f"{stats.bytes_copied:,}", f"{stats.bytes_aliased:,}",

@@ -145,11 +145,6 @@ def _check_bounds(config: _Config) -> None:
 
 
 def _check_optimizer(config: _Config, section: str) -> None:
-    name = f"{section}.offload_optimizer"
-    config.require(
-        not config.get(name) or config.get("model.dtype") == "bfloat16", name,
-        "needs model.dtype=bfloat16", expected="float32 main weights that are not the model's own",
-        hint="with model.dtype=float32 the optimizer works on the weights themselves")
     lr = config.get(f"{section}.lr")
     name = f"{section}.min_lr"
     config.require(config.get(name) <= lr, name, f"is above the peak {section}.lr = {lr!r}",

@@ -11,10 +11,11 @@ Nothing here imports torch, so that a dry run starts at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.alias_kl import note
 from megatron_rl.config.aliases import alias_names, alias_target, find_ranks, translate
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
@@ -33,7 +34,7 @@ class LoadedConfig:
 
     Attributes:
         config: the resolved config.
-        notes: one line for each given setting that has no effect here (verl names); print them.
+        notes: one line for each given setting that has no effect here; print them.
         sources: full name -> file:line or "command line", for the settings that were given.
         num_ranks: ranks that a verl recipe asks for (nodes times GPUs per node), where it does; torchrun decides.
     """
@@ -75,9 +76,22 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
     }
     sources = {name: choice.setting.source for name, choice in chosen.items()}
-    config = RunConfig(**sections)
+    config, without_effect = _switch_off(RunConfig(**sections), chosen)
+    notes += without_effect
     check_config(config, sources)
     return LoadedConfig(config, notes, sources, find_ranks(settings))
+
+
+def _switch_off(config: RunConfig, chosen: Mapping[str, _Chosen]) -> tuple[RunConfig, list[str]]:
+    """The config without what can do nothing beside its other settings, and a note on each."""
+    notes: list[str] = []
+    for section in ("actor", "critic"):
+        role = getattr(config, section)
+        if role.offload_optimizer and config.model.dtype == "float32":
+            config = replace(config, **{section: replace(role, offload_optimizer=False)})
+            reason = "model.dtype is 'float32': the optimizer works on the weights themselves, which stay"
+            notes.append(note(chosen[f"{section}.offload_optimizer"].setting, reason))
+    return config, notes
 
 
 def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:

@@ -101,7 +101,8 @@ class TrainableConfig(LayoutConfig):
     clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.")
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
-        False, "Keep optimizer states and float32 weights on the host while the engine generates (bfloat16 only).")
+        False, "Keep optimizer states and float32 weights on the host while the engine generates (bfloat16; has "
+        "no effect with float32).")
     overlap_grad_reduce: bool = option(
         False, "Reduce gradients over DP while the backward of the last microbatch goes on (step_mode eager, dense).")
     step_mode: Literal["eager", "static", "graph"] = option(
@@ -159,7 +160,11 @@ class RolloutConfig:
         None, "KV cache of one engine rank; default: enough for max_num_seqs on CPU (at most 1), "
         "gpu_memory_utilization decides on GPU.", "GiB")
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
-    enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs.")
+    enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
+    async_scheduling: bool = option(
+        False, "vLLM on a GPU: schedule the next step of the engine while this one runs; on CPU never so.")
+    model_runner: Literal["v1", "v2"] = option(
+        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens from the same seeds; on CPU v1.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.rollout.engine import EngineSpec, Generation, OnFinished, borrow_params
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.weights.experts import split_huggingface_experts
@@ -43,9 +44,8 @@ class HuggingFaceEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
-        rng = torch.get_rng_state()
-        self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
-        torch.set_rng_state(rng)
+        with keep_random_streams():
+            self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
         self._model.to(spec.process.device).requires_grad_(False)
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device

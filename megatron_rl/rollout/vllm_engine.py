@@ -11,6 +11,9 @@ What in-process vLLM needs (each guarded by a test):
 * on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
 * on CPU, its fused experts compute with weights in a packed order: they are packed in place after every
   update, so that between updates their parameters do not hold what the placement table says;
+* on CPU, prompts are computed whole: for one that is computed in parts vLLM turns back its random numbers,
+  which CPU generators cannot do;
+* an error in a step leaves its requests running: they are aborted before it is raised;
 * it must not reseed or advance the trainer's random numbers;
 * the prefix cache is dropped after every weight update.
 
@@ -30,7 +33,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.rollout.engine import EngineSpec, Generation, OnFinished, borrow_params
+from megatron_rl.rollout.modes import fit_to_device
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_experts
@@ -48,6 +53,7 @@ CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table k
 _LOAD_FORMAT = "megatron_rl"
 _CPU_BLOCK_SIZE = 32
 _MAX_CPU_CACHE_BYTES = 1 << 30
+_CPU_STEP_TOKENS = 4096  # vLLM's own default
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,15 +79,16 @@ class VllmEngine:
         _check_device_limits(spec)
         vllm = prepare_vllm(spec.process.device)
         _register_model(vllm, spec)
-        launcher_world, rng = os.environ.get("LOCAL_WORLD_SIZE"), torch.get_rng_state()
+        launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.borrowed: frozenset[str] = frozenset()
         self.padded_params = VLLM_PADDED_PARAMETERS
         self._register_loader(spec)
-        self._llm = vllm.LLM(**_engine_arguments(spec))
+        os.environ |= _engine_environment(spec)
+        with keep_random_streams():
+            self._llm = vllm.LLM(**_engine_arguments(spec))
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
-        torch.set_rng_state(rng)
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self.params: dict[str, torch.Tensor] = split_experts(
@@ -150,7 +157,16 @@ class VllmEngine:
             for seed in seeds
         ]
         requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        rng = torch.get_rng_state()  # sampling advances the trainer's stream otherwise
+        with keep_random_streams():
+            try:
+                return self._run(requests, params, on_finished)
+            except BaseException:
+                self._abort()
+                raise
+
+    def _run(
+        self, requests: list[dict[str, Any]], params: list[Any], on_finished: OnFinished | None
+    ) -> list[Generation]:
         names = self._llm.enqueue(requests, params, use_tqdm=False)
         index_of = {name.partition("-")[0]: index for index, name in enumerate(names)}  # "7-random" is told as "7"
         results: dict[int, Generation] = {}
@@ -161,8 +177,13 @@ class VllmEngine:
                     results[index] = _to_generation(output.outputs[0])
                     if on_finished is not None:
                         on_finished(index, results[index])
-        torch.set_rng_state(rng)
-        return [results[index] for index in range(len(prompts))]
+        return [results[index] for index in range(len(requests))]
+
+    def _abort(self) -> None:
+        """Forget every request, and the blocks of the prefix cache that a step announced and did not fill."""
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        self._llm.reset_prefix_cache()
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for responses that are not finished."""
@@ -250,14 +271,21 @@ def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
 
 
+def _engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """What vLLM takes from the environment only."""
+    runner = fit_to_device(spec.config, spec.process.device).model_runner
+    return {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+
+
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    config, rank = spec.config, spec.process.rank
+    config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
+    longest = spec.max_prompt_length + spec.max_response_length
     arguments: dict[str, Any] = dict(
         model=spec.model_path, load_format=_LOAD_FORMAT, skip_tokenizer_init=True, generation_config="vllm",
-        dtype=spec.dtype, max_model_len=spec.max_prompt_length + spec.max_response_length,
+        dtype=spec.dtype, max_model_len=longest,
         max_num_seqs=config.max_num_seqs, tensor_parallel_size=config.tensor_model_parallel_size,
         distributed_executor_backend="external_launcher", enforce_eager=config.enforce_eager,
-        seed=spec.seed + rank // config.tensor_model_parallel_size,
+        async_scheduling=config.async_scheduling, seed=spec.seed + rank // config.tensor_model_parallel_size,
         # Log-probs of the distribution that was sampled from: after the temperature.
         logprobs_mode="processed_logprobs", disable_log_stats=True,
     )
@@ -268,7 +296,9 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     else:
-        arguments |= dict(block_size=_CPU_BLOCK_SIZE, kv_cache_memory_bytes=_cpu_cache_bytes(spec))
+        arguments |= dict(
+            block_size=_CPU_BLOCK_SIZE, kv_cache_memory_bytes=_cpu_cache_bytes(spec),
+            enable_chunked_prefill=False, max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest))
     return arguments
 
 

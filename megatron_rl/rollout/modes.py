@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM runs: what `rollout` asks for, as far as the device has it. On a GPU vLLM's own defaults are all on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_rl.config.schema import RolloutConfig
+
+_ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "model_runner": "v1"}
+
+
+def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
+    """On a GPU what was asked for; on CPU the one way there is."""
+    return replace(config, **_ON_CPU) if device.type == "cpu" else config
+
+
+def describe_modes(config: RolloutConfig, device: torch.device) -> str:
+    """What is on, and what was asked for and is not there, for the start of a run; of vLLM only."""
+    if config.engine != "vllm":
+        return ""
+    fitted = fit_to_device(config, device)
+    eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"
+    runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
+    text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
+    ignored = [f"rollout.{name}={str(getattr(config, name)).lower()}" for name in _ON_CPU
+               if getattr(config, name) != getattr(fitted, name)]
+    return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text
