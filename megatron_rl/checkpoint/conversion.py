@@ -29,9 +29,10 @@ from megatron_rl.checkpoint.conversion_checks import (
 )
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems, resolve_weights
 from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, publish, write_file
-from megatron_rl.checkpoint.huggingface import check_checkpoint, index_safetensors, make_scoring_config
+from megatron_rl.checkpoint.huggingface import check_checkpoint, make_scoring_config
 from megatron_rl.checkpoint.manifest import finish_role, list_packages, seal
 from megatron_rl.checkpoint.pieces import locate
+from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files, list_side_files, make_model_config
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter, dtype_name
@@ -42,7 +43,6 @@ from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron
 from megatron_rl.weights.placement import Box, box_shape, box_slices, box_volume
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_INDEX = "model.safetensors.index.json"
 
 
 def convert_to_megatron(
@@ -141,7 +141,7 @@ def convert_to_huggingface(
             weight_map = {name: unit.file for unit in units for name in unit.tensors}
             total = {"total_size": sum(unit.num_bytes for unit in units)}
             text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
-            write_file(partial / _INDEX, text.encode())
+            write_file(partial / INDEX_FILE, text.encode())
         _write_side_files(config, partial, shape, dtypes)
         publish(partial, out)
         forget_notes(out)

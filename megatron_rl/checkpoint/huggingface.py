@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.executor import Resharder
 from megatron_rl.resharding.planner import Shard, plan_rank
@@ -29,32 +30,8 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.placement import Placement, box_slices, full_box
 
-_INDEX = "model.safetensors.index.json"
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
                "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
-
-
-def index_safetensors(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file, for a sharded or unsharded checkpoint.
-
-    Raises:
-        UserError: no safetensors, or an index that names a missing file.
-    """
-    index = directory / _INDEX
-    if index.is_file():
-        files = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    else:
-        files = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as handle:
-                files |= dict.fromkeys(handle.keys(), file)
-    missing = sorted({str(file) for file in files.values() if not file.is_file()})
-    if missing or not files:
-        raise UserError(
-            f"{directory} has no weights" if not files else f"{index} names files that are missing: {missing[:3]}",
-            source=str(directory), expected="*.safetensors (with their index when sharded)",
-            hint="download the checkpoint again, or convert .bin files with transformers' save_pretrained")
-    return files
 
 
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
@@ -234,7 +211,7 @@ def _finish_directory(
     side_files_from: Path,
 ) -> None:
     if num_files > 1:
-        (partial / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        (partial / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
     for name in _SIDE_FILES:
         if (side_files_from / name).is_file():
             shutil.copy(side_files_from / name, partial / name)

@@ -12,8 +12,8 @@ from safetensors import safe_open
 
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, read_manifest, resolve_weights
 from megatron_rl.checkpoint.files import DIGESTS_FILE
-from megatron_rl.checkpoint.huggingface import index_safetensors
 from megatron_rl.checkpoint.manifest import RECIPE_FILE
+from megatron_rl.checkpoint.safetensors_index import index_safetensors
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader, dtype_name
 from megatron_rl.types import UserError
 

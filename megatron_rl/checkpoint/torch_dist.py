@@ -198,6 +198,8 @@ class ChunkReader:
         }
         for index, info in metadata.storage_data.items():
             if index.fqn in self.tensors:
+                if Path(info.relative_path).name != info.relative_path:
+                    raise _damaged(directory / METADATA_FILE, f"it names {info.relative_path!r}, no file beside it")
                 shape, dtype = self.tensors[index.fqn]
                 box = tuple((o, o + n) for o, n in zip(index.offset, sizes[index.fqn, index.offset], strict=True))
                 self._chunks[index.fqn].append(Chunk(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megatron_rl.checkpoint.huggingface import index_safetensors
+from megatron_rl.checkpoint.safetensors_index import index_safetensors
 from megatron_rl.weights.placement import Placement, box_slices, box_volume
 
 

@@ -262,10 +262,12 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
             hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
         )
     try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not JSON: {error}", source=str(file), expected="an HF config.json",
-                        hint="the file may be half downloaded") from None
+        config = json.loads(file.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}")
+    except ValueError as error:
+        raise UserError(f"{file} holds no JSON object: {error}", source=str(file), expected="an HF config.json",
+                        hint="the file may be half downloaded: download config.json again") from None
     return model_shape_from_config(config, source=str(file), head=head)
 
 

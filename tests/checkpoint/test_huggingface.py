@@ -26,10 +26,10 @@ from distributed import run_ranks
 from megatron_rl.checkpoint import huggingface
 from megatron_rl.checkpoint.huggingface import (
     check_checkpoint,
-    index_safetensors,
     load_huggingface,
     save_huggingface,
 )
+from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
@@ -37,7 +37,6 @@ from megatron_rl.weights.families import FAMILIES, Head, ModelShape, load_model_
 from megatron_rl.weights.placement import box_volume
 from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 
-INDEX = "model.safetensors.index.json"
 SMALL_FILE = 10_000  # bytes; the models below are 40 to 50 kB
 PADDING_ROWS = 5
 SIZES = dict(num_hidden_layers=4, hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=4,
@@ -62,7 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name, limit in ((family, "1GB"), (f"{family} sharded", SMALL_FILE)):
             found[name] = root / name
             model.save_pretrained(found[name], max_shard_size=limit)
-    assert (found["qwen2 sharded"] / INDEX).is_file() and not (found["qwen2"] / INDEX).is_file()
+    assert (found["qwen2 sharded"] / INDEX_FILE).is_file() and not (found["qwen2"] / INDEX_FILE).is_file()
     return found
 
 
@@ -160,9 +159,9 @@ def test_tensors_that_are_missing_or_have_another_shape_are_named(
 def test_directories_without_all_their_files_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no weights"):
         index_safetensors(tmp_path)
-    index = json.loads((checkpoints["qwen2 sharded"] / INDEX).read_text())
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match="names files that are missing.*model-00001-of"):
+    index = json.loads((checkpoints["qwen2 sharded"] / INDEX_FILE).read_text())
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="of the model are missing: model-00001-of"):
         index_safetensors(tmp_path)
 
 
@@ -301,14 +300,14 @@ def test_four_ranks_write_what_transformers_wrote(
     assert (target / "generation_config.json").is_file() and [d.name for d in target.parent.iterdir()] == ["model"]
     files = sorted(target.glob("*.safetensors"))
     if max_file_bytes == SMALL_FILE:
-        index = json.loads((target / INDEX).read_text())["weight_map"]
+        index = json.loads((target / INDEX_FILE).read_text())["weight_map"]
         assert len(files) > 3 and {target / file for file in index.values()} == set(files)
         for file in files:
             tensors = load_file(file)
             assert {index[name] for name in tensors} == {file.name}
             assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= SMALL_FILE
     else:
-        assert [file.name for file in files] == ["model.safetensors"] and not (target / INDEX).exists()
+        assert [file.name for file in files] == ["model.safetensors"] and not (target / INDEX_FILE).exists()
     check_checkpoint(target, load_model_shape(target))
     ids = torch.arange(12)[None]
     logits = [AutoModelForCausalLM.from_pretrained(directory)(ids).logits for directory in (source, target)]

@@ -163,6 +163,16 @@ class _Evil:
         return print, ("this must never run",)
 
 
+def test_metadata_names_files_beside_it_only(tmp_path: Path):
+    write_example(tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"metadata is damaged: it names '\.\./__0_0.distcp', no file beside it"):
+        ChunkReader(tmp_path)
+
+
 @pytest.mark.parametrize("content,found", [
     (pickle.dumps(_Evil()), "it asks for builtins.print, which no checkpoint needs"),
     (pickle.dumps({"a": 1}), "it does not hold the metadata of a checkpoint"),

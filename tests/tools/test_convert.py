@@ -38,6 +38,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, its weights half downloaded."""
+    directory = tmp_path_factory.mktemp("broken")
+    for file in model.iterdir():
+        content = file.read_bytes()
+        (directory / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    return directory
+
+
 def test_there_and_back(model: Path, tmp_path: Path, capsys):
     megatron, back, description = tmp_path / "megatron", tmp_path / "back", tmp_path / "found.json"
     assert TO_MEGATRON.main([f"--hf={model}", f"--out={megatron}", "--file-gib=0.0002", "--processes=2"]) == 0
@@ -93,13 +103,15 @@ def test_models_in_hf_format(model: Path, capsys):
     (TO_MEGATRON, ["--hf={model}", "--out={model}"], "exists"),
     (TO_MEGATRON, ["--hf={model}", "--out={out}", "--processes=0"], "--processes 0"),
     (TO_MEGATRON, ["--hf={model}", "--out=/proc/nothing/x"], "cannot be written"),
+    (TO_MEGATRON, ["--hf={broken}", "--out={out}"], "model.safetensors is damaged: "),
+    (INSPECT, ["{broken}"], "model.safetensors is damaged: "),
     (TO_HF, ["--checkpoint={model}", "--out={out}"], "holds no Megatron distributed checkpoint"),
     (INSPECT, ["absent"], "holds no Megatron distributed checkpoint"),
 ], ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else None)
 def test_bad_input_is_one_error(
-    tool: ModuleType, arguments: list[str], found: str, model: Path, tmp_path: Path, capsys
+    tool: ModuleType, arguments: list[str], found: str, model: Path, broken: Path, tmp_path: Path, capsys
 ):
-    assert tool.main([text.format(model=model, out=tmp_path / "out") for text in arguments]) == 2
+    assert tool.main([text.format(model=model, broken=broken, out=tmp_path / "out") for text in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "error: " in printed.err and found in printed.err and "hint:" in printed.err
     assert not list(tmp_path.iterdir())

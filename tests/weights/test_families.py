@@ -214,9 +214,10 @@ def test_a_missing_key_is_named(key: str) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no .*nowhere/config.json"):
         load_model_shape(tmp_path / "nowhere")
-    (tmp_path / "config.json").write_text('{"model_type": "lla')
-    with pytest.raises(UserError, match="config.json is not JSON"):
-        load_model_shape(tmp_path)
+    for content in (b'{"model_type": "lla', b"\xff\xfe", b"[]", b""):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(UserError, match="config.json holds no JSON object"):
+            load_model_shape(tmp_path)
 
 
 def test_training_layouts_that_hold_the_model() -> None:
