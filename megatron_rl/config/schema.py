@@ -339,6 +339,9 @@ class ObservabilityConfig:
     status_port: int | None = option(
         None, "Port of a read-only web page about the run, served by rank 0 (0: any free port, printed); null: off.")
     status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
+    status_token: bool = option(
+        True, "Serve the page below a random path that is printed at the start, so that only those who see the output "
+        "of the run can read it.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class SinkSettings(Protocol):
     wandb_name: str | None
     status_port: int | None
     status_host: str
+    status_token: bool
 
 
 class Run:
@@ -120,8 +121,9 @@ class Run:
         add(MetricsFile(self.dir, after_step))
         if settings.status_port is not None:
             page = StatusPage(
-                self.dir.resolve().name, settings.status_host, settings.status_port, now=self._describe_now,
-                positions=lambda: self.positions(), records=read_metrics(self.dir))
+                self.dir.resolve().name, settings.status_host, settings.status_port,
+                has_token=settings.status_token, now=self._describe_now, positions=lambda: self.positions(),
+                records=read_metrics(self.dir))
             add(page)
             self.log.info("status page: %s", page.url)
         if settings.wandb != "off":

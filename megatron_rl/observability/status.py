@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status page of a run: a small read-only web server on rank 0.
 
-`/` is one self-contained page that asks for `/status.json` every few seconds; there is nothing else. The server reads
-no file that a request names, keeps its data in memory and runs in a thread of its own.
+It serves one self-contained page that asks for `status.json` beside it every few seconds, and nothing else. The server
+reads no file that a request names, keeps its data in memory and runs in threads of its own. It answers to names that
+nobody else can give it (a web page elsewhere whose name is made to lead here is refused), below a path that only those
+know who read the run's output, to so many connections at a time, and to each for so long.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import json
 import logging
 import math
+import secrets
+import socket
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +35,8 @@ from megatron_rl.types import UserError
 _PARTS = Path(__file__).parent / "status_page"
 _MOST_POINTS = 400  # of a curve in one answer
 _LOOK_SECONDS = 1.0  # between two looks at the ranks, however many people watch
+_MOST_CONNECTIONS = 32
+_CONNECTION_SECONDS = 30.0
 _SAMPLE_FIELDS = ("prompt", "response", "ground_truth", "reward", "finish_reason")
 # Title of a chart -> which metrics are lines of it.
 CHARTS: dict[str, Callable[[str], bool]] = {
@@ -49,6 +58,7 @@ class StatusPage(Sink):
     Args:
         name: of the run.
         host, port: where; port 0: any free one.
+        has_token: serve below a path that cannot be guessed.
         now: what changes between two steps, asked for each answer.
         positions: the last heartbeat of each rank, None where there was none; empty where nobody watches the ranks.
         records: of the run so far, where it is resumed.
@@ -57,15 +67,17 @@ class StatusPage(Sink):
         UserError: the port is taken, or the host is not one of this machine.
     """
 
-    def __init__(self, name: str, host: str, port: int, *, now: Callable[[], Mapping[str, Any]], positions: Positions,
-                 records: Sequence[Mapping[str, float | None]] = ()) -> None:
+    def __init__(self, name: str, host: str, port: int, *, has_token: bool, now: Callable[[], Mapping[str, Any]],
+                 positions: Positions, records: Sequence[Mapping[str, float | None]] = ()) -> None:
         self._name, self._now, self._ranks = name, now, _Ranks(positions)
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
         self._samples: dict[str, Any] = {"step": None, "rows": []}
         for record in records:
             self._add(int(record["step"] or 0), record)
+        self._path = f"/{secrets.token_urlsafe(16)}/" if has_token else "/"
         try:
-            self._server = _Server((host, port), self.status, read_template(_PARTS, name, connect="'self'"))
+            self._server = _Server(
+                (host, port), self._path, self.status, read_template(_PARTS, name, connect="'self'"))
         except (OSError, OverflowError) as error:
             raise UserError(
                 f"{host}:{port} cannot be served: {error}", source="observability.status_port",
@@ -77,7 +89,7 @@ class StatusPage(Sink):
     def url(self) -> str:
         """Where it is served."""
         host, port = self._server.server_address[:2]
-        return f"http://{host}:{port}/"
+        return f"http://{host}:{port}{self._path}"
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Go on with the curves."""
@@ -96,7 +108,7 @@ class StatusPage(Sink):
                 {name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows]}
 
     def status(self) -> dict[str, Any]:
-        """What /status.json says."""
+        """What status.json says."""
         charts = [
             {"title": title, "lines": [{"name": key, "points": thin(points)} for key, points in list(lines.items())]}
             for title, lines in self._curves.items() if lines]
@@ -154,17 +166,57 @@ def _text(value: Any) -> str:
     return shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
+def _is_own_name(host: str, own: str) -> bool:
+    """Whether a Host header is a name that no one else can give this machine: its own, or an address.
+
+    Args:
+        host: the header, with or without a port.
+        own: name that the page is served under.
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name = name.strip("[]").lower()
+    if name in ("localhost", own.lower(), socket.gethostname().lower()):
+        return True
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_port = False  # two runs must not share a port
 
-    def __init__(self, address: tuple[str, int], status: Callable[[], Mapping[str, Any]], page: str) -> None:
-        self.status, self.page = status, page.encode()
+    def __init__(
+        self, address: tuple[str, int], path: str, status: Callable[[], Mapping[str, Any]], page: str
+    ) -> None:
+        self.host, self.path, self.status, self.page = address[0], path, status, page.encode()
+        self._open: dict[socket.socket, float] = {}  # when each connection began
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         """Bind without asking the name service what this machine is called, as HTTPServer does."""
         socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a thread for a connection; with too many open ones, close it."""
+        if len(self._open) >= _MOST_CONNECTIONS:
+            super().shutdown_request(request)
+            return
+        self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection that ends."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second: cut the connections that take too long, however busy they are."""
+        for request, began in list(self._open.items()):
+            if time.monotonic() - began > _CONNECTION_SECONDS:
+                with suppress(OSError):  # it has ended
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away is nothing to tell on the console."""
@@ -179,11 +231,17 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds that a connection may be silent
 
     def do_GET(self) -> None:
-        """Answer with the page, the status, or 404."""
-        path = self.path.partition("?")[0]
-        if path == "/":
+        """Answer with the page, the status, or an error."""
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not _is_own_name(hosts[0], self.server.host):
+            self.send_error(421, "Misdirected Request", "Use localhost, this machine's name or an address of it.")
+            return
+        folder, _, file = self.path.partition("?")[0].rpartition("/")
+        if not hmac.compare_digest(f"{folder}/".encode(), self.server.path.encode()):
+            self.send_error(404, explain="The address is the one that the run printed when it started.")
+        elif file == "":
             self._send("text/html; charset=utf-8", self.server.page)
-        elif path == "/status.json":
+        elif file == "status.json":
             self._send("application/json", json.dumps(self.server.status(), allow_nan=False).encode())
         else:
             self.send_error(404)

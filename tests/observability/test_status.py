@@ -12,10 +12,12 @@ import logging
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -40,7 +42,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Ru
         Position(0, 2, "update", 9, None, None, "step.py:1 in f", 0.2, 5),
         Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5), None]
     run.start(None)
-    yield run, re.search(r"status page: (http://127\.0\.0\.1:\d+/)\n", capsys.readouterr().out)[1]
+    yield run, re.search(r"status page: (http://127\.0\.0\.1:\d+/[\w-]{22}/)\n", capsys.readouterr().out)[1]
     run.close()
     close_rank_log(logging.getLogger(LOGGER_NAME))
 
@@ -59,11 +61,12 @@ def learn(run: Run, stack: ExitStack) -> None:
     run._show_rollout(RolloutCount(3, 8, 100, 50.5, 2.0))
 
 
-def ask(url: str, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-    host = url.removeprefix("http://").rstrip("/")
-    connection = http.client.HTTPConnection(host, timeout=10)
+def ask(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Ask for a path below the page's address (or from the root of the server, with a leading "/")."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=10)
     try:
-        connection.request(method, path)
+        connection.request(method, path if path.startswith("/") else address.path + path, headers=headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
     finally:
@@ -73,7 +76,7 @@ def ask(url: str, path: str, method: str = "GET") -> tuple[int, dict[str, str], 
 def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
     with ExitStack() as stack:
         learn(run[0], stack)
-        code, headers, body = ask(run[1], "/status.json")
+        code, headers, body = ask(run[1], "status.json")
     status = json.loads(body)
     assert (code, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
     assert (status["run"], status["step"], status["total_steps"], status["phase"]) == (
@@ -93,14 +96,14 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
 def test_only_two_paths_and_two_methods(run: tuple[Run, str]) -> None:
     run_dir = run[0].dir
     (run_dir / "config.yaml").write_text("secret")
-    for path in ("/config.yaml", "/../config.yaml", "//etc/passwd", f"/{run_dir}/config.yaml", "/status.json/", "/x"):
+    for path in ("config.yaml", "../config.yaml", "/etc/passwd", f"/{run_dir}/config.yaml", "status.json/", "x"):
         code, _, body = ask(run[1], path)
         assert code == 404 and b"secret" not in body, path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
-        assert ask(run[1], "/", method)[0] == 501
-    code, headers, body = ask(run[1], "/", "HEAD")
+        assert ask(run[1], "", method)[0] == 501
+    code, headers, body = ask(run[1], "", "HEAD")
     assert (code, body) == (200, b"") and int(headers["Content-Length"]) > 1000
-    code, headers, body = ask(run[1], "/?x=1")
+    code, headers, body = ask(run[1], "?x=1")
     page = body.decode()
     assert code == 200 and headers["X-Content-Type-Options"] == "nosniff"
     assert page.count("<script") == 1 and "<b>" not in page and "{{" not in page
@@ -109,24 +112,90 @@ def test_only_two_paths_and_two_methods(run: tuple[Run, str]) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
 
 
+def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Path) -> None:
+    """Another user of the node, who sees the port and not the output of the run."""
+    token = urlsplit(run[1]).path.strip("/")
+    assert ask(run[1], "status.json")[0] == 200
+    for path in ("/", "/status.json", "//status.json", f"/{token[:-1]}/status.json", f"/{token}x/status.json",
+                 f"/{token}", f"/x/{token}/status.json", f"/?token={token}", "/%C3%A9/"):
+        code, _, body = ask(run[1], path)
+        assert code == 404 and token.encode() not in body and b"<script" not in body, path
+    pages = [StatusPage("run", "127.0.0.1", 0, has_token=has, now=dict, positions=tuple) for has in (True, True, False)]
+    paths = [urlsplit(page.url).path for page in pages]
+    assert len({token, *(path.strip("/") for path in paths)}) == 4 and paths[2] == "/"
+    assert ask(pages[2].url, "/status.json")[0] == 200
+    for page in pages:
+        page.close()
+
+
+@pytest.mark.parametrize(("host", "code"), [
+    ("127.0.0.1:8080", 200), ("localhost", 200), ("LOCALHOST:9", 200), ("[::1]:80", 200), ("10.1.2.3", 200),
+    (socket.gethostname(), 200), ("attacker.example", 421), ("127.0.0.1.attacker.example:8080", 421),
+    ("localhost.attacker.example", 421), ("", 421), ("[x", 421),
+])
+def test_only_its_own_names_are_answered(run: tuple[Run, str], host: str, code: int) -> None:
+    """A web page whose name its owner makes lead to this machine says that name (DNS rebinding)."""
+    for path in ("", "status.json"):
+        assert ask(run[1], path, Host=host)[0] == code
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side ends the connection."""
+    connection.settimeout(10)
+    try:
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_request_names_one_host(run: tuple[Run, str]) -> None:
+    address = urlsplit(run[1])
+    for hosts in ("", "Host: localhost\r\nHost: localhost\r\n"):
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            connection.sendall(f"GET {address.path} HTTP/1.0\r\n{hosts}\r\n".encode())
+            assert b" 421 " in read_all(connection)
+
+
+def test_connections_are_few_and_short(run: tuple[Run, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections take neither all threads of the node nor the page from its readers for long."""
+    from megatron_rl.observability import status as module
+
+    address = urlsplit(run[1])
+    with ExitStack() as stack:
+        threads = threading.active_count()
+        held = [stack.enter_context(socket.create_connection((address.hostname, address.port))) for _ in range(80)]
+        for connection in held:
+            with suppress(OSError):  # refused already
+                connection.sendall(b"GET ")
+        for connection in held[module._MOST_CONNECTIONS:]:
+            assert read_all(connection) == b""
+        assert threading.active_count() <= threads + module._MOST_CONNECTIONS
+        monkeypatch.setattr(module, "_CONNECTION_SECONDS", 0.2)
+        for connection in held[: module._MOST_CONNECTIONS]:
+            read_all(connection)
+        monkeypatch.undo()
+        assert ask(run[1], "status.json")[0] == 200
+
+
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be served") as caught:
-            StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)
+            StatusPage("run", "127.0.0.1", port, has_token=True, now=dict, positions=tuple)
     assert caught.value.source == "observability.status_port"
-    page = StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)  # free again
-    ask(page.url, "/status.json")
+    page = StatusPage("run", "127.0.0.1", port, has_token=True, now=dict, positions=tuple)  # free again
+    ask(page.url, "status.json")
     page.close()
     page.close()
     with pytest.raises(ConnectionRefusedError):
-        ask(page.url, "/status.json")
-    StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple).close()  # a run that is started again
+        ask(page.url, "status.json")
+    # A run that is started again:
+    StatusPage("run", "127.0.0.1", port, has_token=True, now=dict, positions=tuple).close()
 
 
 def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
     records = [{"step": step, "reward/mean": None if step == 2 else step / 1000} for step in range(1, 1001)]
-    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple, records=records)
+    page = StatusPage("run", "127.0.0.1", 0, has_token=False, now=dict, positions=tuple, records=records)
     page.log(1001, {"reward/mean": 2.0})
     (chart,) = page.status()["charts"]
     page.close()
