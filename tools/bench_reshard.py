@@ -178,7 +178,8 @@ class Bench:
         """Copy as many bytes into the same destination pages, straight from mapped memory."""
         exports: list[Any] = [None] * self.world
         dist.all_gather_object(exports, export_params(self.source))
-        peer = map_params(exports[(self.rank + 1) % self.world])
+        device = next(iter(self.source.values())).device
+        peer = map_params(exports[(self.rank + 1) % self.world], device)
         origins = [t.view(-1) for t in peer.values()]
         pairs, index = [], 0
         aliased = {id(t) for t in self.source.values()}

@@ -35,8 +35,10 @@ class Process:
 def init_distributed(timeout_minutes: float) -> Process:
     """Join the job that torchrun described in the environment.
 
-    gloo on a machine without CUDA; gloo for CPU tensors and NCCL for CUDA tensors otherwise. A process
-    started without torchrun becomes a job of one rank.
+    gloo on a machine without CUDA; gloo for CPU tensors and NCCL for CUDA tensors otherwise. NCCL connects the ranks
+    of a group at its first collective (see `connect`): bound to a device (`device_id`), torch would split the world's
+    communicator for each new group, a gloo one too, and every rank of the world would wait for every such split. A
+    process started without torchrun becomes a job of one rank.
 
     Args:
         timeout_minutes: a collective that waits longer raises.
@@ -58,10 +60,25 @@ def init_distributed(timeout_minutes: float) -> Process:
             store = meet(store, rank, world_size, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank,
-            world_size=world_size, device_id=device if use_cuda else None)
+            world_size=world_size)
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
+
+
+def current_device() -> torch.device:
+    """The GPU that this process was given, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make messages from one rank of a group to another safe; collective over it.
+
+    The first batch of such messages would connect a group of NCCL as a collective does: ranks without a message of
+    their own would be waited for forever.
+    """
+    if group is not None and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

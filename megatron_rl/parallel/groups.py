@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_rl.parallel.collectives import connect, current_device
 from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 
@@ -72,37 +73,55 @@ class ParallelGroups:
         return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=self.layout.pp_size - 1)
 
 
+def list_partitions(layout: ParallelLayout) -> dict[str, list[list[int]]]:
+    """Rank lists of all groups of a layout by megatron-core's names of them, the same on every rank."""
+    found = {"_".join(axes): layout.groups(*axes) for axes in (
+        ("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))}
+    found |= {name: layout.expert_groups(*axes) for name, axes in (
+        ("ep", ("ep",)), ("expt_tp", ("tp",)), ("expt_dp", ("dp",)), ("tp_ep", ("tp", "ep")),
+        ("tp_ep_pp", ("tp", "ep", "pp")))}
+    found["embd"] = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in found["pp"]]
+    return {name: sorted(rank_lists) for name, rank_lists in found.items()}
+
+
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:
     """Create the process groups of `layout`; collective over the default group.
 
-    Every rank creates every group, in the same order.
+    Every rank creates every group, in the same order. Lists that several names share are one group, with one
+    communicator: what a layout really needs is a handful, whatever the number of ranks.
+
+    Args:
+        layout: on all ranks.
+        timeout: of the groups; the default group, which serves where a group is all ranks, has its own.
     """
     rank = dist.get_rank()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-
-    def mine(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
-        found = None
-        for ranks in rank_lists:
-            group = dist.new_group(ranks, timeout=timeout)
-            if rank in ranks:
-                found = group
-        return found
-
-    tp, pp, cp, dp = (mine(layout.groups(axis)) for axis in ("tp", "pp", "cp", "dp"))
-    tp_pp, dp_cp, tp_cp = (mine(layout.groups(*axes)) for axes in (("tp", "pp"), ("dp", "cp"), ("tp", "cp")))
-    tp_dp_cp = mine(layout.groups("tp", "dp", "cp"))
-    ep, expt_tp, expt_dp = (mine(layout.expert_groups(axis)) for axis in ("ep", "tp", "dp"))
-    tp_ep, tp_ep_pp = (mine(layout.expert_groups(*axes)) for axes in (("tp", "ep"), ("tp", "ep", "pp")))
-    first_and_last = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in layout.groups("pp")]
-    embd = mine(first_and_last)
+    made: dict[str, dist.ProcessGroup | None] = {}
+    of: dict[str, dist.ProcessGroup | None] = {}
+    for name, rank_lists in list_partitions(layout).items():
+        key = str(rank_lists)
+        if key not in made:
+            made[key] = _make_own(rank_lists, rank, timeout)
+        of[name] = made[key]
+    connect(of["pp"], current_device())
     # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
+    # `tp_dp_cp` is of auxiliary losses, which are off.
     collection = ProcessGroupCollection(
-        tp=tp, pp=pp, cp=cp, dp=dp, mp=tp_pp, dp_cp=dp_cp, tp_cp=tp_cp, tp_dp_cp=tp_dp_cp,
-        embd=embd, pos_embd=None, ep=ep, expt_tp=expt_tp, tp_ep=tp_ep, tp_ep_pp=tp_ep_pp, expt_dp=expt_dp,
-        intra_dp_cp=dp_cp, intra_expt_dp=expt_dp, intra_dist_opt=dist.group.WORLD, inter_dist_opt=None, hcp=None,
-    )
+        **{name: group for name, group in of.items() if name != "tp_pp"}, mp=of["tp_pp"], pos_embd=None, tp_dp_cp=None,
+        intra_dp_cp=of["dp_cp"], intra_expt_dp=of["expt_dp"], intra_dist_opt=dist.group.WORLD, inter_dist_opt=None,
+        hcp=None)
     return ParallelGroups(
         layout=layout, at=layout.coordinates(rank), expert_at=layout.expert_coordinates(rank),
-        world=dist.group.WORLD, tp=tp, pp=pp, cp=cp, dp=dp, tp_pp=tp_pp, dp_cp=dp_cp, collection=collection,
-    )
+        world=dist.group.WORLD, collection=collection,
+        **{name: of[name] for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp")})
+
+
+def _make_own(rank_lists: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """This rank's group among these, which no two share a rank; None if it is in none."""
+    if rank_lists == [list(range(dist.get_world_size()))]:
+        return dist.group.WORLD
+    if max(map(len, rank_lists)) == 1:
+        return dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in rank_lists]  # costs nothing where one is no member
+    return next((group for group, ranks in zip(groups, rank_lists, strict=True) if rank in ranks), None)

@@ -8,17 +8,21 @@ the rest. No rank ever holds a tensor that it does not need. Views of every piec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel.collectives import connect
 from megatron_rl.resharding.buckets import BucketTransport
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import Export, export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
 from megatron_rl.weights.placement import box_slices
+
+log = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "pull", "buckets")
 
@@ -81,7 +85,9 @@ class Resharder:
         pulled_by = _pullers(plan.rank, mapped.keys(), group)
         receives = {peer: ops for peer, ops in plan.receives.items() if peer not in mapped}
         sends = {peer: ops for peer, ops in plan.sends.items() if peer not in pulled_by}
-        device = next(iter(source.values())).device
+        self._device = device = next(iter(source.values())).device
+        if self.transport != "pull":
+            connect(group, device)
         self._buckets = BucketTransport(sends, receives, source, destination, group, bucket_bytes, dtype, device)
         self.stats = ReshardStats(
             bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in mapped for op in ops], dtype),
@@ -110,8 +116,8 @@ class Resharder:
         return self.stats
 
     def _meet(self, when: str) -> None:
-        if self._targets and self._targets[0].is_cuda:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":  # the barrier is the hosts': it orders nothing that a device has queued
+            torch.cuda.synchronize(self._device)
         try:
             dist.barrier(group=self._group)
         except RuntimeError as error:
@@ -141,14 +147,24 @@ def _map_peers(
             hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets")
     exports: list[Export] = [None] * group.size()
     dist.all_gather_object(exports, export_params(source), group=group)
-    here = exports[group.rank()].host
-    mapped = {peer: map_params(exports[peer]) for peer in plan.receives if exports[peer].host == here}
-    is_remote = torch.tensor([len(mapped) < len(plan.receives)], dtype=torch.int64)
-    dist.all_reduce(is_remote, op=dist.ReduceOp.MAX, group=group)
-    if is_remote and transport == "pull":
-        raise UserError("weights must come from another host", source="hybrid.transport=pull",
-                        expected="all ranks on one host",
-                        hint="use hybrid.transport=auto: pull on a host, buckets between hosts")
+    here, device = exports[group.rank()].host, next(iter(source.values())).device
+    mapped, failure = {}, ""
+    try:
+        mapped = {peer: map_params(exports[peer], device) for peer in plan.receives if exports[peer].host == here}
+    except RuntimeError as error:  # no link between two GPUs
+        failure = f"rank {group.rank()} cannot map a peer's memory: {str(error).splitlines()[0]}"
+    found: list[tuple[bool, str]] = [(False, "")] * group.size()
+    dist.all_gather_object(found, (len(mapped) < len(plan.receives), failure), group=group)
+    failure = next((said for _, said in found if said), "")
+    if failure and transport == "auto":
+        if group.rank() == 0:
+            log.warning("weights travel in buckets: %s", failure)
+        return "buckets", {}
+    is_remote = any(remote for remote, _ in found)
+    if transport == "pull" and (failure or is_remote):
+        raise UserError(failure or "weights must come from another host", source="hybrid.transport=pull",
+                        expected="all ranks on one host, and a link between any two of its GPUs",
+                        hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere")
     return ("pull+buckets" if is_remote else "pull"), mapped
 
 

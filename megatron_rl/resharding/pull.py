@@ -8,9 +8,10 @@ memory is reached through the owner's open file descriptor and is gone with the 
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,18 @@ def export_params(params: Mapping[str, torch.Tensor]) -> Export:
     return Export(host_name(), tuple(_share(storage) for storage in storages), described)
 
 
-def map_params(export: Export) -> dict[str, torch.Tensor]:
-    """Map a peer's parameters; they change when the peer writes, and must not be written here."""
-    storages = [_map(recipe) for recipe in export.storages]
+def map_params(export: Export, device: torch.device) -> dict[str, torch.Tensor]:
+    """Map a peer's parameters; they change when the peer writes, and must not be written here.
+
+    Args:
+        export: of a peer on this host.
+        device: this rank's own. GPU memory is mapped into its address space and read over the link between both: on
+            the peer's device this process would need a CUDA context, some 500 MiB, and the right to see it.
+
+    Raises:
+        RuntimeError: (CUDA's own) there is no link between the two GPUs.
+    """
+    storages = [_map(recipe, device) for recipe in export.storages]
     mapped = {}
     for name, param in export.params.items():
         storage = storages[param.storage]
@@ -107,8 +117,15 @@ def _share(storage: torch.UntypedStorage) -> Any:
     return f"/proc/{os.getpid()}/fd/{descriptor}", size
 
 
-def _map(recipe: Any) -> torch.UntypedStorage:
+def _map(recipe: Any, device: torch.device) -> torch.UntypedStorage:
     first, second = recipe
     if callable(first):
-        return first(*second).untyped_storage()
+        return first(*move_recipe(first, second, device)).untyped_storage()
     return torch.UntypedStorage.from_file(first, True, second)
+
+
+def move_recipe(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
+    """The arguments with which torch's recipe for CUDA memory maps it on `device`, not where it was made."""
+    moved = list(arguments)
+    moved[list(inspect.signature(rebuild).parameters).index("storage_device")] = device.index
+    return moved

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.groups import build_groups, list_partitions
 from megatron_rl.parallel.layout import ParallelLayout
 
 OURS = ("world", "tp", "pp", "cp", "dp", "tp_pp", "dp_cp")
-MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "tp_dp_cp", "embd", "pos_embd", "ep", "expt_tp",
+MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "embd", "pos_embd", "ep", "expt_tp",
              "tp_ep", "tp_ep_pp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt")
 
 
@@ -27,6 +28,7 @@ def describe(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any
 
     found: dict[str, Any] = {name: members(getattr(groups, name)) for name in OURS}
     found["collection"] = {name: members(getattr(groups.collection, name)) for name in MEGATRONS}
+    found["num_made"] = len(dist.distributed_c10d._world.pg_names) - 1  # besides the default group
     found["stage"] = groups.is_first_stage, groups.is_last_stage, groups.last_stage_rank
     total = torch.tensor(float(rank))
     dist.all_reduce(total, group=groups.pp)
@@ -40,13 +42,50 @@ def test_tp2_pp2() -> None:
     expected_pp = [[0, 2], [1, 3], [0, 2], [1, 3]]
     for rank, of in enumerate(found):
         assert of["world"] == of["tp_pp"] == of["collection"]["mp"] == [0, 1, 2, 3]
-        assert of["tp"] == of["collection"]["tp"] == of["collection"]["tp_dp_cp"] == expected_tp[rank]
+        assert of["tp"] == of["collection"]["tp"] == expected_tp[rank]
         assert of["pp"] == of["collection"]["pp"] == of["collection"]["embd"] == expected_pp[rank]
         assert of["dp"] == of["cp"] == of["dp_cp"] == of["collection"]["ep"] == [rank]
         assert of["collection"]["intra_dist_opt"] == [0, 1, 2, 3]
         assert of["sum_over_pp"] == sum(expected_pp[rank])
+        assert of["num_made"] == 3, "tp, pp, and the rank alone"
     assert [of["stage"] for of in found] == [
         (True, False, 2), (True, False, 3), (False, True, 2), (False, True, 3)]
+
+
+@pytest.mark.parametrize("world_size", [64, 512, 4096])
+@pytest.mark.parametrize(("sizes", "most"), [
+    ({}, 2), (dict(tp_size=8), 4), (dict(tp_size=8, pp_size=4), 7), (dict(tp_size=4, ep_size=8), 7),
+    (dict(tp_size=4, pp_size=2, cp_size=2, ep_size=4), 12)])
+def test_a_layout_needs_a_handful_of_groups_on_any_number_of_ranks(
+    sizes: dict[str, int], most: int, world_size: int
+) -> None:
+    """The groups of one rank; and each rank is in one of each kind, so that nobody waits for ranks outside of it."""
+    partitions = list_partitions(ParallelLayout(world_size, **sizes))
+    assert len({str(rank_lists) for rank_lists in partitions.values()}) <= most
+    for name, rank_lists in partitions.items():
+        ranks = [rank for ranks in rank_lists for rank in ranks]
+        assert len(ranks) == len(set(ranks)) and (name == "embd" or len(ranks) == world_size)
+
+
+def _start_on_a_gpu(rank: int, world_size: int) -> dict[str, Any]:
+    started: dict[str, Any] = {}
+    torch.cuda.is_available, torch.cuda.set_device = lambda: True, lambda device: None  # in this fork only
+    dist.destroy_process_group()
+    start = dist.init_process_group
+
+    def note(backend: str, **options: Any) -> None:
+        started.update(backend=backend, names=sorted(options))
+        start("gloo", **{name: value for name, value in options.items() if name != "device_id"})
+
+    dist.init_process_group = note
+    init_distributed(timeout_minutes=1.0)
+    return started
+
+
+def test_no_device_is_bound_to_the_default_group() -> None:
+    """With one, each new group is a collective of the whole world. NCCL itself is not started here."""
+    assert run_ranks(_start_on_a_gpu, 1, timeout=60) == [
+        dict(backend="cpu:gloo,cuda:nccl", names=["rank", "store", "timeout", "world_size"])]
 
 
 def test_middle_stages_are_in_no_embedding_group() -> None:

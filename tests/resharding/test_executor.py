@@ -114,6 +114,57 @@ def test_every_destination_is_bitwise_right(pair: str, transport: str, bucket_by
         assert num_rounds > 20 if bucket_bytes == 1 << 10 else num_rounds <= 3 * 4
 
 
+def meet_as_on_a_gpu(rank: int, world_size: int, transport: str) -> tuple[bool, list[int], list[str]]:
+    """Whether this rank has targets; sizes of the groups connected at construction; devices waited for in a run."""
+    connected, waited = [], []
+    executor.connect = lambda group, device: connected.append(group.size())
+    executor.torch.cuda.synchronize = lambda device: waited.append(str(device))
+    shape = make_shape()
+    source = place_megatron(shape, ParallelLayout(world_size, tp_size=2))
+    destination = place_on_rank_0(shape, world_size)
+    held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
+    resharder = Resharder(plan_tables(rank, source, destination), held, filled, dist.group.WORLD, dtype=torch.float32,
+                          bucket_bytes=1 << 10, transport=transport)
+    resharder._device = torch.device("cuda", 0)
+    resharder.run()
+    return bool(filled), connected, waited
+
+
+def test_ranks_without_targets_wait_for_what_their_device_has_queued() -> None:
+    """Another rank pulls from them as soon as all have met. The devices are CPUs under another name."""
+    found = run_ranks(meet_as_on_a_gpu, 2, "pull", timeout=60)
+    assert found == [(True, [], ["cuda:0"] * 2), (False, [], ["cuda:0"] * 2)]
+
+
+def test_all_ranks_connect_before_some_exchange_messages() -> None:
+    assert [connected for _, connected, _ in run_ranks(meet_as_on_a_gpu, 2, "buckets", timeout=60)] == [[2], [2]]
+
+
+def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: peer access is not supported between these two devices\nmore lines")
+
+    if rank == 0:
+        executor.map_params = fail
+    shape = make_shape()
+    source = place_megatron(shape, ParallelLayout(world_size, tp_size=2))
+    destination = place_vllm(shape, world_size, 1)
+    try:
+        return Resharder(
+            plan_tables(rank, source, destination), make_empty_shards(source[rank]),
+            make_empty_shards(destination[rank]), dist.group.WORLD, dtype=torch.float32, bucket_bytes=1 << 10,
+            transport=transport).transport
+    except UserError as error:
+        return error.found
+
+
+def test_gpus_without_a_link_between_them_use_buckets_or_refuse() -> None:
+    """One rank cannot map; all ranks decide alike. What the driver does is not covered."""
+    assert run_ranks(refuse_to_map, 2, "auto", timeout=60) == ["buckets"] * 2
+    message = "rank 0 cannot map a peer's memory: CUDA error: peer access is not supported between these two devices"
+    assert run_ranks(refuse_to_map, 2, "pull", timeout=60) == [message] * 2
+
+
 def test_equal_layouts_copy_inside_the_rank() -> None:
     """From one Megatron layout to itself no message is sent."""
 

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapping a peer's parameters on CPU. CUDA IPC is the same road with torch's own recipes; it needs GPUs."""
+"""Mapping a peer's parameters on CPU. CUDA IPC is the same road with torch's own recipes; it needs GPUs.
+
+Of those recipes only the change of device is tested here.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from distributed import run_ranks
-from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
+from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory, move_recipe
 
 
 def make_params() -> dict[str, torch.Tensor]:
@@ -41,7 +46,7 @@ def test_peers_see_writes_and_leave_nothing_behind() -> None:
         params = make_params()
         exports = [None, None]
         dist.all_gather_object(exports, export_params(params))
-        mapped = map_params(exports[1 - rank])
+        mapped = map_params(exports[1 - rank], torch.device("cpu"))
         params["b"].fill_(float(rank + 5))
         params["c"].fill_(float(rank))
         dist.barrier()
@@ -52,6 +57,14 @@ def test_peers_see_writes_and_leave_nothing_behind() -> None:
         return seen
 
     assert run_ranks(work, 2, timeout=60) == [[[6.0], [1.0]], [[5.0], [0.0]]]
+
+
+def test_gpu_memory_is_mapped_on_the_own_device() -> None:
+    """On the peer's, every rank would have a CUDA context on every GPU of the node."""
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    of_peer = tuple(3 if name == "storage_device" else f"{name} of the peer" for name in names)
+    moved = move_recipe(rebuild_cuda_tensor, of_peer, torch.device("cuda", 1))
+    assert dict(zip(names, moved, strict=True)) == dict(zip(names, of_peer, strict=True)) | {"storage_device": 1}
 
 
 def test_too_little_shared_memory_is_noticed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
