@@ -6,10 +6,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.batch_plan import BatchPlan  # noqa: E402
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.schema import RunConfig  # noqa: E402
+from megatron_rl.inputs import plan_rl, read_rl_inputs  # noqa: E402
 
 
 def check_memory(
@@ -31,4 +31,4 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 if __name__ == "__main__":
     sys.exit(run_command(
         sys.argv[1:], name="pretrain_grpo", description="Train a policy with GRPO, PPO or a relative.",
-        build_plan=BatchPlan.build, run=train, check_memory=check_memory))
+        build_plan=plan_rl, read_inputs=read_rl_inputs, run=train, check_memory=check_memory))

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.sft_plan import SftPlan  # noqa: E402
+from megatron_rl.inputs import read_sft_inputs  # noqa: E402
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
@@ -21,4 +22,4 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 if __name__ == "__main__":
     sys.exit(run_command(
         sys.argv[1:], name="pretrain_sft", description="Fine-tune a policy on responses (next-token loss).",
-        build_plan=SftPlan.build, run=train))
+        build_plan=SftPlan.build, read_inputs=read_sft_inputs, run=train))

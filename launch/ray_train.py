@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.config.batch_plan import BatchPlan  # noqa: E402
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
+from megatron_rl.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.types import UserError  # noqa: E402
 
 
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
     return run_command(
         rest, name="ray_train",
         description="Train a policy under Ray Train: --num-workers N [--cpus-per-worker X] [--max-failures N].",
-        build_plan=BatchPlan.build, run=partial(train, options=options))
+        build_plan=plan_rl, read_inputs=read_rl_inputs, run=partial(train, options=options))
 
 
 if __name__ == "__main__":

@@ -15,22 +15,15 @@ import numpy as np
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.loading import LoadedConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
 from megatron_rl.data.packing import packing_metrics, plan_microbatches
-from megatron_rl.data.prompts import PromptBatches, SftExample, SftSet, load_sft_examples
+from megatron_rl.data.prompts import PromptBatches, SftExample
+from megatron_rl.inputs import SftInputs, read_sft_inputs
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.roles import (
-    ModelInputs,
-    build_actor,
-    group_timeout,
-    launched_sizes,
-    read_model_inputs,
-    save_actor,
-    side_files,
-)
+from megatron_rl.roles import build_actor, group_timeout, launched_sizes, save_actor, side_files
 from megatron_rl.survival import Checkpoints, OpenedRun, open_run
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
 
@@ -38,23 +31,23 @@ class SftTrainer:
     """Actor, data and sinks of one SFT run; building it is collective."""
 
     def __init__(
-        self, config: RunConfig, inputs: ModelInputs, data: SftSet, plan: SftPlan, recipe: Path | None = None
+        self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None
     ) -> None:
-        self.config, self.plan = config, plan
+        self.config, self.plan = config, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
-        opened = open_run(config, recipe, plan.total_steps)
+        opened = open_run(config, recipe, self.plan.total_steps)
         self.run, self.guard = opened.run, opened.guard
         with self.guard.building():
-            self._build(opened, inputs, data)
+            self._build(opened, inputs)
 
-    def _build(self, opened: OpenedRun, inputs: ModelInputs, data: SftSet) -> None:
+    def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
         """Everything that needs the process group and the run directory."""
         config, plan = self.config, self.plan
-        groups = build_groups(inputs.layout, group_timeout(config))
-        actor = build_actor(config, inputs, groups, plan.total_steps)
+        groups = build_groups(inputs.model.layout, group_timeout(config))
+        actor = build_actor(config, inputs.model, groups, plan.total_steps)
         self.actor = self.run.timers.watch(actor, update_sft="update")
         self.examples = PromptBatches(
-            data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+            inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         self.checkpoints = Checkpoints(
             config, opened, {"actor": actor}, {"prompts": self.examples},
             side_files={"actor": side_files(config, config.model.path)},
@@ -105,13 +98,12 @@ def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
         Preempted: a signal asked the run to stop.
     """
     config, (world_size, _) = loaded.config, launched_sizes()
-    inputs = read_model_inputs(config, world_size)
-    data = load_sft_examples(config.data.train_files, inputs.tokenizer, config.data)
-    plan = SftPlan.build(config, world_size, len(data.examples))
-    trainer = SftTrainer(config, inputs, data, plan, recipe)
+    inputs = read_sft_inputs(config, world_size)
+    check_step_mode(config.actor, "actor")
+    trainer = SftTrainer(config, inputs, recipe)
     try:
         with trainer.guard.reporting():
-            _introduce(trainer, inputs, data)
+            _introduce(trainer, inputs)
             trainer.train()
     except UserError:
         trainer.checkpoints.commit()  # it was raised on every rank alike
@@ -121,11 +113,11 @@ def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
         trainer.run.close()
 
 
-def _introduce(trainer: SftTrainer, inputs: ModelInputs, data: SftSet) -> None:
+def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
     """Say once what runs, and what was found in the data."""
-    say = trainer.run.log.info
+    say, data = trainer.run.log.info, inputs.data
     say("run directory: %s", trainer.run.dir)
-    say("actor: %s, %s, %s layers on %s", inputs.layout.describe(), trainer.config.model.dtype,
+    say("actor: %s, %s, %s layers on %s", inputs.model.layout.describe(), trainer.config.model.dtype,
         trainer.actor.transformer_impl, trainer.process.device)
     say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
     for line in trainer.plan.formulas():

@@ -23,7 +23,6 @@ from megatron_rl.algorithms.advantages import Advantages
 from megatron_rl.algorithms.kl import build_kl_controller
 from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.collection import Collector
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig, RunConfig
@@ -41,6 +40,7 @@ from megatron_rl.experience import (
     pack_rollouts,
     rollout_row,
 )
+from megatron_rl.inputs import RlInputs, read_rl_inputs
 from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store
 from megatron_rl.parallel.groups import build_groups
@@ -48,7 +48,6 @@ from megatron_rl.parts import NO_PARTS, Parts
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles import (
-    RlInputs,
     build_actor,
     build_critic,
     build_hybrid_engine,
@@ -56,7 +55,6 @@ from megatron_rl.roles import (
     build_reward_model,
     group_timeout,
     launched_sizes,
-    read_rl_inputs,
     save_actor,
     side_files,
 )
@@ -68,6 +66,7 @@ from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.training.reference import Reference
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import Rollout, UserError
 
 
@@ -80,18 +79,16 @@ class Trainer:
     Args:
         config: the resolved config.
         inputs: from `read_rl_inputs`.
-        plan: batch arithmetic for this world size and these prompts.
         recipe: names the default run directory.
         parts: that are given as objects.
     """
 
     def __init__(
-        self, config: RunConfig, inputs: RlInputs, plan: BatchPlan, recipe: Path | None = None,
-        parts: Parts = NO_PARTS,
+        self, config: RunConfig, inputs: RlInputs, recipe: Path | None = None, parts: Parts = NO_PARTS,
     ) -> None:
-        self.config, self.inputs, self.plan = config, inputs, plan
+        self.config, self.inputs, self.plan = config, inputs, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
-        opened = open_run(config, recipe, plan.total_steps)
+        opened = open_run(config, recipe, self.plan.total_steps)
         self.guard = opened.guard
         with self.guard.building():
             self._build(opened, parts)
@@ -107,7 +104,9 @@ class Trainer:
         timers.annotate = self.profiler.phase if self.profiler.is_used else None
         groups = build_groups(inputs.model.layout, group_timeout(config))
         actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps, parts.actor or Actor)
-        reference = build_reference(config, inputs.model, groups, parts.reference or Reference)
+        reference = None
+        if inputs.roles.reference:
+            reference = build_reference(config, inputs.model, groups, parts.reference or Reference)
         critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps, parts.critic or Critic)
         self.reward_model = build_reward_model(config, inputs.reward_model, groups)
         self.hybrid = parts.rollouts or build_hybrid_engine(config, inputs.model, actor, self.process, timers)
@@ -125,7 +124,7 @@ class Trainer:
             scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
             reward_model=parts.reward_model or (self.score_with_model if self.reward_model else None),
             stop_token_ids=(tokenizer.eos_token_id,), timers=timers, group=dist.group.WORLD,
-            needs_greedy_baseline=inputs.estimator.needs_greedy_baseline)
+            needs_greedy_baseline=inputs.roles.needs_greedy_baseline)
         self.trained = {"actor": actor} | ({"critic": critic} if critic else {})
         self.checkpoints = Checkpoints(
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
@@ -159,7 +158,7 @@ class Trainer:
                     if self.critic:
                         for minibatch in critic_batch.minibatches():
                             self.run.count(self.critic.update(minibatch))
-                    if step > self.config.trainer.critic_warmup:
+                    if not self.critic or step > self.config.trainer.critic_warmup:
                         for minibatch in batch.minibatches():
                             self.run.count(self.actor.update(minibatch, algorithm))
                 self.describe(step, collected, batch)
@@ -204,8 +203,9 @@ class Trainer:
         if cluster is not None and config.trainer.check_memory:
             check_fits(config, cluster)
         inputs = read_rl_inputs(config, world_size, parts)
-        plan = BatchPlan.build(config, world_size, len(inputs.train.prompts))
-        return cls(config, inputs, plan, recipe, parts)
+        for section in inputs.roles.trained:
+            check_step_mode(getattr(config, section), section)
+        return cls(config, inputs, recipe, parts)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -224,6 +224,8 @@ class Trainer:
         """Say once what runs, and what was found in the data."""
         say, train, config = self.run.log.info, self.inputs.train, self.config
         say("run directory: %s", self.run.dir)
+        for note in self.inputs.notes:
+            say("note: %s", note)
         say("algorithm: %s, %s loss", config.algorithm.adv_estimator, config.algorithm.policy_loss)
         say("actor: %s, %s, %s layers on %s", self.inputs.model.layout.describe(), config.model.dtype,
             self.actor.transformer_impl, self.process.device)

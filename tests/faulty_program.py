@@ -22,10 +22,9 @@ import torch  # noqa: E402
 
 import megatron_rl  # noqa: E402
 from launch import pretrain_grpo, pretrain_sft  # noqa: E402
-from megatron_rl.config.batch_plan import BatchPlan  # noqa: E402
 from megatron_rl.config.command_line import run_command  # noqa: E402
-from megatron_rl.config.sft_plan import SftPlan  # noqa: E402
 from megatron_rl.hybrid_engine import HybridEngine  # noqa: E402
+from megatron_rl.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.resharding.executor import Resharder  # noqa: E402
 from megatron_rl.rewards.scorer import Scorer  # noqa: E402
 from megatron_rl.rollout.hf_engine import HuggingFaceEngine  # noqa: E402
@@ -112,8 +111,10 @@ def main(fault: str, arguments: list[str]) -> int:
         model = next(word for word in arguments if word.startswith("model.path=")).partition("=")[2]
         megatron_rl.Trainer.from_hf_config(model, {}, arguments).train()
         return 0
-    program, plan = (pretrain_sft, SftPlan) if "sft" in fault else (pretrain_grpo, BatchPlan)
-    return run_command(arguments, name=program.__name__, description="", build_plan=plan.build, run=program.train)
+    program = pretrain_sft if "sft" in fault else pretrain_grpo
+    return run_command(
+        arguments, name=program.__name__, description="", build_plan=plan_rl, read_inputs=read_rl_inputs,
+        run=program.train)
 
 
 if __name__ == "__main__":

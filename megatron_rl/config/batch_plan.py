@@ -14,10 +14,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.roles import Roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
-
-GROUP_RELATIVE_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +73,23 @@ class BatchPlan:
     total_optimizer_steps: int | None
 
     @classmethod
-    def build(cls, cfg: RunConfig, world_size: int, num_train_prompts: int | None = None) -> BatchPlan:
+    def build(cls, cfg: RunConfig, world_size: int, roles: Roles, num_train_prompts: int | None = None) -> BatchPlan:
         """Derive the plan.
 
         Args:
             cfg: the resolved config.
             world_size: number of ranks.
+            roles: which models the run has.
             num_train_prompts: training prompts after filtering; None while they are not read yet.
 
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        for section in sections_in_use(cfg):
+        for section in roles.sections:
             check_ranks(cfg, world_size, section)
             check_longest_sequence(cfg, section)
         _check_engine_ranks(cfg, world_size)
-        _check_batches(cfg, num_train_prompts)
+        _check_batches(cfg, roles, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
         dp_size = world_size // (tp_size * pp_size * actor.context_parallel_size)
@@ -98,7 +98,6 @@ class BatchPlan:
         minibatches = data.train_batch_size // mini_batch_size
         _check_minibatch(cfg, mini_batch_size * group_size, dp_size)
         total_steps = _total_steps(cfg, num_train_prompts)
-        _check_capture_step(cfg, total_steps)
         optimizer_steps = minibatches * actor.ppo_epochs
         return cls(
             world_size=world_size, tp_size=tp_size, pp_size=pp_size, cp_size=actor.context_parallel_size,
@@ -185,20 +184,6 @@ def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def _check_capture_step(cfg: RunConfig, total_steps: int | None) -> None:
-    step = cfg.trainer.capture_step
-    if step is not None and total_steps is not None and step > total_steps:
-        raise UserError(
-            f"trainer.capture_step = {step} in a run of {total_steps} steps", source="trainer.capture_step",
-            expected=f"1 to {total_steps}, or null", hint="choose a step that the run takes")
-
-
-def sections_in_use(cfg: RunConfig) -> list[str]:
-    """Sections of the models that a run builds, each with a layout of its own."""
-    has_critic = cfg.critic.enable or (cfg.critic.enable is None and cfg.algorithm.adv_estimator == "gae")
-    return ["actor", *(["critic"] if has_critic else []), *(["reward_model"] if cfg.reward_model.path else [])]
-
-
 def check_ranks(cfg: RunConfig, world_size: int, section: str = "actor") -> None:
     """Refuse a world size that the layout of a role does not divide (UserError)."""
     role = getattr(cfg, section)
@@ -227,7 +212,7 @@ def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:
         )
 
 
-def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
+def _check_batches(cfg: RunConfig, roles: Roles, num_train_prompts: int | None) -> None:
     data, actor = cfg.data, cfg.actor
     batch, mini = data.train_batch_size, actor.ppo_mini_batch_size or data.train_batch_size
     if batch % mini:
@@ -238,12 +223,18 @@ def _check_batches(cfg: RunConfig, num_train_prompts: int | None) -> None:
             f"{_either(_nearest_multiples(batch, mini))}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
-    if cfg.algorithm.adv_estimator in GROUP_RELATIVE_ESTIMATORS and cfg.rollout.n == 1:
+    if roles.needs_group and cfg.rollout.n == 1:
         raise UserError(
             f"rollout.n = 1 with algorithm.adv_estimator = {cfg.algorithm.adv_estimator!r}: every advantage would be 0",
             source="rollout.n", expected="2 responses per prompt or more",
             hint="set rollout.n=8; the other responses of the group are the baseline",
         )
+    check_data_size(cfg, num_train_prompts)
+
+
+def check_data_size(cfg: RunConfig, num_train_prompts: int | None) -> None:
+    """Refuse a batch that is larger than the data (UserError)."""
+    batch = cfg.data.train_batch_size
     if num_train_prompts is not None and num_train_prompts < batch:
         raise UserError(
             f"data.train_batch_size {batch} is more than the {num_train_prompts} training prompts",

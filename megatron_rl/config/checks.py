@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sanity of a config that needs no world size, no model and no data.
 
-A setting that would have no effect, or that would make the numbers mean something else than the
-user expects, is refused here, before any process group exists. What needs the world size is in
-`batch_plan.py`.
+What cannot be done, or would make the numbers mean something else than the user expects, is refused here, before any
+process group exists; what has no effect is said in `idle.py`. What needs the world size is in `batch_plan.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
-ROLLOUT_ENGINES = ("vllm", "hf")
-
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
 _LAYOUT_SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "max_tokens_per_microbatch", "logprob_chunk_tokens",
 )
-_SHAPE_SETTINGS = {"bucket_tokens": [], "max_num_seqs": 64, "graph_memory_gib": None}
 _OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
 _TRAINED = ("actor", "critic")
 
@@ -98,8 +94,6 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     config = _Config(cfg, sources or {})
     _check_bounds(config)
     _check_data(config)
-    for section in _LAYOUT_SECTIONS:
-        _check_layout(config, section)
     for section in _TRAINED:
         _check_step_mode(config, section)
     _check_rollout(config)
@@ -172,45 +166,12 @@ def _check_data(config: _Config) -> None:
         not shared, "data.validation_files", f"shares {', '.join(shared)} with data.train_files",
         expected="files that are not trained on", hint="split the file",
     )
-    config.require(
-        config.get("trainer.test_freq") == 0 or bool(validation), "trainer.test_freq",
-        "has no effect: data.validation_files is empty", expected="0 without validation files",
-        hint="give data.validation_files or set trainer.test_freq=0",
-    )
-
-
-def _check_layout(config: _Config, section: str) -> None:
-    tp_size = config.get(f"{section}.tensor_model_parallel_size")
-    pp_size = config.get(f"{section}.pipeline_model_parallel_size")
-    vpp_size = config.get(f"{section}.virtual_pipeline_model_parallel_size")
-    name = f"{section}.sequence_parallel"
-    config.require(
-        not config.get(name) or tp_size > 1, name,
-        f"has no effect with {section}.tensor_model_parallel_size = {tp_size}",
-        expected="tensor parallelism of 2 or more",
-        hint=f"set {name}=false or raise {section}.tensor_model_parallel_size",
-    )
-    name = f"{section}.virtual_pipeline_model_parallel_size"
-    config.require(
-        vpp_size is None or pp_size > 1, name,
-        f"needs a pipeline, but {section}.pipeline_model_parallel_size = {pp_size}",
-        expected="null, or pipeline_model_parallel_size of 2 or more", hint=f"remove {name} or raise the pipeline size",
-    )
-    config.require(
-        vpp_size is None or vpp_size >= 2, name, "is a plain pipeline", expected="null, or 2 chunks or more",
-        hint=f"remove {name}, or set it to 2",
-    )
 
 
 def _check_step_mode(config: _Config, section: str) -> None:
     """What fixed shapes and graphs cannot do; whether there is a GPU is asked in `training/step.py`."""
     name = f"{section}.step_mode"
     mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
-    for leaf, default in _SHAPE_SETTINGS.items():
-        is_used = mode == "graph" or (mode == "static" and leaf != "graph_memory_gib")
-        config.require(
-            is_used or config.get(f"{section}.{leaf}") == default, f"{section}.{leaf}",
-            f"has no effect with {name} = {mode!r}", expected=repr(default), hint=f"set {name}, or remove it")
     if mode == "eager":
         return
     sizes = config.get(f"{section}.bucket_tokens")
@@ -218,15 +179,6 @@ def _check_step_mode(config: _Config, section: str) -> None:
         not sizes or (min(sizes) > 0 and max(sizes) >= budget), f"{section}.bucket_tokens",
         f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
         expected=f"sizes above 0, the largest at least {budget}", hint=f"add {budget} to the list")
-    cp_size = config.get(f"{section}.context_parallel_size")
-    config.require(
-        cp_size == 1 or not config.get(f"{section}.share_prompts"), f"{section}.share_prompts",
-        f"has no fixed shape with {section}.context_parallel_size = {cp_size}: {name} = {mode!r} cannot take it",
-        expected="false", hint=f"set {section}.share_prompts=false, or {name}=eager")
-    config.require(
-        not config.get(f"{section}.overlap_grad_reduce"), f"{section}.overlap_grad_reduce",
-        f"is for eager steps: with {name} = {mode!r} gradients are reduced when all are there", expected="false",
-        hint=f"remove it, or set {name}=eager")
     if mode == "graph":
         _check_graph(config, section)
 
@@ -250,11 +202,6 @@ def _check_graph(config: _Config, section: str) -> None:
 
 def _check_rollout(config: _Config) -> None:
     engine = config.get("rollout.engine")
-    config.require(
-        engine in ROLLOUT_ENGINES or config.get("algorithm.plugins"), "rollout.engine", "is not known",
-        expected=" or ".join(ROLLOUT_ENGINES),
-        hint=f"set rollout.engine={ROLLOUT_ENGINES[0]}; one of yours needs its file in algorithm.plugins",
-    )
     config.require(
         engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1, "rollout.tensor_model_parallel_size",
         "is not supported by rollout.engine = 'hf'", expected="1", hint="set it to 1, or rollout.engine=vllm",
@@ -285,24 +232,9 @@ def _check_reward(config: _Config) -> None:
         has_model or not uses_model, "reward.components", "uses the reward model, but reward_model.path is null",
         expected="the directory of a reward model", hint="set reward_model.path",
     )
-    config.require(
-        uses_model or not has_model or not config.get("reward.components"), "reward_model.path",
-        "has no effect: reward.components does not use 'model'", expected="a component 'WEIGHT model'",
-        hint="add '1.0 model' to reward.components, or remove reward_model.path",
-    )
 
 
 def _check_algorithm(config: _Config) -> None:
-    is_gae = config.get("algorithm.adv_estimator") == "gae"
-    config.require(
-        config.get("critic.enable") is not False or not is_gae, "critic.enable",
-        "contradicts algorithm.adv_estimator = 'gae', which needs the values of a critic", expected="true, or null",
-        hint="remove critic.enable, or set algorithm.adv_estimator=grpo for a run without a critic",
-    )
-    config.require(
-        config.get("trainer.critic_warmup") == 0 or is_gae or config.get("critic.enable"), "trainer.critic_warmup",
-        "has no effect without a critic", expected="0, or a critic", hint="set algorithm.adv_estimator=gae",
-    )
     dual = config.get("algorithm.dual_clip")
     config.require(
         dual is None or dual > 1, "algorithm.dual_clip", "would clip every negative advantage", expected="> 1, or null",
@@ -313,9 +245,3 @@ def _check_algorithm(config: _Config) -> None:
         low < high, "algorithm.importance_low", f"is not below algorithm.importance_high = {high!r}",
         expected="importance_low < importance_high", hint="the defaults are 0.5 and 2.0",
     )
-    for name, default in (("algorithm.kl_controller", "fixed"), ("algorithm.kl_in", "loss")):
-        config.require(
-            config.get(name) == default or config.get("algorithm.kl_coef") > 0, name,
-            "has no effect with algorithm.kl_coef = 0", expected=f"{default!r}, or a kl_coef above 0",
-            hint="set algorithm.kl_coef",
-        )

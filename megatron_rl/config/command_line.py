@@ -3,9 +3,9 @@
 
     torchrun --nproc-per-node N launch/<entry>.py RECIPE.yaml [section.key=value ...] [--dry-run [--json]]
 
-A dry run resolves the config and the batch plan and imports neither torch nor an engine (the planner of memory,
-which runs where the size of a GPU is given, imports torch). A failure is printed once in the job; every rank exits with
-the status that says what it was (docs/checkpoints.md).
+A dry run refuses what the start would refuse, by the same functions, and imports no engine; torch is imported for the
+headers of the weights only, and may be missing. It does not look at devices and at the run directory. A failure is
+printed once in the job; every rank exits with the status that says what it was (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
   RECIPE.yaml          nested settings; see launch/recipes/
   section.key=value    override one setting; also --section.key value, and Megatron's spelling of a
                        leaf: --pipeline-model-parallel-size 2
-  --dry-run            print the resolved config and the batch plan, and exit
+  --dry-run            print the resolved config and the batch plan, read and check all that the start reads
+                       (model, tokenizer, data, rewards, plugins), and exit: 0 if the run would start, else 2
   --json               with --dry-run: as one JSON object
   --world-size N       with --dry-run outside of torchrun: number of ranks to plan for (default: those that
                        a verl recipe asks for, else 1)
@@ -62,9 +63,16 @@ class Plan(Protocol):
         """The same for JSON."""
 
 
+class Inputs(Protocol):
+    """What an entry point reads before it starts."""
+
+    plan: Plan
+    notes: list[str]
+
+
 def run_command(
     argv: Sequence[str], *, name: str, description: str, build_plan: Callable[[RunConfig, int], Plan],
-    run: Callable[[LoadedConfig, Path | None], None],
+    read_inputs: Callable[[RunConfig, int], Inputs], run: Callable[[LoadedConfig, Path | None], None],
     check_memory: Callable[[RunConfig, Path | None, int, float, int | None], str] | None = None,
 ) -> int:
     """Parse, then plan or run.
@@ -74,6 +82,7 @@ def run_command(
         name: of the entry point, for the usage text.
         description: one sentence on what it does.
         build_plan: batch arithmetic from config and world size, for the dry run.
+        read_inputs: reads and checks what the start does, from config and world size, for the dry run.
         run: trains; called with the loaded config and the recipe's path.
         check_memory: refuses what does not fit; from config, recipe, world size, GiB of a GPU and GPUs per node, it
             makes a line on memory for the dry run. None: this entry point has no planner.
@@ -89,15 +98,21 @@ def run_command(
         flags, arguments = _split_flags(list(argv))
         recipe = Path(arguments.pop(0)) if arguments and _is_recipe(arguments[0]) else None
         loaded = load_config(recipe, arguments)
-        for note in loaded.notes:
-            _say(f"note: {note}", is_first, stream=sys.stderr)
+        _say_notes(loaded.notes, is_first)
         if "--dry-run" in flags:
             world_size = _world_size(flags, loaded.num_ranks)
-            plan = build_plan(loaded.config, world_size)
-            memory = None
+            plan, memory, problem = build_plan(loaded.config, world_size), None, None
             if check_memory is not None and "--gpu-memory-gib" in flags:
                 memory = check_memory(loaded.config, recipe, world_size, *_gpus(flags))
+            try:
+                inputs = read_inputs(loaded.config, world_size)
+                plan = inputs.plan
+                _say_notes(inputs.notes, is_first)
+            except UserError as error:  # what the config alone says is worth seeing where the files are not
+                problem = error
             _say(_render_plan(loaded, plan, memory, "--json" in flags), is_first)
+            if problem is not None:
+                raise problem
             return 0
         _silence_libraries()
         run(loaded, recipe)
@@ -204,6 +219,11 @@ def _silence_libraries() -> None:
     """Their warnings at import and in the first step concern their developers; ours are logged."""
     for module in ("megatron", "torch", "transformers", "vllm", "apex"):
         warnings.filterwarnings("ignore", module=module)
+
+
+def _say_notes(notes: Sequence[str], is_first: bool) -> None:
+    for note in notes:
+        _say(f"note: {note}", is_first, stream=sys.stderr)
 
 
 def _say(text: str, is_first: bool, stream: object = None) -> None:

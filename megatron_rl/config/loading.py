@@ -3,22 +3,22 @@
 
 Road of a setting: read with its place (`sources.py`), references resolved (`references.py`), verl
 names translated (`aliases.py`), the command line put over the recipe, type checked (`fields.py`),
-sections built, sanity checked (`checks.py`). Every refusal names the value, its setting, its place and
-what would be accepted.
+sections built, settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every
+refusal names the value, its setting, its place and what would be accepted.
 Nothing here imports torch, so that a dry run starts at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.alias_kl import note
 from megatron_rl.config.aliases import alias_names, alias_target, find_ranks, translate
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
+from megatron_rl.config.idle import put_aside
 from megatron_rl.config.references import resolve_references
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
@@ -33,8 +33,8 @@ class LoadedConfig:
     """A config and how it came about.
 
     Attributes:
-        config: the resolved config.
-        notes: one line for each given setting that has no effect here; print them.
+        config: the resolved config, without the settings that have no effect.
+        notes: one line for each of those; print them.
         sources: full name -> file:line or "command line", for the settings that were given.
         num_ranks: ranks that a verl recipe asks for (nodes times GPUs per node), where it does; torchrun decides.
     """
@@ -76,22 +76,9 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
     }
     sources = {name: choice.setting.source for name, choice in chosen.items()}
-    config, without_effect = _switch_off(RunConfig(**sections), chosen)
-    notes += without_effect
+    config, idle = put_aside(RunConfig(**sections), sources)
     check_config(config, sources)
-    return LoadedConfig(config, notes, sources, find_ranks(settings))
-
-
-def _switch_off(config: RunConfig, chosen: Mapping[str, _Chosen]) -> tuple[RunConfig, list[str]]:
-    """The config without what can do nothing beside its other settings, and a note on each."""
-    notes: list[str] = []
-    for section in ("actor", "critic"):
-        role = getattr(config, section)
-        if role.offload_optimizer and config.model.dtype == "float32":
-            config = replace(config, **{section: replace(role, offload_optimizer=False)})
-            reason = "model.dtype is 'float32': the optimizer works on the weights themselves, which stay"
-            notes.append(note(chosen[f"{section}.offload_optimizer"].setting, reason))
-    return config, notes
+    return LoadedConfig(config, [*notes, *idle], sources, find_ranks(settings))
 
 
 def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.batch_plan import check_longest_sequence, check_ranks
+from megatron_rl.config.batch_plan import check_data_size, check_longest_sequence, check_ranks
 from megatron_rl.config.schema import RunConfig
 
 
@@ -31,6 +31,7 @@ class SftPlan:
         """
         check_ranks(cfg, world_size)
         check_longest_sequence(cfg)
+        check_data_size(cfg, num_examples)
         actor, steps = cfg.actor, cfg.trainer.total_steps
         if steps is None and num_examples is not None:
             steps = -(-cfg.trainer.total_epochs * num_examples // cfg.data.train_batch_size)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.batch_plan import sections_in_use
+from megatron_rl.algorithms.resolution import resolve
+from megatron_rl.config.roles import Roles
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
@@ -73,6 +74,7 @@ class Job:
         shape: the policy.
         critic_shape, reward_shape: models with a score head; None where there is none.
         cluster: what it is to run on.
+        roles: which models it builds.
     """
 
     config: RunConfig
@@ -80,16 +82,12 @@ class Job:
     critic_shape: ModelShape | None
     reward_shape: ModelShape | None
     cluster: Cluster
+    roles: Roles
 
     @property
     def layout(self) -> ParallelLayout:
         """The actor's layout on all ranks."""
         return build_layout(self.config.actor, self.cluster.world_size)
-
-    @property
-    def has_reference(self) -> bool:
-        """A frozen model scores tokens for the KL term."""
-        return self.config.algorithm.kl_coef > 0
 
     def with_config(self, **sections: dict[str, object]) -> Job:
         """The same job with other settings, `actor={"offload_optimizer": True}`."""
@@ -121,6 +119,6 @@ def build_job(
         cluster: where it is to run.
         critic_shape, reward_shape: those of models with a path of their own; else the policy's with a score head.
     """
-    scoring, in_use = dataclasses.replace(shape, has_score_head=True, tied_embeddings=False), sections_in_use(config)
-    return Job(config, shape, (critic_shape or scoring) if "critic" in in_use else None,
-               (reward_shape or scoring) if "reward_model" in in_use else None, cluster)
+    scoring, roles = dataclasses.replace(shape, has_score_head=True, tied_embeddings=False), resolve(config)
+    return Job(config, shape, (critic_shape or scoring) if roles.critic else None,
+               (reward_shape or scoring) if roles.reward_model else None, cluster, roles)

@@ -60,7 +60,7 @@ class Workload:
 
 def list_traffic(job: Job, work: Workload) -> list[Traffic]:
     """Everything but the switch of the weights, which the reshard planner counts."""
-    found = list(_role_traffic(job, work, "actor", job.shape, job.config.actor, forwards=1 + job.has_reference))
+    found = list(_role_traffic(job, work, "actor", job.shape, job.config.actor, forwards=1 + job.roles.reference))
     if job.critic_shape is not None:
         found += _role_traffic(job, work, "critic", job.critic_shape, job.config.critic, forwards=1)
     if job.reward_shape is not None:

@@ -48,7 +48,8 @@ class Choice:
             elif name == "rollout_tensor_model_parallel_size":
                 texts.append(f"rollout.tensor_model_parallel_size={value}")
             else:
-                texts += [f"{role}.{name}={'null' if value is None else str(value).lower()}" for role in _roles(job)]
+                text = "null" if value is None else str(value).lower()
+                texts += [f"{role}.{name}={text}" for role in job.roles.sections]
         return texts
 
 
@@ -92,8 +93,8 @@ def check_job(job: Job) -> BatchPlan:
         UserError: from the config's, the batch plan's or the model's own checks.
     """
     check_config(job.config)
-    plan = BatchPlan.build(job.config, job.cluster.world_size)
-    for role in _roles(job):
+    plan = BatchPlan.build(job.config, job.cluster.world_size, job.roles)
+    for role in job.roles.sections:
         section = getattr(job.config, role)
         layout = build_layout(section, job.cluster.world_size)
         job.shape.check_training_layout(
@@ -210,7 +211,7 @@ def _rollout_sizes(job: Job) -> list[int]:
 def _apply(job: Job, choice: Choice) -> Job:
     layout = {name: value for name, value in asdict(choice).items()
               if name not in ("offload", "rollout_tensor_model_parallel_size")}
-    sections: dict[str, dict[str, object]] = {role: dict(layout) for role in _roles(job)}
+    sections: dict[str, dict[str, object]] = {role: dict(layout) for role in job.roles.sections}
     sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
     for setting in _offload_settings(job) if choice.offload else ():
         section, _, leaf = setting.partition(".")
@@ -218,21 +219,14 @@ def _apply(job: Job, choice: Choice) -> Job:
     return job.with_config(**sections)
 
 
-def _roles(job: Job) -> list[str]:
-    """Sections of the config with a layout, of the models that the run builds."""
-    built = {"actor": job.shape, "critic": job.critic_shape, "reward_model": job.reward_shape}
-    return [role for role, shape in built.items() if shape is not None]
-
-
 def _offload_settings(job: Job) -> list[str]:
     """The switches that give memory back while others work; optimizer states only where main weights are separate."""
-    trained = ["actor"] + (["critic"] if job.critic_shape is not None else [])
-    settings = [f"{section}.offload_gradients" for section in trained]
+    settings = [f"{section}.offload_gradients" for section in job.roles.trained]
     if DTYPE_BYTES[job.config.model.dtype] < 4:
-        settings += [f"{section}.offload_optimizer" for section in trained]
-    if job.has_reference:
+        settings += [f"{section}.offload_optimizer" for section in job.roles.trained]
+    if job.roles.reference:
         settings.append("reference.offload")
-    if job.reward_shape is not None:
+    if job.roles.reward_model:
         settings.append("reward_model.offload")
     return settings
 

@@ -105,7 +105,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     if config.actor.offload_optimizer:
         waiting["optimizer"] = 0
     reference = 0
-    if job.has_reference:
+    if job.roles.reference:
         reference = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype, is_trained=False).parameters
     resting = {"reference": 0 if config.reference.offload else reference}
     for name, shape, section in _scoring_roles(job):

@@ -97,7 +97,7 @@ def predict_step(
 
     config, actor = job.config, job.config.actor
     phases = {"switch": switch_seconds, "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
-              "log-probs": compute(job.shape, actor, 1 + job.has_reference),
+              "log-probs": compute(job.shape, actor, 1 + job.roles.reference),
               "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor ")}
     if job.critic_shape is not None:
         rounds = 1 + training_rounds(config.critic)

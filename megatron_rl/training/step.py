@@ -21,7 +21,6 @@ import torch
 from megatron_rl.config.schema import TrainableConfig
 from megatron_rl.data.batching import TrainBatch
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
 
 if TYPE_CHECKING:
     from megatron_rl.training.trainable import TrainedModel
@@ -190,25 +189,13 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         torch._foreach_copy_(to, from_)
 
 
-def check_step_mode(config: TrainableConfig, shape: ModelShape, section: str) -> None:
-    """Refuse a step mode that this machine or this model cannot run; what the config alone tells is in its checks.
+def check_step_mode(config: TrainableConfig, section: str) -> None:
+    """Refuse a step mode that this machine cannot run.
 
     Raises:
-        UserError: graph without CUDA; graph or overlapped gradient reduction with a mixture of experts.
+        UserError: graph without CUDA.
     """
-    if config.overlap_grad_reduce and shape.num_experts:
-        raise UserError(
-            f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts: an expert without tokens "
-            "has no gradient to wait for", source=f"{section}.overlap_grad_reduce", expected="false",
-            hint=f"remove {section}.overlap_grad_reduce")
-    if config.step_mode != "graph":
-        return
-    if not torch.cuda.is_available():
+    if config.step_mode == "graph" and not torch.cuda.is_available():
         raise UserError(
             f"{section}.step_mode = graph, but there is no CUDA device", source=f"{section}.step_mode",
             expected="a CUDA device", hint=f"set {section}.step_mode=static: the same step without capture")
-    if shape.num_experts:
-        raise UserError(
-            f"{section}.step_mode = graph with a mixture of {shape.num_experts} experts: the number of tokens of each "
-            "expert is read on the host to exchange them, which a graph cannot hold", source=f"{section}.step_mode",
-            expected="eager or static for mixtures of experts", hint=f"set {section}.step_mode=eager")

@@ -26,9 +26,6 @@ from distributed import run_ranks
 from launch_runs import run
 from megatron_rl.checkpoint.files import DIGESTS_FILE
 from megatron_rl.checkpoint.torch_dist import ChunkReader
-from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.loading import load_config
-from megatron_rl.types import UserError
 from rl_runs import layout_overrides, overrides_for, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,13 +262,6 @@ def test_a_capture_that_is_cut_off_leaves_no_capsule(
     assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
     assert [path.name for path in capsule.parent.iterdir()] == ["step_2"]
     assert replay(capsule, tmp_path / "report.json", 2)[0] == [0, 0]
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_step_that_the_run_does_not_take_is_refused(step: int, tmp_path: Path) -> None:
-    overrides = overrides_for(tmp_path, tmp_path / "run", f"trainer.capture_step={step}")
-    with pytest.raises(UserError, match=f"trainer.capture_step = {step}"):
-        BatchPlan.build(load_config(None, overrides).config, 1, 16)
 
 
 def test_a_capsule_that_cannot_be_written_does_not_end_the_run(task: Path, tmp_path: Path) -> None:

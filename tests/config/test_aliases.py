@@ -11,9 +11,9 @@ import pytest
 from megatron_rl.config.alias_docs import format_page
 from megatron_rl.config.alias_groups import GROUPS
 from megatron_rl.config.aliases import ALIASES, PATTERNS, Renamed, SameAs, alias_names
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.loading import LoadedConfig, load_config
+from megatron_rl.inputs import plan_rl
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
@@ -106,7 +106,7 @@ def test_the_tutorial_recipe_reads_as_it_is() -> None:
     Without a file: what the dry run prints is tested in tests/launch/test_entry_points.py.
     """
     loaded = load_config(TUTORIAL)
-    plan = BatchPlan.build(loaded.config, loaded.num_ranks)
+    plan = plan_rl(loaded.config, loaded.num_ranks)
     assert (plan.world_size, plan.rollouts_per_step) == (6, 720)
     assert (plan.num_engines, plan.rollouts_per_engine_min, plan.rollouts_per_engine_max) == (3, 240, 240)
     assert plan.max_tokens_per_microbatch == 8 * (512 + 1024)
@@ -146,7 +146,7 @@ def test_an_estimator_that_needs_a_critic_in_a_run_without_one(overrides: list[s
 
 def test_a_critic_that_is_switched_off_cannot_estimate() -> None:
     with pytest.raises(UserError, match=r"critic.enable = False contradicts algorithm.adv_estimator = 'gae'"):
-        load("algorithm.adv_estimator=gae", "critic.enable=false")
+        plan_rl(load("algorithm.adv_estimator=gae", "critic.enable=false").config, 1)
 
 
 def test_every_target_is_a_setting() -> None:

@@ -13,12 +13,13 @@ import sys
 import pytest
 
 from launch_runs import ROOT, environment
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.command_line import run_command
+from megatron_rl.inputs import plan_rl, read_rl_inputs
 from megatron_rl.types import Preempted, UserError, mark_reported
 
 USER_ERROR = "error: a\n  source:   b\n  expected: c\n  hint:     d\n"
 SETTINGS = ["model.path=m", "data.train_files=[x]", "data.train_batch_size=8"]
+PROGRAM = {"name": "x", "description": "", "build_plan": plan_rl, "read_inputs": read_rl_inputs}
 SCRIPT = """
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.types import Preempted, UserError, mark_reported
@@ -61,7 +62,7 @@ def test_an_entry_point_ends_with_the_code_of_the_error(
     def fail(*args: object) -> None:
         raise error
 
-    assert run_command(SETTINGS, name="x", description="", build_plan=BatchPlan.build, run=fail) == code
+    assert run_command(SETTINGS, **PROGRAM, run=fail) == code
     assert capsys.readouterr().err == said
 
 
@@ -69,6 +70,6 @@ def test_what_nobody_foresaw_before_there_is_a_log_keeps_its_traceback(capsys: p
     def fail(*args: object) -> None:
         raise KeyError("z")
 
-    assert run_command(SETTINGS, name="x", description="", build_plan=BatchPlan.build, run=fail) == 1
+    assert run_command(SETTINGS, **PROGRAM, run=fail) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: \nTraceback") and said.endswith("KeyError: 'z'\n")

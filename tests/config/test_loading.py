@@ -249,11 +249,11 @@ def test_help_names_every_setting_with_type_default_and_unit() -> None:
 
 
 def test_loading_needs_no_torch() -> None:
-    """Covers import and load of the config room; not what an entry point imports besides."""
+    """Covers config and batch plan; tests/launch/test_dry_run.py has the whole dry run."""
     code = (
         "import sys; from megatron_rl.config.loading import load_config; "
-        "from megatron_rl.config.batch_plan import BatchPlan; "
-        f"BatchPlan.build(load_config(None, {MINIMAL!r}).config, 2); "
+        "from megatron_rl.inputs import plan_rl; "
+        f"plan_rl(load_config(None, {MINIMAL!r}).config, 2); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

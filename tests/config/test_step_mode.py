@@ -14,14 +14,9 @@ STATIC, GRAPH = "actor.step_mode=static", "actor.step_mode=graph"
 
 @pytest.mark.parametrize(("overrides", "name", "text"), [
     (["actor.step_mode=cuda"], "actor.step_mode", "eager"),
-    (["actor.bucket_tokens=[4096]"], "actor.bucket_tokens", "has no effect with actor.step_mode = 'eager'"),
-    (["actor.max_num_seqs=8"], "actor.max_num_seqs", "has no effect"),
-    ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", "has no effect with actor.step_mode = 'static'"),
     ([STATIC, "actor.max_num_seqs=0"], "actor.max_num_seqs", "is too small"),
     ([STATIC, "actor.bucket_tokens=[512, 1024]"], "actor.bucket_tokens", "no bucket for a microbatch of"),
     ([STATIC, "actor.bucket_tokens=[0, 4096]"], "actor.bucket_tokens", "no bucket"),
-    ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", "no fixed shape"),
-    ([STATIC, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", "for eager steps"),
     ([GRAPH, "actor.pipeline_model_parallel_size=2"], "actor.pipeline_model_parallel_size", "messages between stages"),
     ([GRAPH, "actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "not captured yet"),
     ([GRAPH, "actor.offload_gradients=true"], "actor.offload_gradients", "moves memory"),

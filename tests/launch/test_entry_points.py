@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from launch.pretrain_grpo import train
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.command_line import run_command
+from megatron_rl.inputs import plan_rl, read_rl_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"
@@ -123,7 +123,7 @@ def test_bad_input_is_one_clear_error(
     monkeypatch.setattr("megatron_rl.trainer.Trainer.__init__", None)  # building anything would fail otherwise
     status = run_command(
         [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_grpo", description="",
-        build_plan=BatchPlan.build, run=train)
+        build_plan=plan_rl, read_inputs=read_rl_inputs, run=train)
     error = capsys.readouterr().err
     assert status == 2
     assert not dist.is_initialized()
@@ -152,6 +152,6 @@ def test_a_rank_speaks_for_itself_where_the_first_found_no_error(
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("megatron_rl.config.command_line._PATIENCE_SECONDS", 0.0)
     status = run_command(
-        [str(RECIPE), "actor.learning_rate=1"], name="pretrain_grpo", description="", build_plan=BatchPlan.build,
-        run=train)
+        [str(RECIPE), "actor.learning_rate=1"], name="pretrain_grpo", description="", build_plan=plan_rl,
+        read_inputs=read_rl_inputs, run=train)
     assert status == 2 and "error on rank 3: unknown" in capsys.readouterr().err
