@@ -154,7 +154,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     # The library puts a lock file into its cache even when it streams; a directory of our own keeps ranks apart.
     with tempfile.TemporaryDirectory(prefix="megatron_rl_datasets_") as cache_dir:
         try:
-            stream = datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir, streaming=True)
+            # The default batch, the first group of rows, may have none.
+            stream = datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir, streaming=True, batch_size=1024)
             for number, columns in enumerate(stream, start=1):
                 yield f"{path}:row {number}", columns
         except Exception as error:  # pyarrow and datasets raise many kinds for a broken file

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that users type: torchrun, dry run, help, and one clear error for each kind of bad input.
+"""The commands that users type: torchrun, help, and one error in the job.
 
-Not covered: several nodes, and what a run computes (tests/test_trainer.py).
+Bad input and the dry run are in test_dry_run.py. Not covered: several nodes, and what a run computes
+(tests/test_trainer.py).
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from launch.pretrain_grpo import train
 from megatron_rl.config.command_line import run_command
@@ -56,17 +55,6 @@ def test_bad_config_fails_on_every_rank_under_torchrun() -> None:
     assert result.stderr.count("unknown") == 1 and "Traceback" not in result.stderr.split("error:")[0]
 
 
-def test_dry_run_needs_no_torch() -> None:
-    """Config and batch plan as JSON, with torch made impossible to import."""
-    code = ("import sys, runpy; sys.modules['torch'] = None; "
-            f"sys.argv = ['x', {str(RECIPE)!r}, '--dry-run', '--json', '--world-size', '8']; "
-            f"runpy.run_path({str(GRPO)!r}, run_name='__main__')")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)["batch_plan"]
-    assert plan["dp_size"] == 2 and plan["num_engines"] == 8
-
-
 def test_help_lists_every_setting() -> None:
     """--help of the real script names each field of each section."""
     from megatron_rl.config.fields import list_fields
@@ -75,61 +63,6 @@ def test_help_lists_every_setting() -> None:
     assert result.returncode == 0
     for name in list_fields():
         assert name.split(".")[-1] in result.stdout, name
-
-
-def set_line(path: Path, number: int, text: str) -> str:
-    """Replace a line of a JSONL file by another; returns the new file's path."""
-    lines = path.read_text().splitlines()
-    lines[number - 1] = text
-    changed = path.with_name("changed.jsonl")
-    changed.write_text("\n".join(lines) + "\n")
-    return str(changed)
-
-
-BAD_INPUTS: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
-    "unknown key": (lambda toy: ["actor.ppo_minibatch_size=4"], ["ppo_minibatch_size", "did you mean", "mini_batch"]),
-    "indivisible batch": (lambda toy: ["data.train_batch_size=30"], ["30", "16", "ppo_mini_batch_size"]),
-    "indivisible world": (lambda toy: ["actor.tensor_model_parallel_size=3"], ["3", "world"]),
-    "tp and heads": (
-        lambda toy: ["actor.tensor_model_parallel_size=4", "actor.pipeline_model_parallel_size=1"],
-        ["tensor_model_parallel_size 4", "KV heads", "[1, 2]"]),
-    "pp and layers": (
-        lambda toy: ["actor.tensor_model_parallel_size=1", "actor.sequence_parallel=false",
-                     "actor.pipeline_model_parallel_size=4"], ["layers", "[1, 2]"]),
-    "no model": (lambda toy: ["model.path=/nowhere/model"], ["/nowhere/model", "config.json"]),
-    "malformed line": (
-        lambda toy: [f"data.train_files=[{set_line(toy / 'train.jsonl', 5, '{broken')}]"], ["changed.jsonl:5"]),
-    "missing answer": (
-        lambda toy: [f"data.train_files=[{set_line(toy / 'train.jsonl', 3, json.dumps({'prompt': '1+1='}))}]"],
-        ["changed.jsonl:3", "answer"]),
-    "long prompt": (lambda toy: ["data.max_prompt_length=3"], ["max_prompt_length", "3", ".jsonl:1"]),
-    "long sequence": (lambda toy: ["data.max_response_length=900"], ["916", "max_position_embeddings"]),
-    "ambiguous leaf": (
-        lambda toy: ["--tensor-model-parallel-size", "2"],
-        ["actor.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"]),
-    "no reward file": (lambda toy: ["reward.function=/nowhere.py:score"], ["/nowhere.py"]),
-    "top_p": (lambda toy: ["rollout.top_p=0.9"], ["top_p", "0.9"]),
-    "not a number": (lambda toy: ["actor.lr=fast"], ["actor.lr", "fast", "command line"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_is_one_clear_error(
-    case: str, toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Value, source, expectation and hint on one screen, before any process group or model exists."""
-    arguments, expected = BAD_INPUTS[case]
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr("megatron_rl.trainer.Trainer.__init__", None)  # building anything would fail otherwise
-    status = run_command(
-        [str(RECIPE), *task_arguments(toy), *arguments(toy)], name="pretrain_grpo", description="",
-        build_plan=plan_rl, read_inputs=read_rl_inputs, run=train)
-    error = capsys.readouterr().err
-    assert status == 2
-    assert not dist.is_initialized()
-    for part in (*expected, "source:", "expected:", "hint:"):
-        assert part.lower() in error.lower(), error
-    assert len(error.splitlines()) < 25 and "Traceback" not in error
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("truncate", (64, "truncated")), ("drop", (None, "dropped"))])

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run and a start agree: what one refuses, the other refuses with the same words, and what passes starts.
+
+Both entry points are called in this process; the start is stopped where it would build the run. Not covered: what only
+the machine tells (GPUs, ports, the run directory), which a dry run does not look at.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from launch import pretrain_grpo, pretrain_sft
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
+from megatron_rl.config.command_line import run_command
+from megatron_rl.config.sft_plan import SftPlan
+from megatron_rl.inputs import plan_rl, read_rl_inputs, read_sft_inputs
+from megatron_rl.types import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
+from rl_runs import overrides_for
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = """
+from megatron_rl.algorithms.advantages import register_advantage_estimator
+
+@register_advantage_estimator("dry_valued", needs_values=True)
+def estimate(inputs, config):
+    return inputs.values
+
+@register_advantage_estimator("dry_grouped", needs_group=True)
+def estimate_group(inputs, config):
+    return inputs.expand(inputs.scores)
+"""
+RL = {"name": "pretrain_grpo", "description": "", "build_plan": plan_rl, "read_inputs": read_rl_inputs,
+      "run": pretrain_grpo.train}
+SFT = {"name": "pretrain_sft", "description": "", "build_plan": SftPlan.build, "read_inputs": read_sft_inputs,
+       "run": pretrain_sft.train}
+
+
+@pytest.fixture(scope="module")
+def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The task of sixteen sums, and beside it everything that is wrong."""
+    directory = tmp_path_factory.mktemp("planted")
+    shutil.copytree(task, directory, dirs_exist_ok=True)
+    lines = (directory / "train.jsonl").read_text().splitlines()
+    for name, text in {
+        "empty.jsonl": "", "table.csv": "a,b\n", "malformed.jsonl": "\n".join([*lines[:4], "{broken"]),
+        "unanswered.jsonl": "\n".join([*lines[:2], '{"prompt": "1+1="}']), "plugin.py": PLUGIN,
+        "broken_plugin.py": "import megatron_rl\nthis is no Python\n",
+    }.items():
+        (directory / name).write_text(text)
+    columns = {name: pyarrow.array([], pyarrow.string()) for name in ("prompt", "answer")}
+    pyarrow.parquet.write_table(pyarrow.table(columns), directory / "empty.parquet")
+    sizes = {**ENGINE_SIZES, "num_hidden_layers": 2}
+    save_tiny_model(directory / "other", "llama", **sizes, vocab_size=16)
+    save_tiny_model(directory / "short", "qwen2", **sizes, vocab_size=8)
+    model = json.loads((directory / "model/config.json").read_text())
+    for name, change in (("unknown", {"model_type": "mamba"}), ("wider", {"intermediate_size": 256})):
+        shutil.copytree(directory / "model", directory / name)
+        (directory / name / "config.json").write_text(json.dumps(model | change))
+    shutil.copytree(directory / "model", directory / "weightless")
+    (directory / "weightless/model.safetensors").unlink()
+    known = dict(ADVANTAGE_ESTIMATORS)
+    yield directory
+    ADVANTAGE_ESTIMATORS.clear()
+    ADVANTAGE_ESTIMATORS.update(known)
+
+
+PLUGINS, VALUED = "algorithm.plugins=[{files}/plugin.py]", "algorithm.adv_estimator=dry_valued"
+GAE, TP1 = "algorithm.adv_estimator=gae", "actor.tensor_model_parallel_size=1"
+# What is wrong -> settings, and words of the error. World size 4; the base has tensor parallelism of 2.
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "unknown setting": (["actor.ppo_minibatch_size=4"], ["ppo_minibatch_size", "did you mean"]),
+    "not a number": (["actor.lr=fast"], ["actor.lr", "fast", "command line"]),
+    "value out of range": (["rollout.top_p=0.9"], ["top_p", "0.9"]),
+    "ambiguous leaf": (["--tensor-model-parallel-size", "2"], ["actor.tensor_model", "rollout.tensor_model"]),
+    "unknown estimator": (["algorithm.adv_estimator=grop"], ['"grop" is not known', 'did you mean "grpo"']),
+    "unknown loss": (["algorithm.policy_loss=pppo"], ['"pppo" is not known', 'did you mean "ppo"']),
+    "unknown engine": (["rollout.engine=sglang"], ['"sglang" is not known', "hf, vllm"]),
+    "unknown engine with a plugin": ([PLUGINS, "rollout.engine=sglang"], ['"sglang" is not known']),
+    "no critic for gae": ([GAE, "critic.enable=false"], ["critic.enable", "contradicts"]),
+    "no critic for a plugin": ([PLUGINS, VALUED, "critic.enable=false"], ["contradicts", "'dry_valued'"]),
+    "critic of a plugin does not divide": ([PLUGINS, VALUED, "critic.tensor_model_parallel_size=3"], ["critic"]),
+    "critic of a plugin has no room": (
+        [PLUGINS, VALUED, "critic.max_tokens_per_microbatch=8"], ["critic.max_tokens_per_microbatch"]),
+    "critic of a plugin and heads": (
+        [PLUGINS, VALUED, "critic.tensor_model_parallel_size=4"], ["KV heads", "critic.tensor_model"]),
+    "plugin needs a group": (
+        [PLUGINS, "algorithm.adv_estimator=dry_grouped", "rollout.n=1", TP1], ["every advantage would be 0"]),
+    "no plugin file": (["algorithm.plugins=[/nowhere/p.py]"], ["/nowhere/p.py"]),
+    "broken plugin": (["algorithm.plugins=[{files}/broken_plugin.py]"], ["broken_plugin.py:2", "SyntaxError"]),
+    "tp and kv heads": (["actor.tensor_model_parallel_size=4"], ["KV heads", "[1, 2]"]),
+    "pp and layers": ([TP1, "actor.pipeline_model_parallel_size=4"], ["layers", "[1, 2]"]),
+    "cp and heads": ([TP1, "actor.context_parallel_size=3", "--world-size", "3"], ["context_parallel_size 3"]),
+    "ep without experts": ([TP1, "actor.expert_model_parallel_size=2"], ["needs a mixture of experts"]),
+    "engine and heads": (["rollout.tensor_model_parallel_size=8", "--world-size", "8"], ["4 attention heads"]),
+    "world and layout": (["actor.tensor_model_parallel_size=3"], ["world_size 4", "3 or 6"]),
+    "world and engines": (["rollout.tensor_model_parallel_size=3"], ["rollout.tensor_model_parallel_size 3"]),
+    "batch and minibatch": (["data.train_batch_size=6"], ["6 is no multiple of actor.ppo_mini_batch_size 4"]),
+    "ranks without a rollout": ([TP1, "actor.ppo_mini_batch_size=1", "rollout.n=2"], ["2 rollouts for 4 DP ranks"]),
+    "batch and data": (["data.train_batch_size=32"], ["32 is more than the 16 training prompts"]),
+    "sequence and budget": (["data.max_response_length=200"], ["208 tokens", "max_tokens_per_microbatch"]),
+    "sequence and positions": (
+        ["data.max_response_length=300", "actor.max_tokens_per_microbatch=512"], ["308", "max_position_embeddings"]),
+    "no model": (["model.path=/nowhere/model"], ["/nowhere/model", "config.json"]),
+    "model without weights": (["model.path={files}/weightless"], ["weightless has no weights"]),
+    "config of another model": (["model.path={files}/wider"], ["do not match", "config.json"]),
+    "unknown architecture": (["model.path={files}/unknown"], ["'mamba'"]),
+    "no tokenizer": (["model.tokenizer=/nowhere"], ["/nowhere", "model.tokenizer"]),
+    "vocabulary too small": (
+        ["model.path={files}/short", "model.tokenizer={files}/model"], ["tokens, the model 8"]),
+    "another reference": (["reference.path={files}/other"], ["another architecture"]),
+    "no reference": (["reference.path=/nowhere"], ["/nowhere"]),
+    "a reward model that generates": (["reward_model.path={files}/model", "reward.function=null"], ["no score.weight"]),
+    "no critic weights": ([GAE, "critic.path=/nowhere"], ["/nowhere"]),
+    "no training file": (["data.train_files=[/nowhere.jsonl]"], ["/nowhere.jsonl does not exist"]),
+    "no validation file": (["data.validation_files=[/nowhere.jsonl]"], ["/nowhere.jsonl does not exist"]),
+    "file of another kind": (["data.train_files=[{files}/table.csv]"], [".csv"]),
+    "empty file": (["data.train_files=[{files}/empty.jsonl]"], ["empty.jsonl: the file holds no rows"]),
+    "parquet without rows": (["data.train_files=[{files}/empty.parquet]"], ["empty.parquet: the file holds no rows"]),
+    "malformed line": (["data.train_files=[{files}/malformed.jsonl]"], ["malformed.jsonl:5"]),
+    "missing answer": (["data.train_files=[{files}/unanswered.jsonl]"], ["unanswered.jsonl:3", "answer"]),
+    "long prompt": (["data.max_prompt_length=3"], ["max_prompt_length", ".jsonl:1"]),
+    "no reward file": (["reward.function=/nowhere.py:score"], ["/nowhere.py"]),
+    "no such reward": (["reward.function={files}/reward.py:absent"], ["absent"]),
+    "reward without a weight": (["reward.components=[math]"], ['"math" is not a weight and a source']),
+}
+SFT_MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "batch and examples": (["data.train_batch_size=32"], ["32 is more than the 16"]),
+    "long response": (["data.max_response_length=1"], ["response has", "train.jsonl:1"]),
+    "no response": (["data.response_key=solution"], ['"solution" is missing']),
+    "tp and kv heads": (["actor.tensor_model_parallel_size=4"], ["KV heads"]),
+}
+PASSES: dict[str, tuple[list[str], list[str]]] = {
+    "as it is": ([], []),
+    "idle settings": (
+        ["trainer.test_freq=100", "data.validation_files=[]", TP1, "trainer.critic_warmup=5", "trainer.capture_step=9"],
+        ["trainer.test_freq=100", "actor.sequence_parallel=True", "trainer.critic_warmup=5", "trainer.capture_step=9"]),
+    "critic of a plugin": ([PLUGINS, VALUED, "trainer.critic_warmup=5", "rollout.n=1", TP1], ["sequence_parallel"]),
+}
+
+
+@pytest.fixture
+def start(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[str], str]]:
+    """Runs a program on the task with some settings: exit status, error, notes and stdout."""
+    def stop(*arguments: object) -> None:
+        raise Preempted("the run would be built now")
+
+    monkeypatch.setattr("megatron_rl.trainer.Trainer.__init__", stop)
+    monkeypatch.setattr("megatron_rl.sft_trainer.SftTrainer.__init__", stop)
+
+    def run(program: dict[str, object], settings: list[str], *flags: str) -> tuple[int, str, list[str], str]:
+        world_size = settings[settings.index("--world-size") + 1] if "--world-size" in settings else "4"
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        base = overrides_for(files, tmp_path / "run", "actor.tensor_model_parallel_size=2", "--sequence-parallel",
+                             "critic.max_tokens_per_microbatch=128", "reward_model.max_tokens_per_microbatch=128")
+        changes = [setting.replace("{files}", str(files)) for setting in settings]
+        status = run_command([*base, *changes, *flags], **program)
+        out, err = capsys.readouterr()
+        notes = [line for line in err.splitlines() if line.startswith("note: ")]
+        return status, err.partition("error: ")[2], notes, out
+
+    return run
+
+
+@pytest.mark.parametrize(("program", "mistake"), [
+    *((RL, mistake) for mistake in MISTAKES), *((SFT, mistake) for mistake in SFT_MISTAKES)],
+    ids=lambda value: value if isinstance(value, str) else value["name"])
+def test_both_refuse_with_the_same_words(program: dict[str, object], mistake: str, start: Callable[..., tuple]) -> None:
+    settings, words = (SFT_MISTAKES if program is SFT else MISTAKES)[mistake]
+    (status, error, *_), (dry_status, dry_error, *_) = start(program, settings), start(program, settings, "--dry-run")
+    assert (status, dry_status) == (EXIT_USER_ERROR, EXIT_USER_ERROR)
+    assert error == dry_error
+    for word in (*words, "source:", "expected:", "hint:"):
+        assert word.lower() in error.lower(), error
+    assert len(error.splitlines()) < 10 and "Traceback" not in error
+
+
+def test_at_least_forty_mistakes_are_planted() -> None:
+    assert len(MISTAKES) + len(SFT_MISTAKES) >= 40
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_what_passes_starts(case: str, start: Callable[..., tuple]) -> None:
+    """Each idle setting is said in one line, and nothing else is."""
+    settings, idle = PASSES[case]
+    status, error, notes, out = start(RL, settings, "--dry-run")
+    assert status == 0 and not error and "total_steps = trainer.total_steps = 2" in out
+    assert "steps_per_epoch = num_train_prompts / train_batch_size = 16 / 8 = 2" in out
+    assert len(notes) == len(idle) and all(any(name in note for note in notes) for name in idle), notes
+    assert start(RL, settings)[0] == EXIT_PREEMPTED
+    assert start(SFT, settings, "--dry-run")[0] == 0 and start(SFT, settings)[0] == EXIT_PREEMPTED
+
+
+def test_what_the_config_alone_says_is_printed_where_the_model_is_not(start: Callable[..., tuple]) -> None:
+    status, error, _, out = start(RL, ["model.path=/nowhere"], "--dry-run", "--json")
+    assert status == EXIT_USER_ERROR and "/nowhere" in error
+    assert json.loads(out)["batch_plan"]["dp_size"] == 2 and json.loads(out)["config"]["model"]["path"] == "/nowhere"
+
+
+def test_no_torch_is_needed(files: Path, tmp_path: Path) -> None:
+    """The whole dry run, with torch made impossible to import: only the headers of the weights stay unread."""
+    arguments = [*overrides_for(files, tmp_path / "run"), "--dry-run", "--json", "--world-size", "8"]
+    code = ("import sys, runpy; sys.modules['torch'] = None; "
+            f"sys.argv = ['x', *{arguments!r}]; runpy.run_path('launch/pretrain_grpo.py', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["batch_plan"]["num_train_prompts"] == 16
+    assert "note: not checked: the headers of the weights" in done.stderr
