@@ -7,7 +7,6 @@ Bad input and the dry run are in test_dry_run.py. Not covered: several nodes, an
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
