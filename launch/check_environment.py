@@ -63,6 +63,13 @@ def check_torch(device: str) -> str:
         raise RuntimeError(f"torch {torch.__version__} is a CUDA {cuda} build; a CPU build was expected")
     if device == "gpu" and cuda is None:
         raise RuntimeError(f"torch {torch.__version__} has no CUDA; pip's configured sources offer a CPU build first")
+    if cuda and not torch.cuda.is_available():
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        from megatron_rl.parallel.driver import explain_unusable_gpus
+
+        unusable = explain_unusable_gpus()
+        if unusable is not None:
+            raise RuntimeError(f"{unusable.found}; expected {unusable.expected}: {unusable.hint}")
     return f"{torch.__version__} (CUDA {cuda}, {torch.cuda.device_count()} devices)" if cuda else torch.__version__
 
 

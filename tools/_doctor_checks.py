@@ -79,11 +79,7 @@ def _check_versions() -> Iterator[Finding]:
 
 def _check_accelerators() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
-        is_cpu_build = torch.version.cuda is None and torch.version.hip is None
-        yield Finding("accelerators", "ok" if is_cpu_build else "problem",
-                      "none; torch is a CPU build" if is_cpu_build else f"none, although torch is built for {build}",
-                      "" if is_cpu_build else "check the driver, the container's --gpus, and CUDA_VISIBLE_DEVICES")
+        yield _explain_no_accelerator()
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -93,6 +89,23 @@ def _check_accelerators() -> Iterator[Finding]:
             f"accelerator {index}", "warning" if is_taken else "ok",
             f"{device.name}, {total / GIB:.1f} GiB ({free / GIB:.1f} free)",
             "another process uses it: planned memory will not be there" if is_taken else "")
+
+
+def _explain_no_accelerator() -> Finding:
+    from megatron_rl.parallel.driver import explain_unusable_gpus, list_gpus
+
+    unusable = explain_unusable_gpus()
+    if unusable is not None:
+        return Finding("accelerators", "problem", unusable.found, f"wanted: {unusable.expected}; {unusable.hint}")
+    if torch.version.cuda is None and torch.version.hip is None:
+        gpus = list_gpus()
+        return Finding(
+            "accelerators", "warning" if gpus else "ok",
+            f"none; torch is a CPU build{f', and nvidia-smi lists {len(gpus)} GPUs' if gpus else ''}",
+            "MEGATRON_RL_DEVICE=gpu bash launch/setup.sh installs the CUDA build" if gpus else "")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+    return Finding("accelerators", "problem", f"none, although torch is built for {build}",
+                   "check the driver, the container's --gpus, and CUDA_VISIBLE_DEVICES")
 
 
 def _check_fast_paths() -> Iterator[Finding]:

@@ -20,6 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel.driver import explain_unusable_gpus
+
 
 @dataclass(frozen=True)
 class Process:
@@ -42,7 +44,13 @@ def init_distributed(timeout_minutes: float) -> Process:
 
     Args:
         timeout_minutes: a collective that waits longer raises.
+
+    Raises:
+        UserError: there are GPUs here that torch cannot use.
     """
+    unusable = explain_unusable_gpus()
+    if unusable is not None:
+        raise unusable
     is_launched = "RANK" in os.environ
     if not is_launched:  # describe the job of one as torchrun would: in-process libraries read it
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
