@@ -14,8 +14,6 @@ are brought into that order by one gather when there are prefixes. Every backend
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,9 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.data.prefix import SegmentKeys
+from megatron_rl.models.trial import find_failure
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
+# The backends with a kernel over all segments, fastest first, and where they come from.
+KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen"}
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,25 @@ class Segments:
 @cache
 def choose_attention_backend(device: torch.device, dtype: torch.dtype) -> str:
     """Name of the backend for tensors of this kind: "flash-attn", "torch-varlen" or "sdpa"."""
-    is_fit = device.type == "cuda" and dtype in _KERNEL_DTYPES
+    is_fit = device.type == "cuda" and dtype in KERNEL_DTYPES
     if not is_fit or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return "sdpa"
-    if importlib.util.find_spec("flash_attn") is not None:
-        return "flash-attn"
-    return "torch-varlen" if _has_torch_varlen() else "sdpa"
+    return next((name for name in KERNELS if find_kernel_failure(name, device, dtype) is None), "sdpa")
 
 
-def _has_torch_varlen() -> bool:
-    """torch 2.10 brought `varlen_attn`; grouped queries and the scale came later."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
-    from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10
+@cache
+def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Try "flash-attn" or "torch-varlen" on two short segments; see `find_failure`."""
 
-    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    def call() -> None:
+        cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+        query, key, value = (
+            torch.ones(8, heads, 64, device=device, dtype=dtype, requires_grad=True) for heads in (2, 1, 1))
+        segments = Segments(backend, cu_seqlens, cu_seqlens, 5, 5)
+        _BACKENDS[backend](query, key, value, segments, 1.0).sum().backward()
+        query.grad.sum().item()  # what a kernel does wrong shows when it is waited for
+
+    return find_failure(KERNELS[backend], call)
 
 
 def build_segments(

@@ -13,7 +13,7 @@ SequentialMLP.
 
 from __future__ import annotations
 
-import importlib.util
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.heads import ScoreHead
+from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
@@ -86,12 +87,31 @@ def choose_transformer_impl(requested: str) -> str:
     Raises:
         UserError: Transformer Engine is asked for and cannot be used here.
     """
-    is_usable = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    if requested == "transformer_engine" and not is_usable:
+    failure = find_transformer_engine_failure(torch.cuda.is_available())
+    if requested == "transformer_engine" and failure is not None:
         raise UserError(
-            "Transformer Engine is not usable here", source="model.transformer_impl",
+            f"Transformer Engine is not usable here{failure and f': {failure}'}", source="model.transformer_impl",
             expected="an installed transformer_engine and a CUDA device", hint="use model.transformer_impl=auto")
-    return "transformer_engine" if is_usable and requested != "local" else "local"
+    return "transformer_engine" if failure is None and requested != "local" else "local"
+
+
+@cache
+def find_transformer_engine_failure(has_cuda: bool) -> str | None:
+    """Try its linear layer and its norm, and what megatron-core makes of them; see `find_failure`."""
+
+    def call() -> None:
+        import transformer_engine.pytorch as engine  # optional dependency
+        from megatron.core.extensions import transformer_engine as te
+
+        assert te.TENorm and te.TEColumnParallelLinear and te.TERowParallelLinear
+        options = dict(params_dtype=torch.bfloat16, device="cuda")
+        x = torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        linear = engine.Linear(32, 32, bias=False, init_method=torch.nn.init.ones_, **options)
+        norm = engine.RMSNorm(32, **options)
+        linear(norm(x)).sum().backward()
+        x.grad.sum().item()
+
+    return find_failure("transformer_engine", call) if has_cuda else ""
 
 
 def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:

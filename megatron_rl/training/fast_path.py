@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which fast paths of a training step are active here, which are missing, and what the missing ones would bring.
 
-Detection looks at what is installed and at the device; nothing is started, and no process group is needed.
+Libraries of kernels are tried once on a few elements; no process group is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import TrainableConfig
-from megatron_rl.models.attention_backends import choose_attention_backend
-from megatron_rl.models.gpt import choose_transformer_impl
+from megatron_rl.models.attention_backends import (
+    KERNEL_DTYPES,
+    KERNELS,
+    choose_attention_backend,
+    find_kernel_failure,
+)
+from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
 
 
@@ -68,6 +73,7 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     """Those of the computation itself, whatever a role's settings are; arguments as in `find_fast_paths`."""
     is_cpu = device.type == "cpu"
     attention = choose_attention_backend(device, DTYPES[dtype])
+    yield from _find_broken(dtype, transformer_impl, device)
     brings = "" if is_cpu or attention != "sdpa" else "one kernel over all sequences of a microbatch"
     yield FastPath("attention", attention, not brings, brings,
                    brings and "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn")
@@ -77,6 +83,23 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Ite
                    brings and "pip install 'transformer-engine[pytorch]'")
     yield FastPath("optimizer", "torch's fused AdamW (one kernel per group, rate and soundness on the device)", True)
     yield FastPath("log-probs", "from hidden states in chunks, logits never held", True)
+
+
+def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
+    """Libraries that are installed, would be used, and failed when they were tried."""
+    if device.type == "cpu":
+        return
+    chosen, broken = choose_attention_backend(device, DTYPES[dtype]), {}
+    for name in KERNELS if DTYPES[dtype] in KERNEL_DTYPES else ():
+        if name == chosen:
+            break
+        broken[name] = find_kernel_failure(name, device, DTYPES[dtype])
+    if transformer_impl != "local":
+        broken["Transformer Engine"] = find_transformer_engine_failure(True)
+    for name, failure in broken.items():
+        if failure:
+            yield FastPath(name, "not used", False, f"it is installed and fails: {failure}",
+                           "reinstall it for this torch and this GPU, or uninstall it")
 
 
 def _find_launches(config: TrainableConfig, device: torch.device) -> Iterator[FastPath]:

@@ -8,13 +8,21 @@ Segments are plain sequences and responses behind a shared prompt. On CPU there 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.data.prefix import build_segment_keys
-from megatron_rl.models.attention_backends import Segments, attend, build_segments, choose_attention_backend
+from megatron_rl.models.attention_backends import (
+    Segments,
+    attend,
+    build_segments,
+    choose_attention_backend,
+    find_kernel_failure,
+)
 
 HEAD_DIM = 16
 CPU = torch.device("cpu")
@@ -107,6 +115,39 @@ def test_mask_is_as_large_as_its_longest_segment() -> None:
     """28 tokens: 6 rows and 4 + 6 columns; without prefixes there is none."""
     assert make_segments("shared").mask.shape == (6, 10)
     assert make_segments("ragged").mask is None and make_segments("ragged").key_index is None
+
+
+WORKING = """
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal, deterministic):
+    return q * k.mean() * v.mean()
+"""
+
+
+@pytest.mark.parametrize(("content", "failure"), [
+    ("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')",
+     "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"),
+    ("", "ImportError: cannot import name 'flash_attn_varlen_func' from 'flash_attn'"),  # left by another wheel
+    ("def flash_attn_varlen_func(q, k): ...", "TypeError: flash_attn_varlen_func() got an unexpected keyword argument"),
+    (WORKING, None), (None, "")], ids=["abi", "namespace", "signature", "works", "absent"])
+def test_a_kernel_library_is_tried_before_it_is_chosen(
+    content: str | None, failure: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of that name with these contents. The real ones need a GPU."""
+    if content is not None:
+        (tmp_path / "flash_attn").mkdir()
+        (tmp_path / "flash_attn" / "__init__.py").write_text(content)
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    with torch.no_grad():  # as in the first forward pass
+        found = find_kernel_failure.__wrapped__("flash-attn", CPU, torch.bfloat16)
+    assert found == failure if not failure else found.startswith(failure)
+    sys.modules.pop("flash_attn", None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="every kernel fails where there is no GPU")
+def test_what_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_attention_backend.__wrapped__(torch.device("cuda"), torch.bfloat16) == "sdpa"
 
 
 def test_cpu_has_one_backend() -> None:

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.training.fast_path import FastPath, find_fast_paths, format_table
+from megatron_rl.models import gpt
+from megatron_rl.training import fast_path
+from megatron_rl.training.fast_path import FastPath, find_fast_paths, find_kernels, format_table
+from megatron_rl.types import UserError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without CUDA")
 
@@ -24,6 +27,23 @@ def test_on_a_cpu_only_bfloat16_is_slow() -> None:
 def test_overlap_is_a_matter_of_data_parallelism() -> None:
     parts = {path.part for path in find_fast_paths(ActorConfig(), "float32", dp_size=1)}
     assert not parts & {"gradient reduction", "weight gathering"}
+
+
+def test_what_is_installed_and_fails_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel fails where there is no GPU: torch's own, and a Transformer Engine that cannot be imported."""
+    def fail(has_cuda: bool) -> str:
+        return "OSError: libtransformer_engine.so: cannot open shared object file"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (fast_path, gpt):
+        monkeypatch.setattr(module, "find_transformer_engine_failure", fail)
+    by_part = {path.part: path for path in find_kernels("bfloat16", "auto", torch.device("cuda"))}
+    assert by_part["attention"].active == "sdpa" and by_part["layers"].active == "megatron-core's own"
+    for part, failure in (("torch-varlen", ""), ("Transformer Engine", "OSError: libtransformer_engine.so")):
+        assert not by_part[part].is_fast and by_part[part].active == "not used"
+        assert by_part[part].brings.startswith(f"it is installed and fails: {failure}")
+    with pytest.raises(UserError, match="not usable here: OSError: libtransformer_engine.so"):
+        gpt.choose_transformer_impl("transformer_engine")
 
 
 def test_table_says_what_is_missing_and_how_to_get_it() -> None:
