@@ -39,7 +39,7 @@ def write_rollouts(path: Path, collected: Collected) -> FileRecord:
                 "response_tokens": rollout.response_tokens.tolist(),
                 "rollout_logprobs": rollout.rollout_logprobs.tolist(),
             }, ensure_ascii=False) + "\n")
-    return write_file(path, "".join(lines).encode())
+    return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # half a character: its escape
 
 
 def read_rollouts(path: Path) -> Collected:

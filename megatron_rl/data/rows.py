@@ -145,7 +145,22 @@ def _parse_line(line: bytes, location: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"the line holds a {type(value).__name__}, not an object: {shown}", source=location,
                         expected="one JSON object per line", hint=hint)
+    if b"\\ud" in line.lower():  # only an escape can stand for one
+        _refuse_surrogates(value, shown, location)
     return value
+
+
+def _refuse_surrogates(columns: dict[str, Any], shown: str, location: str) -> None:
+    """Half of a character is no text: no tokenizer takes it, and no file that is written later."""
+    for name, value in columns.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = error.object[error.start].encode("ascii", "backslashreplace").decode()
+            raise UserError(
+                f"column {json.dumps(name)} holds {code}, half of a character (a lone surrogate): {shown}",
+                source=location, expected="whole characters",
+                hint="remove it, or write the file again from texts that were not cut inside of a character") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

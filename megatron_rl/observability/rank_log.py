@@ -40,7 +40,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
     close_rank_log(logger)
     path = log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     to_file.setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(to_file)
     if rank == 0:

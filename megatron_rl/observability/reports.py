@@ -118,5 +118,5 @@ def show(text: str, log_file: Path) -> None:
 
 def append(log_file: Path, text: str) -> None:
     """Write into a rank's log, and not on the console; a disk that is full must not hide what ends the job."""
-    with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text.rstrip("\n") + "\n")

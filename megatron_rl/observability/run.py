@@ -170,7 +170,9 @@ class Run:
         if self.is_writer:
             rows = list(rows)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-            (self.dir / "rollouts" / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+            # Half of a character, which an engine or a reward may return, becomes its escape in JSON.
+            content = "".join(lines).encode("utf-8", "backslashreplace")
+            (self.dir / "rollouts" / f"step_{step}.jsonl").write_bytes(content)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 

@@ -63,7 +63,8 @@ def is_due(step: int, every: int) -> bool:
 def format_sample(row: Mapping[str, Any]) -> str:
     """A rollout in Markdown; its texts are indented, which makes Markdown and HTML in them plain letters."""
     parts = ("prompt", "response", "ground_truth", "reward", "finish_reason")
-    return "\n\n".join(f"{name.replace('_', ' ')}\n\n{_quote(str(row.get(name, '')))}" for name in parts)
+    text = "\n\n".join(f"{name.replace('_', ' ')}\n\n{_quote(str(row.get(name, '')))}" for name in parts)
+    return text.encode("utf-8", "backslashreplace").decode()  # half of a character is in no event file
 
 
 def _quote(text: str) -> str:

@@ -105,6 +105,16 @@ BAD_LINES = {
     "bad extra_info": ('{"prompt": "x", "answer": "1", "extra_info": "y"}', 'column "extra_info" holds'),
     "bad reward_model": ('{"prompt": "x", "reward_model": "2"}', 'column "reward_model" holds'),
     "bad ground truth": ('{"prompt": "x", "reward_model": {"ground_truth": {"a": 1}}}', "reward_model.ground_truth"),
+    "half a character in a prompt": ('{"prompt": "a\\ud83d", "answer": "1"}', 'column "prompt" holds \\ud83d, half'),
+    "half a character in a message": (
+        '{"prompt": [{"role": "user", "content": "\\uDE00x"}], "answer": "1"}', 'column "prompt" holds \\ude00, half'),
+    "half a character in an answer": ('{"prompt": "x", "answer": "\\ud800"}', 'column "answer" holds \\ud800, half'),
+    "half a character in a data source": (
+        '{"prompt": "x", "answer": "1", "data_source": "\\ud800"}', 'column "data_source" holds \\ud800, half'),
+    "half a character in a ground truth": (
+        '{"prompt": "x", "reward_model": {"ground_truth": "\\ud800"}}', 'column "reward_model" holds \\ud800, half'),
+    "half a character in a name": (
+        '{"prompt": "x", "answer": "1", "\\udfff": 2}', 'column "\\udfff" holds \\udfff, half'),
     "bad data_source": ('{"prompt": "x", "answer": "1", "data_source": 3}', 'column "data_source" holds 3'),
 }
 
@@ -118,6 +128,12 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path, line, message):
         load_prompts([str(file)], TOKENIZER, config())
     assert caught.value.source == f"{file}:3"
     assert message in caught.value.found
+
+
+def test_whole_characters_may_be_written_as_escapes(tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_text('{"prompt": "\\ud83d\\ude00 \\\\ud800", "answer": "1"}\n')
+    assert load_prompts([str(file)], TOKENIZER, config()).prompts[0].text == "\N{GRINNING FACE} \\ud800"
 
 
 def test_offending_text_is_shown_but_shortened(tmp_path):

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_rl.capsule.rollouts import read_rollouts, write_rollouts
+from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.experience import Collected
+from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
+from megatron_rl.observability.rollout_page import write_page
+from megatron_rl.observability.run import Run
+from megatron_rl.types import Prompt, Rollout, RolloutGroup
 
 
 def test_characters_of_several_tokens_stand_at_the_last() -> None:
@@ -52,3 +62,32 @@ def test_values_are_aligned_to_the_end_and_fit_into_json() -> None:
     assert fields == {"advantages": [None, 0.5, -1.234568], "entropy": [None, None, 1.5]}
     assert json.loads(json.dumps(fields, allow_nan=False)) == fields
     assert as_numbers(np.float32([1e-4, -2]), 3) == [0.0, -2.0]
+
+
+HALF = "1\ud83d2"  # half of a character
+
+
+def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> None:
+    """It is kept in rollouts/ and shown by everything that shows rollouts. (Weights & Biases is given numbers only.)"""
+    run = Run(tmp_path / "run", "", 1, ObservabilityConfig(histograms_every=1, status_port=0), 0)
+    run.start(None)
+    row = {"prompt_id": 0, "sample_index": 0, "reward": 1.0, "reward_components": {}} | dict.fromkeys(
+        ("prompt", "response", "ground_truth", "data_source", "finish_reason"), HALF)
+    run.write_rollouts(1, [row])
+    page = next(sink for sink in run._sinks if hasattr(sink, "url"))
+    with urlopen(f"{page.url}status.json", timeout=10) as answer:
+        assert json.load(answer)["samples"]["rows"][0]["response"] == HALF
+    logging.getLogger(f"{LOGGER_NAME}.rewards").warning("of %s", HALF)
+    run.close()
+    close_rank_log(logging.getLogger(LOGGER_NAME))
+    assert json.loads((run.dir / "rollouts/step_1.jsonl").read_bytes()) == row
+    assert write_page(run.dir, tmp_path / "page.html").num_rollouts == 1
+    assert "of 1\\ud83d2" in run.log_file.read_text()
+
+
+def test_half_a_character_in_a_capsule(tmp_path: Path) -> None:
+    prompt = Prompt(0, np.zeros(1, np.int32), HALF, HALF, HALF)
+    rollout = Rollout(prompt, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, HALF, 1.0, {})
+    write_rollouts(tmp_path / "rollouts.jsonl", Collected([RolloutGroup(prompt, [rollout])], None, {}))
+    [group] = read_rollouts(tmp_path / "rollouts.jsonl").groups
+    assert (group.prompt.text, group.prompt.ground_truth, group.rollouts[0].response) == (HALF, HALF, HALF)
