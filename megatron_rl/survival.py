@@ -80,7 +80,8 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
         run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
     except OSError as caught:
         error = UserError(f"cannot write the run directory: {caught}", source="trainer.run_dir",
-                          expected="a directory on a disk that can be written", hint="choose another place")
+                          expected="a directory on a disk that can be written",
+                          hint="free some space there, or choose another place")
     raise_together(error, group)
     is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
     checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)

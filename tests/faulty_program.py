@@ -8,6 +8,7 @@ user's script would. Faults strike rank 1 in the second step, or while the engin
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -49,6 +50,11 @@ def strike(cls: type, method: str, fault: Callable[..., Any], *, call: int = 2, 
 
 def none() -> None:
     """The program as it is; the settings bring the fault."""
+
+
+def fill_the_disk() -> None:
+    """No file takes a byte from here on."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 
 def sleep_in_reward() -> None:

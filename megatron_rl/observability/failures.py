@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure of the program means: any exception as an error with source, expectation and hint.
 
-Out of memory, a peer that is gone, and everything else. A `UserError` says all that itself and stays as it is.
+Out of memory, a full disk, a peer that is gone, and everything else. A `UserError` says all that itself and stays as
+it is.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from collections.abc import Callable, Sequence
@@ -86,6 +88,10 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
         return error
     if is_out_of_memory(error):
         return _explain_memory(error, scene)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"the disk is full: {error}", source=f"{scene}, {_locate(error)}", expected="room for what a run writes",
+            hint="free some space; start the same command again to resume from the newest checkpoint")
     if is_lost_peer(error) and (lost := find_silent()):
         # gloo's words: [its file and line] what happened to whom. "This is typically caused by ..."
         what = re.sub(r"^\[[^ ]*\] ", "", _first_lines(error)).partition(" This is typically")[0]

@@ -8,7 +8,9 @@ files of the run before. Console lines go to what stdout is at that moment: abov
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from pathlib import Path
 
 LOGGER_NAME = "megatron_rl"
@@ -22,6 +24,24 @@ class _ConsoleHandler(logging.Handler):
             print(self.format(record), flush=True)
         except Exception:
             self.handleError(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """A run does not end for its log: what the disk does not take is missing there, which is said once."""
+
+    is_failing = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_failing:
+            self.is_failing = True
+            print(f"warning: lines are missing in {self.baseFilename}: {error}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
@@ -40,7 +60,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
     close_rank_log(logger)
     path = log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
     to_file.setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(to_file)
     if rank == 0:
@@ -55,7 +75,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
 def close_rank_log(logger: logging.Logger) -> None:
     """Close the files of `open_rank_log` and give the logger back as it was."""
     for handler in list(logger.handlers):
-        if isinstance(handler, logging.FileHandler | _ConsoleHandler):
+        if isinstance(handler, _FileHandler | _ConsoleHandler):
             logger.removeHandler(handler)
             handler.close()
     logger.setLevel(logging.NOTSET)

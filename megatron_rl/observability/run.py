@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron_rl.observability.wandb_run import WandbRun
 from megatron_rl.types import UserError
 
 STOPPED_FILE = "stopped.json"
+_ROOM_BYTES = 1 << 20  # without which no run begins
 _NUM_SAMPLES = 4  # rollouts of a step that sinks are given
 # Of several optimizer steps in one step only the first starts from the policy that was sampled.
 _FIRST_ONLY = ("policy/ratio_max_deviation",)
@@ -63,6 +65,9 @@ class Run:
         settings: observability section.
         rank: this rank.
 
+    Raises:
+        OSError: the directory cannot be written, or has no room.
+
     Attributes:
         best_value: of `trainer.best_metric` so far.
         positions: the last heartbeat of every rank, for the status page; set by whoever watches the ranks.
@@ -81,6 +86,8 @@ class Run:
         self._display: ProgressDisplay | None = None
         self._rollout: RolloutCount | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
+        if self.is_writer:
+            _check_room(run_dir)
         self.log_file = log_path(run_dir, rank)
         self.log = open_rank_log(run_dir, rank)
 
@@ -248,13 +255,30 @@ class Run:
             self.log.info("curves:  %s", plot_curves(self.dir))
 
     def close(self) -> None:
-        """Close what is open (also after an error)."""
-        try:
-            self._close_sinks()
-        finally:
-            close_rank_log(self.log)
+        """Close what is open: after `finish` the log; after an error, which must not be replaced by another, all."""
+        while self._sinks:
+            try:
+                self._close_sinks()
+            except Exception as error:
+                self.log.warning("after the error that ends the run: %s: %s", type(error).__name__, error)
+        close_rank_log(self.log)
 
     def _close_sinks(self) -> None:
         """The last one opened, which may hold the terminal, comes first."""
         while self._sinks:
             self._sinks.pop().close()
+
+
+def _check_room(directory: Path) -> None:
+    """Write and remove a file: the first thing that meets a full disk or a quota is not the log.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = directory / ".room"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_ROOM_BYTES))
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)

@@ -141,3 +141,15 @@ def test_a_failure_is_one_message(failure: Failure, task: Path, tmp_path: Path) 
 @pytest.mark.parametrize("failure", MORE_FAILURES, ids=str)
 def test_more_failures(failure: Failure, task: Path, tmp_path: Path) -> None:
     check(failure, task, tmp_path)
+
+
+def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> None:
+    """Before any model is built, and without what the log would say about its file."""
+    result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path)
+    ours = TORCHRUN_SAYS.split(result.stderr)[0]
+    message = (r"^error: cannot write the run directory: \[Errno 27\] File too large\n  source:   trainer.run_dir\n"
+               r"  expected: .*\n  hint:     free some space there, .*$")
+    assert len(re.findall(message, ours, re.M)) == 1, ours
+    assert ours.count("error:") == 1 and "Traceback" not in ours and "Logging error" not in ours and not result.stdout
+    assert set(re.findall(r"exitcode  : (-?\d+)", result.stderr)) <= {"2", "-15"}
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.stat().st_size]

@@ -71,6 +71,14 @@ def test_a_lost_peer() -> None:
     assert is_lost_peer(torch.distributed.DistBackendError(NCCL)) and is_lost_peer(RuntimeError(NCCL))
 
 
+def test_a_full_disk() -> None:
+    with pytest.raises(OSError) as caught, open("/dev/full", "w") as file:
+        file.write("x")
+    found = explain(caught.value, SCENE)
+    assert found.found == "the disk is full: [Errno 28] No space left on device"
+    assert found.source.startswith("rank 3, step 7, phase update, ") and "resume" in found.hint
+
+
 def test_anything_else_names_its_place() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         Position.decode("not json")

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.observability.metrics import Sink
 from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log, open_rank_log
+from megatron_rl.observability.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +52,33 @@ def test_closing_gives_the_logger_back(tmp_path: Path) -> None:
     logger = open_rank_log(tmp_path, 0)
     close_rank_log(logger)
     assert not logger.handlers and logger.propagate
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither do lines that the disk does not take end a run, nor does each of them print a traceback."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank0.log").symlink_to("/dev/full")
+    logger = open_rank_log(tmp_path, 0)
+    for number in range(3):
+        logger.info("line %d", number)
+    close_rank_log(logger)
+    printed = capsys.readouterr()
+    assert printed.out == "line 0\nline 1\nline 2\n"
+    assert printed.err == (
+        f"warning: lines are missing in {tmp_path}/logs/rank0.log: [Errno 28] No space left on device\n")
+
+
+def test_closing_after_an_error_raises_no_other(tmp_path: Path) -> None:
+    """A sink that cannot be closed, on a disk that is full for instance, hides neither the error nor other sinks."""
+    closed: list[int] = []
+
+    class Stubborn(Sink):
+        def close(self) -> None:
+            closed.append(1)
+            raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path, "", 1, ObservabilityConfig(tensorboard=False), 0)
+    run.start(None)
+    run._sinks += [Stubborn(), Stubborn()]
+    run.close()
+    assert len(closed) == 2 and run.log_file.read_text().count("after the error that ends the run: OSError") == 2
