@@ -20,7 +20,7 @@ from megatron_rl.config.roles import Roles
 from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainableConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.prompts import PromptSet, SftSet, load_prompts, load_sft_examples, name_files
-from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.data.tokenizer import Tokenizer, find_stop_tokens, load_tokenizer
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parts import NO_PARTS, Parts
@@ -34,11 +34,12 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The model on disk and the layout it is to have."""
+    """The model on disk, the layout it is to have, and the tokens that end its responses."""
 
     shape: ModelShape
     tokenizer: Tokenizer
     layout: ParallelLayout
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
     _check_positions(config, shape)
     tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
     _check_vocabulary(tokenizer, shape, "model.tokenizer and model.path")
-    return ModelInputs(shape, tokenizer, layout)
+    stop_token_ids = find_stop_tokens(tokenizer, find_model_files(config.model.path), shape.vocab_size)
+    return ModelInputs(shape, tokenizer, layout, stop_token_ids)
 
 
 def read_layout(config: LayoutConfig, world_size: int, shape: ModelShape, section: str) -> ParallelLayout:

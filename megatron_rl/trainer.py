@@ -123,7 +123,7 @@ class Trainer:
             hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
             scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
             reward_model=parts.reward_model or (self.score_with_model if self.reward_model else None),
-            stop_token_ids=(tokenizer.eos_token_id,), timers=timers, group=dist.group.WORLD,
+            stop_token_ids=inputs.model.stop_token_ids, timers=timers, group=dist.group.WORLD,
             needs_greedy_baseline=inputs.roles.needs_greedy_baseline)
         self.trained = {"actor": actor} | ({"critic": critic} if critic else {})
         self.checkpoints = Checkpoints(
@@ -234,6 +234,7 @@ class Trainer:
                 say("%s: %s", name, role.groups.layout.describe())
         say("rollout: %s, %d engine(s) of tp=%d; %s", config.rollout.engine, self.plan.num_engines,
             self.plan.rollout_tp_size, describe_modes(config.rollout, self.process.device))
+        say("stop tokens: %s", ", ".join(map(str, self.inputs.model.stop_token_ids)))
         stats = self.hybrid.reshard_stats
         say("weights: transport %s; per switch %s bytes moved, %s copied inside a rank, %s aliased; verify %s",
             self.hybrid.transport, f"{stats.bytes_moved:,}", f"{stats.bytes_copied:,}", f"{stats.bytes_aliased:,}",

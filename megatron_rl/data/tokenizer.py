@@ -145,6 +145,27 @@ def load_tokenizer(path: Path) -> Tokenizer:
                     hint="set model.tokenizer")
 
 
+def find_stop_tokens(tokenizer: Tokenizer, model: Path, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's EOS, then the others that the model's generation_config.json lists.
+
+    Raises:
+        UserError: the file cannot be read, or lists what is no token of the model.
+    """
+    file = model / "generation_config.json"
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"not the JSON of a generation config: {_first_line(error)}", source=str(file),
+                        expected="an object", hint="copy it from the model again, or delete it") from error
+    ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    for found in ids:
+        if type(found) is not int or not 0 <= found < vocab_size:
+            raise UserError(f"eos_token_id {found!r}", source=str(file),
+                            expected=f"token ids from 0 to {vocab_size - 1}",
+                            hint="the file belongs to another model: copy it again, or delete it")
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
+
+
 def _read_hugging_face(directory: Path) -> Any:
     import transformers  # a slow import, not needed with sentencepiece
 

@@ -14,7 +14,12 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+from megatron_rl.data.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    find_stop_tokens,
+    load_tokenizer,
+)
 from megatron_rl.types import UserError
 
 ALPHABET = "0123456789+-="
@@ -106,6 +111,31 @@ def test_unusable_directories_are_user_errors(tmp_path, files):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (None, (2,)),
+    ("{}", (2,)),
+    ('{"eos_token_id": 2}', (2,)),
+    ('{"eos_token_id": 5}', (2, 5)),
+    ('{"eos_token_id": [16, 2, 5, 16]}', (2, 16, 5)),
+    ('{"eos_token_id": 17}', "eos_token_id 17"),
+    ('{"eos_token_id": ["</s>"]}', "eos_token_id '</s>'"),
+    ('{"eos_token_id": true}', "eos_token_id True"),
+    ("{", "not the JSON of a generation config"),
+    ("[2]", "not the JSON of a generation config"),
+])
+def test_stop_tokens(tmp_path, text, expected):
+    """The tokenizer's EOS is the first of them; the model has 17 tokens."""
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "a.model"))
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    if isinstance(expected, tuple):
+        assert find_stop_tokens(tokenizer, tmp_path, 17) == expected
+        return
+    with pytest.raises(UserError, match="generation_config.json") as caught:
+        find_stop_tokens(tokenizer, tmp_path, 17)
+    assert expected in str(caught.value)
 
 
 def test_missing_path_and_missing_tokens_are_user_errors(tmp_path):

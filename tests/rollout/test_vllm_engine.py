@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ import torch
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.engine import ENGINES, EngineSpec, build_engine
+from megatron_rl.rollout.modes import describe_modes
 from megatron_rl.rollout.vllm_engine import (
     CPU_HEAD_DIMS,
     PATCHED_NAMES,
     _check_device_limits,
     _cpu_cache_bytes,
+    _engine_arguments,
+    _engine_environment,
     _pack_experts,
     prepare_vllm,
 )
@@ -100,6 +104,46 @@ def test_cache_holds_the_configured_number_of_sequences() -> None:
     assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(max_num_seqs=127))) == 64 * 128 * 4 * 2 * 2 * 32 * 4
     assert _cpu_cache_bytes(SPEC) == 4 << 20
     assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
+
+
+MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, what is said; what is said on CPU
+    ({}, (True, False, "0"), "eager, async scheduling off, model runner v1", ""),
+    ({"enforce_eager": False}, (False, False, "0"), "compiled with CUDA graphs, async scheduling off, model runner v1",
+     "; no effect on CPU: rollout.enforce_eager=false"),
+    ({"async_scheduling": True, "model_runner": "v2"}, (True, True, "1"),
+     "eager, async scheduling on, model runner v2 with its Triton sampler",
+     "; no effect on CPU: rollout.async_scheduling=true, rollout.model_runner=v2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "on_gpu", "said", "ignored"), MODES)
+def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: str, ignored: str) -> None:
+    """What vLLM would be given on a GPU, where nothing is left to its defaults, and what it is given on CPU."""
+    config, gpu = RolloutConfig(**settings), torch.device("cuda", 0)
+    for device, expected in ((gpu, on_gpu), (torch.device("cpu"), (True, False, "0"))):
+        spec = replace(SPEC, config=config, process=Process(0, 1, 0, 1, device))
+        arguments, environment = _engine_arguments(spec), _engine_environment(spec)
+        found = arguments["enforce_eager"], arguments["async_scheduling"], environment["VLLM_USE_V2_MODEL_RUNNER"]
+        assert found == expected
+    assert describe_modes(config, gpu) == said
+    assert describe_modes(config, torch.device("cpu")) == MODES[0][2] + ignored
+    assert describe_modes(replace(config, engine="hf"), gpu) == ""
+
+
+def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
+    """Those of a GPU as well, where no test of ours gives them to vLLM."""
+    from vllm import envs
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for device in ("cuda", "cpu"):
+        for length in (24, 5000):
+            config = RolloutConfig(kv_cache_gib=1.0)
+            spec = replace(SPEC, config=config, max_response_length=length,
+                           process=Process(0, 1, 0, 1, torch.device(device)))
+            assert set(_engine_arguments(spec)) <= known
+            assert set(_engine_environment(spec)) <= set(envs.environment_variables)
+    assert _engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
 
 
 @pytest.mark.parametrize(("change", "message"), [

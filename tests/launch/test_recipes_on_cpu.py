@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every GPU recipe trains two steps on CPU as it is, with `model.dtype=float32` and a small model of its family.
+
+The recipes run in a directory that has what they name: the model, with a BPE tokenizer and a chat template, and the
+parquet files that tools/prepare_prompts.py makes. `shrink` is all that is changed. Ranks are forked. Not covered:
+learning, lengths and layouts of the recipes, and that the models fit into the GPUs (tests/planning).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+import yaml
+
+import megatron_rl.trainer as trainer_module
+from distributed import run_ranks
+from megatron_rl.config.loading import load_config
+from tiny_models import ENGINE_SIZES, save_tiny_model
+from tools import prepare_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {  # recipe -> family of its model
+    "llama3.1_8b_gsm8k": "llama",
+    "qwen2.5_0.5b_gsm8k": "qwen2",
+    "qwen2.5_72b_math": "qwen2",
+    "qwen2.5_7b_gsm8k": "qwen2",
+    "qwen3_30b_a3b_math": "qwen3_moe",
+    "qwen3_8b_math": "qwen3",
+}
+ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and so many that responses end in others
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}" + START + "{{ m['role'] }}\n{{ m['content'] }}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}")
+
+
+def shrink(recipe: dict[str, dict[str, int]]) -> tuple[int, list[str]]:
+    """The fewest ranks on which its layout shows, and the settings that a recipe gets: type, batch, length, layout."""
+    layout = {
+        f"{section}.{name}_model_parallel_size": min(2, size) if name != "pipeline" else 1
+        for section in ("actor", "critic", "rollout") for name in ("tensor", "pipeline", "expert")
+        if (size := recipe.get(section, {}).get(f"{name}_model_parallel_size"))}
+    sizes = [layout.get(f"actor.{name}_model_parallel_size", 1) for name in ("tensor", "expert")]
+    overrides = ["model.dtype=float32", "data.train_batch_size=4", "actor.ppo_mini_batch_size=2",
+                 "data.max_response_length=8", "trainer.total_steps=2", *(f"{k}={v}" for k, v in layout.items())]
+    return math.prod(sizes), overrides
+
+
+def make_model(directory: Path, family: str, corpus: list[str]) -> None:
+    """A random model whose generation config lists more ends of a response than the tokenizer."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator(corpus, tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[PAD, START, END], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    model = save_tiny_model(
+        directory, family, **ENGINE_SIZES, num_hidden_layers=2, max_position_embeddings=2048,
+        **({"moe_intermediate_size": 64} if family == "qwen3_moe" else {}))
+    model.generation_config.update(eos_token_id=ENDS)
+    model.generation_config.save_pretrained(directory)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """data/ and models/ as the recipes name them."""
+    place = tmp_path_factory.mktemp("place")
+    corpus = []
+    for dataset, (question, answer) in {"gsm8k": ("question", "answer"), "math": ("problem", "solution")}.items():
+        rows = [{question: f"Ann has {n} apples and buys {n + 2}. How many?",
+                 answer: f"{n} + {n + 2}\n#### {2 * n + 2}"} for n in range(12)]
+        corpus += [row[question] + row[answer] for row in rows]
+        (place / dataset).mkdir()
+        for split, part in (("train", rows[:8]), ("test", rows[8:])):
+            (place / dataset / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        assert prepare_prompts.main(["--dataset", dataset, "--input", str(place / dataset),
+                                     "--out", str(place / "data" / dataset)]) == 0
+    for name, family in RECIPES.items():
+        recipe = yaml.safe_load((ROOT / f"launch/recipes/{name}.yaml").read_text())
+        make_model(place / recipe["model"]["path"], family, corpus)
+    return place
+
+
+def train(rank: int, world_size: int, place: Path, recipe: Path, overrides: list[str]) -> list[str]:
+    """One rank, as the entry point runs it; returns the notes."""
+    os.chdir(place)
+    loaded = load_config(recipe, [*overrides, f"trainer.run_dir={recipe.stem}"])
+    trainer_module.Trainer.from_config(loaded.config, recipe).train()
+    return loaded.notes
+
+
+def test_all_gpu_recipes_are_here() -> None:
+    assert {p.stem for p in (ROOT / "launch/recipes").glob("*.yaml") if not p.stem.startswith("toy_")} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps(place: Path, vllm_imported: None, name: str) -> None:
+    """What has no effect on CPU or with float32 is told; a response ends with any token that the model lists."""
+    path = ROOT / f"launch/recipes/{name}.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    world_size, overrides = shrink(recipe)
+    notes = run_ranks(train, world_size, place, path, overrides, timeout=150)[0]
+    offloaded = [section for section in ("actor", "critic") if recipe.get(section, {}).get("offload_optimizer")]
+    assert [note.split("=")[0] for note in notes] == [f"ignored: {section}.offload_optimizer" for section in offloaded]
+    records = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert "validation/test/accuracy" in records[2]
+    log = (place / name / "logs/rank0.log").read_text()
+    assert "no effect on CPU: rollout.enforce_eager=false" in log and "stop tokens: 2, 0, 5, 10" in log
+    rows = [json.loads(line) for line in (place / name / "rollouts/step_1.jsonl").read_text().splitlines()]
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for row in rows:
+        assert not set(row["tokens"][:-1]) & set(ENDS)
+        assert (row["tokens"][-1] in ENDS) == (row["finish_reason"] == "stop")
