@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rank, figures in enumerate(found["ranks"]):
             for name, figure in figures.items():
                 print(f"rank {rank} {name:12} {figure['first']:10.1f} -> {figure['last']:10.1f}, "
-                      f"slope of the last half {figure['slope_per_step']:+.5f} per step")
+                      f"slope of the last half {figure['slope_per_step']:+z.5f} per step")
     return 0
 
 
