@@ -49,7 +49,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     for name in ("torchrun", "srun", "scontrol", "apptainer"):
         (directory / name).write_text(RECORDER)
         (directory / name).chmod(0o755)
-    (directory / "python").symlink_to(sys.executable)
+    (directory / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link loses its packages
+    (directory / "python").chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP_NUM", "NCCL"))}
     return clean | {"PATH": f"{directory}:{os.environ['PATH']}", "PYTHON_BIN": str(directory),
                     "RECORD": str(tmp_path / "record")}

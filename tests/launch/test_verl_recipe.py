@@ -3,12 +3,29 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "tests/config/verl/tutorial.yaml"
+
+
+@pytest.fixture(scope="module")
+def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model for prompts and responses as long as the recipe's, and 64 prompts."""
+    directory = tmp_path_factory.mktemp("verl")
+    save_tiny_model(
+        directory, "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=2, max_position_embeddings=2048)
+    (directory / "tokenizer.model").write_bytes((task / "tokenizer.model").read_bytes())
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(64)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"actor_rollout_ref.model.path={directory}", f"data.train_files={directory}/train.jsonl"]
 
 
 def dry_run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -19,9 +36,9 @@ def dry_run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
 
 
-def test_the_tutorial_recipe() -> None:
-    """No --world-size: the recipe's GPUs are planned for."""
-    result = dry_run()
+def test_the_tutorial_recipe(files: list[str]) -> None:
+    """As it is printed, but for the paths. No --world-size: the recipe's GPUs are planned for."""
+    result = dry_run(*files)
     assert result.returncode == 0, result.stderr
     for line in ("num_engines = world_size / rollout_tp = 6 / 2 = 3",
                  "rollouts_per_step = train_batch_size * n = 60 * 12 = 720",
@@ -29,11 +46,12 @@ def test_the_tutorial_recipe() -> None:
         assert line in result.stdout
     assert result.stderr.startswith("note: contradiction: algorithm.adv_estimator='gae' ")
     assert "ppo_micro_batch_size_per_gpu=8" in result.stderr
+    assert "note: ignored: trainer.test_freq=100" in result.stderr
 
 
-def test_overrides_in_the_form_of_verl_scripts() -> None:
+def test_overrides_in_the_form_of_verl_scripts(files: list[str]) -> None:
     """The contradiction goes with the estimator; the world size of the command line wins over the recipe's GPUs."""
-    result = dry_run("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "--world-size", 12)
+    result = dry_run(*files, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "--world-size", 12)
     assert result.returncode == 0, result.stderr
     assert "rollouts_per_step = train_batch_size * n = 60 * 8 = 480" in result.stdout
     assert "num_engines = world_size / rollout_tp = 12 / 2 = 6" in result.stdout

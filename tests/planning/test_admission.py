@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import check_fits, describe_cluster, find_cluster, find_shape, read_job
 from megatron_rl.types import UserError
@@ -30,10 +31,28 @@ def start(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(["--dry-run", "--world-size", "8", "--gpu-memory-gib", "80"], monkeypatch) == 0
-    assert "planned memory: at most 61.7 of 80.0 GiB per GPU" in capsys.readouterr().out
-    assert start(["--dry-run", "--world-size", "8"], monkeypatch) == 0
+    """Where the model is not there, its shape is known, and the run would not start."""
+    assert start(["--dry-run", "--world-size", "8", "--gpu-memory-gib", "80"], monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert "planned memory: at most 61.7 of 80.0 GiB per GPU" in out and "there is no models/Qwen2.5-7B" in err
+    assert start(["--dry-run", "--world-size", "8"], monkeypatch) == 2
     assert "planned memory" not in capsys.readouterr().out
+
+
+def test_a_critic_that_a_plugin_asks_for_is_planned(tmp_path: Path) -> None:
+    """It has the bytes of the one that gae asks for, and its layout is checked."""
+    plugin = tmp_path / "valued.py"
+    plugin.write_text("from megatron_rl.algorithms.advantages import register_advantage_estimator\n"
+                      "register_advantage_estimator('planned_valued', needs_values=True)(lambda *_: None)\n")
+    valued = [f"algorithm.plugins=[{plugin}]", "algorithm.adv_estimator=planned_valued"]
+    layout = ["critic.tensor_model_parallel_size=4", "critic.max_tokens_per_microbatch=16384"]
+    cluster = describe_cluster(8, 300)
+    lines = [check_fits(load_config(RECIPE, settings).config, cluster, RECIPE) for settings in (
+        [], [*valued, *layout], ["algorithm.adv_estimator=gae", *layout])]
+    assert lines[1] == lines[2] != lines[0]
+    with pytest.raises(UserError, match="layout of the section critic"):
+        check_fits(load_config(RECIPE, [*valued, "critic.tensor_model_parallel_size=3"]).config, cluster, RECIPE)
+    ADVANTAGE_ESTIMATORS.pop("planned_valued")
 
 
 def test_dry_run_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
