@@ -53,11 +53,11 @@ if [[ -f $WARM_START_DIR/summary.json ]]; then
 else
     echo "quickstart: supervised warm start on $SFT_NPROC ranks"
     rm -rf "$WARM_START_DIR"   # of a run that was cut off
-    torchrun --standalone --nproc-per-node "$SFT_NPROC" launch/pretrain_sft.py "${SFT_ARGS[@]}"
+    bash launch/supervise.sh "" torchrun --standalone --nproc-per-node "$SFT_NPROC" launch/pretrain_sft.py "${SFT_ARGS[@]}"
 fi
 
 echo "quickstart: GRPO on $NPROC ranks"
-torchrun --standalone --nproc-per-node "$NPROC" launch/pretrain_grpo.py "${GRPO_ARGS[@]}" "$@"
+bash launch/supervise.sh "" torchrun --standalone --nproc-per-node "$NPROC" launch/pretrain_grpo.py "${GRPO_ARGS[@]}" "$@"
 
 if [[ -f $RUN_DIR/summary.json ]]; then
     echo "quickstart: done; a look at $RUN_DIR/curves.png shows what was learned"

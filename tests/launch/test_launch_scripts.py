@@ -31,6 +31,8 @@ with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], seen]) + "\\n")
 if os.path.basename(sys.argv[0]) == "scontrol" and sys.argv[1] == "show":
     print("node07\\nnode08")
+if os.path.basename(sys.argv[0]) == "srun" and os.environ.get("SRUN_SAYS"):
+    sys.exit(print(os.environ["SRUN_SAYS"], file=sys.stderr) or 1)
 if os.path.basename(sys.argv[0]) == "srun" and os.environ.get("SRUN_SECONDS"):
     import signal, time
     signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(1.0), sys.exit(75)))
@@ -163,6 +165,47 @@ def test_the_exit_code_after_a_signal(signal_name: str, saves: bool, expected: i
         time.sleep(0.02)
     process.send_signal(getattr(signal, f"SIG{signal_name}"))
     assert process.wait(timeout=20) == expected
+
+
+ERROR = """error: unknown key actor.learning_rate
+  source:   command line
+    and one more line
+  expected: a setting
+  hint:     did you mean actor.lr"""
+TORCHRUN = """E1122 05:30:18.602000 11692 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2)
+Traceback (most recent call last):
+  File "/x/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  rank      : 0 (local_rank: 0)"""
+BARE = """error: \nTraceback (most recent call last):\n  File "x", line 1\n\nDuring handling:\nKeyError: 'x'"""
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    (f"{ERROR}\n{TORCHRUN}", ERROR),
+    (f"error: of the first attempt\n  source: x\n{TORCHRUN}\nnote: again\n{ERROR}\nlibrary: bye\n{TORCHRUN}", ERROR),
+    (f"{BARE}\n{TORCHRUN}", BARE),
+    (f"error on rank 3: {ERROR[7:]}\n{TORCHRUN}", f"error on rank 3: {ERROR[7:]}"),
+    ("W1122 nothing of ours", None),
+])
+def test_the_error_is_said_again_at_the_end(said: str, expected: str | None, tmp_path: Path) -> None:
+    """After a failure, not after success or where the run is to be started again; everything still comes through."""
+    (tmp_path / "said").write_text(f"{said}\n")
+    again = f"\nThe run ended with this error:\n{expected}\n" if expected else ""
+
+    stopped = f"touch {tmp_path}/stopped.json; exit 1"
+    for command, code, more in (("exit 1", 1, again), ("true", 0, ""), (stopped, 75, "")):
+        done = subprocess.run(
+            ["bash", "launch/supervise.sh", tmp_path, "bash", "-c", f"cat {tmp_path}/said >&2; {command}"], cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr, done.stdout) == (code, f"{said}\n{more}", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"said", "stopped.json"}, "the copy is gone"
+
+
+def test_slurm_says_the_error_again(environment: dict[str, str]) -> None:
+    """Labels of srun tell the lines of several nodes apart."""
+    lines = [f"0: {line}\n1: noise\n" for line in f"{ERROR}\n{TORCHRUN}".splitlines()]
+    result = run("slurm.sbatch", RECIPE, environment=environment, **SLURM, SRUN_SAYS="".join(lines))
+    assert result.returncode == 1 and result.stderr.endswith(f"\nThe run ended with this error:\n{ERROR}\n")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

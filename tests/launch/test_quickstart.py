@@ -30,7 +30,8 @@ def make_clone(directory: Path, warm_start_steps: int | None = None) -> Path:
         warm_start_steps: shorten the supervised run.
     """
     (directory / "launch/recipes").mkdir(parents=True)
-    for name in ("tools", "megatron_rl", "launch/quickstart.sh", "launch/pretrain_grpo.py", "launch/pretrain_sft.py",
+    for name in ("tools", "megatron_rl", "launch/quickstart.sh", "launch/supervise.sh", "launch/last_error.sh",
+                 "launch/pretrain_grpo.py", "launch/pretrain_sft.py",
                  "launch/recipes/toy_arithmetic.yaml", "launch/recipes/toy_arithmetic_sft.yaml"):
         (directory / name).symlink_to(ROOT / name)
     (directory / "launch/setup.sh").write_text("")

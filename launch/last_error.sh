@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Say again what ended a run: torchrun follows the one message that says it with some forty lines of its own.
+#   bash launch/last_error.sh FILE
+# FILE is what the launcher wrote on stderr, with or without srun's labels. Prints nothing where there is no message.
+set -euo pipefail
+
+awk '
+    { label = match($0, /^ *[0-9]+: /) ? substr($0, 1, RLENGTH) : ""; line = substr($0, length(label) + 1) }
+    line ~ /^error(:| on rank )/ { block = line; from = label; is_open = 1; is_bare = line ~ /^error: *$/; next }
+    label != from || !is_open { next }
+    line ~ /^[EW][0-9][0-9][0-9][0-9] / || !(is_bare || line ~ /^ /) { is_open = 0; next }
+    { block = block "\n" line }
+    END { if (block != "") print "\nThe run ended with this error:\n" block }
+' "$1" >&2
