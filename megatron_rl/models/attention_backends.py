@@ -6,10 +6,12 @@ So with n queries and k keys, query i sees keys 0 .. k - n + i: "causal, aligned
 are brought into that order by one gather when there are prefixes. Every backend computes exactly this:
 
 * flash-attn, torch-varlen: one kernel over all segments, CUDA with 16-bit types;
+* efficient: the same with torch's memory-efficient kernel, which takes float32 as well; it wants as many heads of keys
+  and values as of queries, so they are repeated;
 * sdpa: one `scaled_dot_product_attention` per segment, everywhere. A segment without a prefix needs no mask; the
-  others share one [longest, keys] mask per microbatch, of which each takes a corner;
-* masked: one over the whole row with a [t, k] mask. Only for bucketed microbatches on CUDA where no kernel serves
-  (float32, old GPUs): it looks at no length on the host, so a CUDA graph can hold it. The others make no [t, t] mask.
+  others share one [longest, keys] mask per microbatch, of which each takes a corner. It reads lengths on the host.
+
+The memory of the kernels is linear in the tokens. A kernel is chosen after it has been tried here.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalVariant
 
 from megatron_rl.data.prefix import SegmentKeys
 from megatron_rl.models.trial import find_failure
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_MIN_CAPABILITY = (8, 0)
 # The backends with a kernel over all segments, fastest first, and where they come from.
-KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen"}
+KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Segments:
         key_index: [k] int64, rows whose keys and values are read, in order; None: all rows as they are.
         key_is_real: [k] bool, where `key_index` is padded: elsewhere keys and values are 0.
         lengths: queries and keys of each segment on the host (sdpa only).
-        mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes); [t, k] bool (masked).
+        mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes).
     """
 
     backend: str
@@ -57,31 +59,44 @@ class Segments:
 
 @cache
 def choose_attention_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Name of the backend for tensors of this kind: "flash-attn", "torch-varlen" or "sdpa"."""
-    is_fit = device.type == "cuda" and dtype in KERNEL_DTYPES
-    if not is_fit or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+    """Name of the fastest backend that works for tensors of this kind: one of `KERNELS`, or "sdpa"."""
+    if device.type != "cuda":
         return "sdpa"
-    return next((name for name in KERNELS if find_kernel_failure(name, device, dtype) is None), "sdpa")
+    return next((name for name in list_kernels(dtype) if find_kernel_failure(name, device, dtype) is None), "sdpa")
+
+
+def list_kernels(dtype: torch.dtype) -> list[str]:
+    """The kernels that may serve a type, fastest first."""
+    return [name for name in KERNELS if dtype in _KERNEL_DTYPES or name == "efficient"]
 
 
 @cache
 def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Try "flash-attn" or "torch-varlen" on two short segments; see `find_failure`."""
+    """Compare one of `KERNELS` with "sdpa" on two short segments, the second behind a prefix; see `find_failure`."""
 
     def call() -> None:
-        cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
-        query, key, value = (
-            torch.ones(8, heads, 64, device=device, dtype=dtype, requires_grad=True) for heads in (2, 1, 1))
-        segments = Segments(backend, cu_seqlens, cu_seqlens, 5, 5)
-        _BACKENDS[backend](query, key, value, segments, 1.0).sum().backward()
-        query.grad.sum().item()  # what a kernel does wrong shows when it is waited for
+        cu_seqlens = [torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 3, 8], [0, 3, 10])]
+        segments = Segments(backend, *cu_seqlens, 5, 7)
+        reference = _prepare_for_sdpa(replace(segments, backend="sdpa"), dtype)
+        found, expected = (_run_trial(one, device, dtype) for one in (segments, reference))
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, atol=0.05, rtol=0.05)
 
     return find_failure(KERNELS[backend], call)
 
 
+def _run_trial(segments: Segments, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients of fixed values."""
+    inputs = [
+        torch.arange(rows * heads * 64.0).mul(0.7).sin().view(rows, heads, 64).to(device, dtype).requires_grad_()
+        for rows, heads in ((8, 2), (10, 1), (10, 1))]
+    output = _BACKENDS[segments.backend](*inputs, segments, 0.125)
+    return [output, *torch.autograd.grad(output.float().square().sum(), inputs)]
+
+
 def build_segments(
     cu_seqlens: torch.Tensor, max_seqlen: int, keys: SegmentKeys | None, dtype: torch.dtype, backend: str | None = None,
-    fixed_rows: int | None = None,
+    is_bucketed: bool = False,
 ) -> Segments:
     """Prepare the segments of a microbatch for a backend.
 
@@ -91,32 +106,16 @@ def build_segments(
         keys: what each segment sees; None: itself.
         dtype: of query, key and value.
         backend: default: `choose_attention_backend`.
-        fixed_rows: t of a bucketed microbatch, whose `keys` may be padded; None: not bucketed.
+        is_bucketed: `keys` may be padded.
     """
     backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
-    if backend == "sdpa" and fixed_rows and cu_seqlens.is_cuda:
-        backend = "masked"
     cu_seqlens_k = cu_seqlens if keys is None else keys.cu_seqlens
     segments = Segments(
         backend, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen if keys is None else keys.max_seqlen,
         None if keys is None else keys.index)
-    if keys is not None and fixed_rows:
+    if keys is not None and is_bucketed:
         segments = replace(segments, key_index=keys.index.clamp(min=0), key_is_real=keys.index >= 0)
-    if backend == "masked":
-        return replace(segments, mask=_build_full_mask(segments, fixed_rows))
     return _prepare_for_sdpa(segments, dtype) if backend == "sdpa" else segments
-
-
-def _build_full_mask(segments: Segments, num_queries: int) -> torch.Tensor:
-    """[t, k] whether query i sees key j, from the boundaries on the device alone."""
-    starts_q, starts_k = segments.cu_seqlens_q, segments.cu_seqlens_k
-    num_keys = num_queries if segments.key_index is None else len(segments.key_index)
-    queries, keys = (torch.arange(n, device=starts_q.device) for n in (num_queries, num_keys))
-    of_query = torch.searchsorted(starts_q[1:].contiguous(), queries, right=True)
-    of_key = torch.searchsorted(starts_k[1:].contiguous(), keys, right=True)
-    # Both counted from the end of the segment: the last query sees the last key.
-    before_end_q, before_end_k = starts_q[of_query + 1] - queries, starts_k[of_key + 1] - keys
-    return (of_query[:, None] == of_key) & (before_end_k >= before_end_q[:, None])
 
 
 def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
@@ -187,13 +186,17 @@ def _attend_sdpa(
     return torch.cat(outputs)
 
 
-def _attend_masked(
+def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, s, d]
-    output = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=segments.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return output[0].transpose(0, 1).contiguous()
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    # What `scaled_dot_product_attention` calls itself, which cannot say where segments end.
+    output, *_ = torch.ops.aten._efficient_attention_forward(
+        query[None], key[None], value[None], None, segments.cu_seqlens_q, segments.cu_seqlens_k,
+        segments.max_seqlen_q, segments.max_seqlen_k, 0.0, int(CausalVariant.LOWER_RIGHT), needs_grad, scale=scale)
+    return output[0]
 
 
 def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> torch.Tensor | None:
@@ -204,5 +207,5 @@ def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> tor
 
 
 _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "flash-attn": _attend_flash_attn, "torch-varlen": _attend_torch_varlen, "sdpa": _attend_sdpa,
-    "masked": _attend_masked}
+    "flash-attn": _attend_flash_attn, "torch-varlen": _attend_torch_varlen, "efficient": _attend_efficient,
+    "sdpa": _attend_sdpa}

@@ -48,7 +48,7 @@ def build_packed_sequences(
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
     segments = build_segments(
         piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype,
-        fixed_rows=len(position_ids) if piece.is_bucketed else None)
+        is_bucketed=piece.is_bucketed)
     return PackedSequences(
         qkv_format="thd", segments=segments,
         cu_seqlens_q=segments.cu_seqlens_q, cu_seqlens_kv=segments.cu_seqlens_k,

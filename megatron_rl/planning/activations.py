@@ -12,8 +12,9 @@ hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with 
     head         h / s + h                           final norm, and what the output layer gathers
 
 Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. Where norms are
-not fused (CPU), each keeps another h / s, and attention a copy of its result. A test compares the sum with the peak of
-real updates.
+not fused (CPU), each keeps another h / s, and attention a copy of its result. In float32 on a GPU the attention kernel
+takes as many heads of keys and values as of queries: another 2 q / tp where there are fewer. No term is quadratic in
+the sequences. A test compares the sum with the peak of real updates.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class ActivationBytes:
         return self.stored + max(self.transient, self.logits)
 
 
-def count_layer_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool) -> float:
+def count_layer_elements(
+    shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool, repeats_heads: bool = False
+) -> float:
     """Elements per token that one layer keeps."""
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
@@ -58,6 +61,7 @@ def count_layer_elements(shape: ModelShape, layout: ParallelLayout, sequence_par
         attention = 3 * q + 3 * kv + (0 if fused else q + (q + kv) * shape.qk_norm)
     else:
         attention = 3 * q + 2 * kv + (q + 2 * kv + (0 if fused else q + kv)) * shape.qk_norm
+    attention += 2 * q if repeats_heads and kv < q else 0
     elements = (4 if fused else 6) * h / s + attention / tp
     if shape.num_experts:
         return elements + shape.experts_per_token * (h + 6 * f / tp)
@@ -96,7 +100,7 @@ def compute_activation_bytes(
     s = layout.tp_size if config.sequence_parallel else 1
     h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
     is_full = is_update and config.recompute_granularity == "full"
-    layer = count_layer_elements(shape, layout, config.sequence_parallel, fused)
+    layer = count_layer_elements(shape, layout, config.sequence_parallel, fused, fused and itemsize == _FLOAT)
     head = (h / s + h) * tokens * itemsize if is_last else 0
     logits = 0
     if is_last and not shape.has_score_head:

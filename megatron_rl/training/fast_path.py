@@ -13,10 +13,9 @@ import torch
 
 from megatron_rl.config.schema import TrainableConfig
 from megatron_rl.models.attention_backends import (
-    KERNEL_DTYPES,
-    KERNELS,
     choose_attention_backend,
     find_kernel_failure,
+    list_kernels,
 )
 from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
@@ -74,7 +73,8 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     is_cpu = device.type == "cpu"
     attention = choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
-    brings = "" if is_cpu or attention != "sdpa" else "one kernel over all sequences of a microbatch"
+    brings = "" if is_cpu or attention not in ("sdpa", "efficient") else (
+        "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads")
     yield FastPath("attention", attention, not brings, brings,
                    brings and "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn")
     layers = choose_transformer_impl(transformer_impl)
@@ -90,7 +90,7 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     if device.type == "cpu":
         return
     chosen, broken = choose_attention_backend(device, DTYPES[dtype]), {}
-    for name in KERNELS if DTYPES[dtype] in KERNEL_DTYPES else ():
+    for name in list_kernels(DTYPES[dtype]):
         if name == chosen:
             break
         broken[name] = find_kernel_failure(name, device, DTYPES[dtype])

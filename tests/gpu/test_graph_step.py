@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps replayed from CUDA graphs equal eager ones, for every bucket and across updates of the weights.
 
-One process, one GPU: `bash tests/run.sh -m gpu tests/gpu`. float32 attention has no kernel for packed rows, so the
-masked backend serves it; bfloat16 goes through flash attention. Deterministic algorithms are on: otherwise the order of
-the additions in some backward kernels is free, and runs of one mode differ as well. Not covered: several GPUs.
+One process, one GPU: `bash tests/run.sh -m gpu tests/gpu`. float32 goes through the memory-efficient
+attention kernel, bfloat16 through flash attention. Deterministic algorithms are on: otherwise the order of additions in
+some backward kernels is free, and runs of one mode differ as well. Not covered: several GPUs.
 """
 
 from __future__ import annotations

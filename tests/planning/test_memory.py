@@ -56,6 +56,21 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
     assert "reference" not in found["actor update"].parts
 
 
+def test_float32_on_a_gpu_keeps_repeated_heads() -> None:
+    """Four of eight heads are repeated: 64 elements for keys and 64 for values, per token and layer."""
+    def activations(dtype: str, kv_heads: int, tokens: int) -> int:
+        job = make_job(small_shape(num_key_value_heads=kv_heads), f"model.dtype={dtype}",
+                       f"actor.max_tokens_per_microbatch={tokens}")
+        return phases(job)["actor update"].parts["activations"]
+
+    def without_repeats(dtype: str, tokens: int) -> int:
+        # With as many heads of keys and values, each keeps 3 kv = 192 elements instead of 96.
+        return activations(dtype, 8, tokens) - 8 * tokens * (192 - 96) * (4 if dtype == "float32" else 2)
+
+    assert activations("bfloat16", 4, 4096) == without_repeats("bfloat16", 4096)
+    assert activations("float32", 4, 4096) == without_repeats("float32", 4096) + 8 * 4096 * 128 * 4
+
+
 def test_kv_cache_is_what_the_engine_is_given() -> None:
     """A share of the device without the engine's own weights and activations, or the size that is asked for."""
     job = make_job(small_shape(), "rollout.gpu_memory_utilization=0.25", "hybrid.alias_weights=false")
