@@ -25,6 +25,7 @@ from megatron_rl.algorithms.mismatch import (
 )
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
 from megatron_rl.data.buckets import padding_metrics
 from megatron_rl.data.packing import microbatch_sizes, packing_metrics, plan_microbatches
@@ -61,8 +62,8 @@ def rollouts_of(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 
 
 def pack_rollouts(
-    rollouts: Sequence[Rollout], plan: BatchPlan, algorithm: AlgorithmConfig, role: PackedModel, config: LayoutConfig,
-    device: torch.device,
+    rollouts: Sequence[Rollout], plan: BatchPlan | SftPlan, algorithm: AlgorithmConfig, role: PackedModel,
+    config: LayoutConfig, device: torch.device,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Pack the rollouts into the microbatches of this rank's DP replica of a role, minibatch by minibatch.
 

@@ -7,24 +7,24 @@ Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.loading import LoadedConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
-from megatron_rl.data.packing import packing_metrics, plan_microbatches
+from megatron_rl.data.batching import TrainBatch
 from megatron_rl.data.prompts import PromptBatches, SftExample
+from megatron_rl.experience import pack_rollouts
 from megatron_rl.inputs import SftInputs, read_sft_inputs
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles import build_actor, group_timeout, launched_sizes, save_actor, side_files
 from megatron_rl.survival import Checkpoints, OpenedRun, open_run
 from megatron_rl.training.step import check_step_mode
-from megatron_rl.types import UserError
+from megatron_rl.types import Prompt, Rollout, UserError
 
 
 class SftTrainer:
@@ -68,26 +68,21 @@ class SftTrainer:
         self.run.finish()
 
     def pack(self, examples: Sequence[SftExample]) -> TrainBatch:
-        """This rank's packed batch: one minibatch."""
-        sequences = [
-            PackedSequence(np.concatenate([e.prompt_tokens, e.response_tokens]), len(e.prompt_tokens),
-                           np.zeros(len(e.response_tokens), np.float32))
+        """This rank's packed batch: one minibatch; a response to learn is packed as a sampled one is."""
+        rollouts = [
+            Rollout(Prompt(e.prompt_id, e.prompt_tokens, "", ""), 0, e.response_tokens,
+                    np.zeros(len(e.response_tokens), np.float32), "stop")
             for e in examples
         ]
-        lengths, budget = [len(s.tokens) for s in sequences], self.plan.max_tokens_per_microbatch
-        layout = plan_microbatches(
-            lengths, dp_size=self.plan.dp_size, max_tokens=budget, count_multiple=self.actor.microbatch_count_multiple)
-        self.run.count(packing_metrics(layout, lengths, budget, buckets=self.actor.buckets))
+        config = replace(self.config.actor, share_prompts=False)  # every example has a prompt of its own
+        batch, metrics = pack_rollouts(
+            rollouts, self.plan, self.config.algorithm, self.actor, config, self.process.device)
+        self.run.count(metrics)
         self.run.count({
             "tokens/prompt": sum(len(e.prompt_tokens) for e in examples),
             "tokens/response": sum(len(e.response_tokens) for e in examples),
         })
-        weights = compute_sequence_weights(
-            self.config.algorithm.loss_agg_mode, [len(e.response_tokens) for e in examples],
-            self.config.data.max_response_length)
-        return build_train_batch(
-            sequences, weights, [(range(len(sequences)), layout)], dp_rank=self.actor.groups.at.dp,
-            pad_multiple=self.actor.pad_multiple, device=self.process.device, buckets=self.actor.buckets)
+        return batch
 
 
 def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:

@@ -25,7 +25,7 @@ from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.collection import Collector
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
-from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig, RunConfig
+from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.data.batching import TrainBatch
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience import (
@@ -63,7 +63,6 @@ from megatron_rl.survival import Checkpoints, OpenedRun, open_run
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.fast_path import find_fast_paths, format_table
-from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.training.reference import Reference
 from megatron_rl.training.step import check_step_mode
@@ -140,7 +139,7 @@ class Trainer:
                 with self.hybrid.rollout_mode():  # weights: Megatron TP/PP/DP -> engine TP
                     collected = self.collector.collect(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
-                batch = self.pack(collected.rollouts, self.actor, self.config.actor)
+                batch = self.pack(collected.rollouts, "actor")
                 batch.old_logprobs = self.actor.compute_logprobs(batch)
                 if self.reference:
                     batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
@@ -269,11 +268,11 @@ class Trainer:
         self.checkpoints.finish()
         run.finish()
 
-    def pack(self, rollouts: Sequence[Rollout], role: PackedModel, config: LayoutConfig) -> TrainBatch:
-        """A role's packed batch on this rank."""
-        batch, metrics = pack_rollouts(
-            rollouts, self.plan, self.config.algorithm, role, config, self.process.device)
-        if role is self.actor:
+    def pack(self, rollouts: Sequence[Rollout], section: str) -> TrainBatch:
+        """The packed batch on this rank of the role that a section of the config describes."""
+        role, config = getattr(self, section), getattr(self.config, section)
+        batch, metrics = pack_rollouts(rollouts, self.plan, self.config.algorithm, role, config, self.process.device)
+        if section == "actor":
             self.run.count(metrics)
             if self.config.trainer.log_rollouts:
                 batch.record_updates()
@@ -287,7 +286,7 @@ class Trainer:
             and actor.buckets == critic.buckets
             and self.config.actor.max_tokens_per_microbatch == self.config.critic.max_tokens_per_microbatch
             and self.config.actor.share_prompts == self.config.critic.share_prompts)
-        return batch if is_alike else self.pack(rollouts, critic, self.config.critic)
+        return batch if is_alike else self.pack(rollouts, "critic")
 
     def from_critic(self, values: torch.Tensor, critic_batch: TrainBatch, batch: TrainBatch) -> torch.Tensor:
         """Token values from the critic's packing in the actor's; collective."""
@@ -299,7 +298,7 @@ class Trainer:
 
     def score_with_model(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The reward model's score of each rollout; collective."""
-        batch = self.pack(rollouts, self.reward_model, self.config.reward_model)
+        batch = self.pack(rollouts, "reward_model")
         return self.reward_model.compute_scores(batch).tolist()
 
     def algorithm_now(self) -> AlgorithmConfig:

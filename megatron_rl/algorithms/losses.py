@@ -132,4 +132,5 @@ def compute_sft_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Negative log-likelihood of the response tokens: `sum_t w_t (-logprobs_t)`."""
     loss = -(loss_weights * torch.where(loss_mask, logprobs, 0.0)).sum()
-    return loss, {"loss": loss.detach(), "tokens": loss_mask.sum().float()}
+    return loss, {"loss": loss.detach(), "tokens": loss_mask.sum().float(),
+                  "weights": torch.where(loss_mask, loss_weights, 0.0).sum()}

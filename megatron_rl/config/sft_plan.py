@@ -13,12 +13,17 @@ from megatron_rl.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class SftPlan:
-    """What follows from the config and the world size; `total_steps` is None while the data decides."""
+    """What follows from the config and the world size; `total_steps` is None while the data decides.
+
+    A batch is one minibatch, in which every example counts as a rollout.
+    """
 
     world_size: int
     dp_size: int
     train_batch_size: int
     max_tokens_per_microbatch: int
+    longest_sequence: int
+    max_response_length: int
     num_examples: int | None
     total_steps: int | None
 
@@ -39,7 +44,14 @@ class SftPlan:
                       * actor.context_parallel_size)
         return cls(
             world_size=world_size, dp_size=world_size // model_size, train_batch_size=cfg.data.train_batch_size,
-            max_tokens_per_microbatch=actor.max_tokens_per_microbatch, num_examples=num_examples, total_steps=steps)
+            max_tokens_per_microbatch=actor.max_tokens_per_microbatch,
+            longest_sequence=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            max_response_length=cfg.data.max_response_length, num_examples=num_examples, total_steps=steps)
+
+    @property
+    def rollouts_per_minibatch(self) -> int:
+        """Examples per optimizer step."""
+        return self.train_batch_size
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers by name, for JSON."""

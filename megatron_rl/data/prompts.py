@@ -41,10 +41,12 @@ class SftExample:
     """One prompt and the response to learn.
 
     Attributes:
+        prompt_id: index of the row.
         prompt_tokens: [s] int32.
         response_tokens: [s] int32, ends with EOS.
     """
 
+    prompt_id: int
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
 
@@ -129,7 +131,8 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         if fitted is None:
             continue
         truncated += len(fitted) < len(tokens)
-        examples.append(SftExample(np.asarray(fitted, dtype=np.int32), np.asarray(response, dtype=np.int32)))
+        examples.append(SftExample(
+            row.index, np.asarray(fitted, dtype=np.int32), np.asarray(response, dtype=np.int32)))
     _refuse_empty(len(examples), dropped, files, cfg)
     return SftSet(examples, truncated, dropped)
 

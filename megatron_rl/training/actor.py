@@ -21,6 +21,8 @@ from megatron_rl.weights.families import ModelShape
 class Actor(TrainedModel, Policy):
     """Policy with DDP, optimizer and learning-rate schedule."""
 
+    role = "actor"
+
     def __init__(
         self, model: ModelConfig, config: ActorConfig, shape: ModelShape, groups: ParallelGroups,
         *, path: str | Path, temperature: float, seed: int, total_optimizer_steps: int,

@@ -30,6 +30,7 @@ class Critic(TrainedModel):
         total_optimizer_steps: length of the learning-rate schedule.
     """
 
+    role = "critic"
     _may_lack = (SCORE_HEAD,)
 
     def __init__(

@@ -31,10 +31,13 @@ class TrainedModel(PackedModel):
     """A PackedModel with DDP, optimizer and learning-rate schedule.
 
     Attributes:
+        role: section of the config, for messages.
         trainable: the DDP wrappers, the optimizer and its schedule.
         runner: how microbatches are run, by `step_mode`.
         optimizer_steps: how many were taken.
     """
+
+    role: str
 
     def add_optimizer(self, config: TrainableConfig, total_optimizer_steps: int) -> None:
         """Wrap the stages in DDP and build their optimizer; last part of a role's construction, collective."""
@@ -69,7 +72,6 @@ class TrainedModel(PackedModel):
             UserError: on every rank; the loss or the gradient norm is not finite (the weights are kept), or the norm is
                 0 while the loss has a gradient.
         """
-        role = "critic" if loss.name == "value" else "actor"
         self.trainable.restore()
         self.runner.prepare(minibatch, loss)
         self._is_pulled.zero_()
@@ -86,10 +88,10 @@ class TrainedModel(PackedModel):
         for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise explain_unsound(
-                    quantity, value, self.optimizer_steps + 1, role=role, minibatch=minibatch, groups=self.groups,
+                    quantity, value, self.optimizer_steps + 1, role=self.role, minibatch=minibatch, groups=self.groups,
                     losses=[float(row[loss.metric_names.index("loss")]) for row in rows])
         if norm == 0 and self._is_pulled_anywhere():
-            raise explain_lost_gradient(self.optimizer_steps + 1, role)
+            raise explain_lost_gradient(self.optimizer_steps + 1, self.role)
         self.optimizer_steps += 1
         return found, norm, lr
 
