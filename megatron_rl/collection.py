@@ -25,7 +25,7 @@ from megatron_rl.rewards.plan import OVERLONG, RewardPlan, add_model_score
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, name_answer
 from megatron_rl.rollout.sampling import SamplingConfig
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
 
 
 class ResponseModel(Protocol):
@@ -70,7 +70,8 @@ class Collector:
         """`train_batch_size` scored groups; collective.
 
         With `algorithm.dynamic_sampling`, rounds of `train_batch_size` prompts are drawn until that many groups have
-        responses of different reward (DAPO, arXiv 2503.14476, section 3.2); surplus groups are dropped. After
+        responses that differ in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2); surplus groups are
+        dropped. After
         `max_sampling_rounds` groups without a signal fill the batch, so that its size never changes.
         """
         wanted, algorithm = self._plan.train_batch_size, self._config.algorithm
@@ -81,7 +82,8 @@ class Collector:
             groups = self.generate(
                 next(self._prompts), self._plan.group_size, self._config.rollout.temperature, step, round=rounds)
             for group in groups:
-                (informative if is_informative(group) or not self._resamples else uninformative).append(group)
+                is_kept = not self._resamples or is_informative(group, algorithm.dynamic_sampling_metric)
+                (informative if is_kept else uninformative).append(group)
             rounds += 1
         kept = (informative + uninformative)[:wanted]
         metrics = {
@@ -160,13 +162,37 @@ class Collector:
         self._scorer.close()
 
 
-def is_informative(group: RolloutGroup) -> bool:
-    """True if the responses of a group have different rewards, so that a group-relative advantage is not 0."""
-    return bool(np.ptp([rollout.reward for rollout in group.rollouts]) > 0)
+def is_informative(group: RolloutGroup, metric: str | None) -> bool:
+    """True if the responses of a group differ in what `algorithm.dynamic_sampling_metric` names.
+
+    Args:
+        group: scored.
+        metric: None: the reward without the overlong punishment, by which all-wrong responses of different lengths
+            would differ; "reward": with it; else a number that the reward reports. A reward that reports no "acc" is
+            its own accuracy, as in verl.
+
+    Raises:
+        UserError: the reward reports no such number; on every rank alike.
+    """
+    return bool(np.ptp([_judged_value(rollout, metric) for rollout in group.rollouts]) > 0)
+
+
+def _judged_value(rollout: Rollout, metric: str | None) -> float:
+    if metric in rollout.reward_components:
+        return rollout.reward_components[metric]
+    if metric == "reward":
+        return rollout.reward
+    if metric not in (None, "acc"):
+        known = sorted({"reward", *rollout.reward_components} - {OVERLONG})
+        raise UserError(
+            f'algorithm.dynamic_sampling_metric = "{metric}" is not reported by the reward',
+            source="algorithm.dynamic_sampling_metric", expected=f"null, or one of {', '.join(known)}",
+            hint="a reward function that returns a dict reports all numbers of it")
+    return _reward_without_shaping(rollout)
 
 
 def _reward_without_shaping(rollout: Rollout) -> float:
-    """What a response is worth in validation: the overlong punishment shapes training only."""
+    """What a response is worth by itself: the overlong punishment shapes training only."""
     return rollout.reward - rollout.reward_components.get(OVERLONG, 0.0)
 
 
