@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
+from megatron_rl.algorithms import covariance
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.ledger import build_ledger
@@ -21,6 +22,7 @@ from megatron_rl.algorithms.mismatch import (
     compute_importance_weights,
     finish_importance_weights,
     finish_mismatch,
+    normalize_weights,
     sum_mismatch,
 )
 from megatron_rl.config.batch_plan import BatchPlan
@@ -150,13 +152,17 @@ def move_tokens(
     return torch.from_numpy(result).to(destination.tokens.device)
 
 
-def measure_kl(batch: TrainBatch, num_rollouts: int, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
-    """KL of each rollout, summed over its tokens in the loss: [num_rollouts], the same on every rank; collective."""
+def measure_kl(
+    batch: TrainBatch, num_rollouts: int, kl_type: str, group: dist.ProcessGroup
+) -> tuple[np.ndarray, np.ndarray]:
+    """KL of each rollout, summed over its tokens in the loss, and their number; the same on every rank; collective."""
     kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, kl_type).double()
-    per_rollout = torch.zeros(num_rollouts + 1, dtype=torch.float64, device=kl.device)
-    per_rollout.index_add_(0, batch.sequence_ids % (num_rollouts + 1), kl)  # padding (-1) falls into the last entry
+    per_rollout = torch.zeros(num_rollouts + 1, 2, dtype=torch.float64, device=kl.device)
+    places = batch.sequence_ids % (num_rollouts + 1)  # padding (-1) falls into the last entry
+    per_rollout.index_add_(0, places, torch.stack([kl, batch.loss_mask.double()], dim=1))
     dist.all_reduce(per_rollout, group=group)
-    return per_rollout[:-1].cpu().numpy()
+    kl_sums, tokens = per_rollout[:-1].T.cpu().numpy()
+    return kl_sums, tokens
 
 
 def compute_advantages(
@@ -182,7 +188,9 @@ def compute_advantages(
         baselines=collected.baselines,
         token_rewards=estimation.compute_token_rewards(
             rewards, kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids),
-        values=batch.values, loss_mask=batch.loss_mask, sequence_ids=batch.sequence_ids, group=group)
+        values=batch.values, loss_mask=batch.loss_mask, sequence_ids=batch.sequence_ids, group=group,
+        old_logprobs=batch.old_logprobs, sum_pi_squared=batch.sum_pi_squared,
+        importance_weights=batch.importance_weights)
     return estimation.compute_advantages(inputs, algorithm)
 
 
@@ -199,8 +207,21 @@ def correct_mismatch(
     weights, counts = compute_importance_weights(
         batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm)
     sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
+    if weights is not None and algorithm.importance_normalize:
+        weights = normalize_weights(weights, counts)
     maxima = reduce_scalars({"max": maximum}, dist.ReduceOp.MAX, group, device)
     return weights, finish_mismatch(sums, maxima["max"]) | finish_importance_weights(counts)
+
+
+def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """The tokens that the policy loss treats in another way, where it does that; collective."""
+    return covariance.choose_tokens(_loss_inputs(batch), algorithm, group)
+
+
+def _loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
+    """The tokens of a batch, with the log-probs from before the update."""
+    return PolicyLossInputs(
+        batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.sequence_ids, batch.chosen)
 
 
 def describe_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -287,7 +308,7 @@ def _token_columns(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, t
     now = batch.update_logprobs
     if now is not None:
         clipped = find_clipped(
-            PolicyLossInputs(now, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.sequence_ids), algorithm)
+            replace(_loss_inputs(batch), logprobs=now), algorithm)
         columns |= {"ratio": (now - batch.old_logprobs).exp(), "entropy": batch.update_entropy,
                     "clipped": torch.where(now.isnan(), now, clipped.float())}
     return {name: column for name, column in columns.items() if column is not None}

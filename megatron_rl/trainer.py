@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.advantages import Advantages
-from megatron_rl.algorithms.kl import build_kl_controller
+from megatron_rl.algorithms.kl import build_kl_controller, measure_for_target
 from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.collection import Collector
 from megatron_rl.config.command_line import end_program_on_errors
@@ -30,6 +30,7 @@ from megatron_rl.data.batching import TrainBatch
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience import (
     Collected,
+    choose_tokens,
     compute_advantages,
     correct_mismatch,
     describe_distributions,
@@ -110,7 +111,8 @@ class Trainer:
         self.reward_model = build_reward_model(config, inputs.reward_model, groups)
         self.hybrid = parts.rollouts or build_hybrid_engine(config, inputs.model, actor, self.process, timers)
         self.hybrid.progress = self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD))
-        self.actor = timers.watch(actor, compute_logprobs="old_logprobs", update="update")
+        self.actor = timers.watch(
+            actor, compute_logprobs="old_logprobs", compute_sum_pi_squared="old_logprobs", update="update")
         self.reference = timers.watch(reference, compute_logprobs="ref_logprobs") if reference else None
         self.critic = timers.watch(critic, compute_values="values", update="update_critic") if critic else None
         self.kl = build_kl_controller(config.algorithm)
@@ -141,6 +143,8 @@ class Trainer:
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
                 batch = self.pack(collected.rollouts, "actor")
                 batch.old_logprobs = self.actor.compute_logprobs(batch)
+                if self.inputs.estimator.needs_sum_pi_squared:
+                    batch.sum_pi_squared = self.actor.compute_sum_pi_squared(batch)
                 if self.reference:
                     batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
                 if self.critic:
@@ -150,6 +154,7 @@ class Trainer:
                 algorithm = self.algorithm_now()
                 estimate = self.estimate(collected, batch, algorithm)
                 batch.advantages = estimate.advantages
+                batch.chosen = choose_tokens(batch, algorithm, self.actor.groups.dp)  # for clip_cov and kl_cov
                 self.checkpoints.safe_point()  # or here, or after the step
                 if self.critic:
                     critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
@@ -309,8 +314,8 @@ class Trainer:
         """Advantages and returns; measures the KL and the gap to the engine on the way; collective."""
         group, rollouts, kl = self.actor.groups.dp, collected.rollouts, None
         if batch.ref_logprobs is not None:
-            kl = measure_kl(batch, len(rollouts), algorithm.kl_type, group)
-            self.kl.update(float(kl.mean()), len(rollouts))
+            kl, tokens = measure_kl(batch, len(rollouts), algorithm.kl_type, group)
+            self.kl.update(measure_for_target(kl, tokens, algorithm), len(rollouts))
             self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
         batch.importance_weights, mismatch = correct_mismatch(batch, algorithm, group)
         self.run.count(mismatch)

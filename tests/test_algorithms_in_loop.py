@@ -75,6 +75,9 @@ VARIANTS = {
     "reinforce++-baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline",
                              "algorithm.importance_sampling=sequence-mask", "algorithm.reject_sequence_above=0.5"],
     "dr grpo": ["algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=constant", "algorithm.kl_coef=0"],
+    "otb, kl_cov": ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.policy_loss=kl_cov",
+                    "algorithm.cov_ratio=0.1", "algorithm.kl_cov_coef=1.0", "actor.ppo_epochs=2",
+                    "algorithm.importance_sampling=product-truncate", "algorithm.importance_normalize=true"],
     "masked": ["algorithm.mask_truncated=true", "algorithm.entropy_coef=0.01"],
 }
 

@@ -42,6 +42,9 @@ class AdvantageInputs:
         loss_mask: [t] bool, response tokens in the loss.
         sequence_ids: [t] int64, index of the rollout; -1 on padding.
         group: the data parallel group over whose ranks the rollouts are spread.
+        old_logprobs: [t] of the policy before the update.
+        sum_pi_squared: [t] sum over the vocabulary of its squared probabilities, for estimators that need it.
+        importance_weights: [t] from `compute_importance_weights`, or None.
     """
 
     scores: np.ndarray
@@ -52,6 +55,9 @@ class AdvantageInputs:
     loss_mask: torch.Tensor
     sequence_ids: torch.Tensor
     group: dist.ProcessGroup
+    old_logprobs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
+    importance_weights: torch.Tensor | None = None
 
     def grouped_scores(self) -> list[np.ndarray]:
         """Scores of each group: [num_groups][group size] float64."""

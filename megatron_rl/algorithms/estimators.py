@@ -17,6 +17,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
+_WEIGHT_EPSILON = 1e-8
 
 
 def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -44,6 +45,64 @@ def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
     """
     return inputs.expand(np.concatenate([
         _centre(r) * len(r) / max(len(r) - 1, 1) for r in inputs.grouped_scores()]))
+
+
+def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Pass@k policy gradient (arXiv 2503.19595): only the best response of a group has an advantage.
+
+        A_best = (r_best - r_second) / (std(r) + 1e-6), the others 0
+
+    `norm_adv_by_std=False` leaves out the division.
+    """
+    return inputs.expand(np.concatenate([
+        _lead_of_the_best(scores, config.norm_adv_by_std) for scores in inputs.grouped_scores()]))
+
+
+def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """On-policy RL with the optimal baseline (arXiv 2505.23585, eq. 8): the mean weighted by length.
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j           l_j the tokens of response j in the loss
+
+    Collective: lengths are counted over all ranks.
+    """
+    lengths = np.split(_count_tokens(inputs), np.cumsum(inputs.group_sizes)[:-1])
+    return inputs.expand(np.concatenate([
+        _centre(scores, weights) for scores, weights in zip(inputs.grouped_scores(), lengths, strict=True)]))
+
+
+def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """Group policy gradient (GPG, arXiv 2504.02546): A_i = alpha (r_i - mean(r)).
+
+        alpha = responses of the step / those whose reward is not 0
+    """
+    scores = np.asarray(inputs.scores, np.float64)
+    return inputs.expand(len(scores) / max(np.count_nonzero(scores), 1) * _centred_scores(inputs))
+
+
+def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """A baseline of its own for each place in the responses of a group (OTB, of Liu et al. as in verl).
+
+        A_t = G_t - sum_j W_jt G_jt / sum_j W_jt        over the responses j of the group that reach t
+        G_t = sum_{l >= 0} r_{t+l}
+        W_t = sum_{u <= t} (1 - 2 p_u + sum_v p_v^2)    squared gradients of log p on the logits, up to t
+
+    p is the policy before the update; with importance weights each term of W is multiplied by their square. Where no
+    gradient can be expected (W = 0) the baseline is the plain mean. Collective: a group may be spread over ranks.
+    """
+    where = inputs.loss_mask.nonzero(as_tuple=True)[0]
+    ids, device = inputs.sequence_ids[where], where.device
+    old_logprobs, squares = inputs.old_logprobs[where].double(), inputs.sum_pi_squared[where].double()
+    energy = 1.0 - 2.0 * old_logprobs.exp() + squares
+    if inputs.importance_weights is not None:
+        energy = energy * inputs.importance_weights[where].double().square()
+    weights = _discounted_sums(energy.flip(0), ids.flip(0), 1.0).flip(0) + _WEIGHT_EPSILON
+    sizes = torch.as_tensor(inputs.group_sizes, device=device)
+    groups = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)[ids]
+    # A shift that is the same for a group makes equal rewards exactly 0.
+    shifts = torch.tensor([scores[0] for scores in inputs.grouped_scores()], dtype=torch.float32, device=device)
+    returns = _discounted_sums(inputs.token_rewards[where].double(), ids, 1.0) - shifts[groups]
+    baselines = _average_by_place(returns, weights, groups, _number_places(ids), inputs)
+    return _place(torch.where(sizes[groups] > 1, returns - baselines, 0.0), where, inputs)
 
 
 def compute_remax_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -118,10 +177,29 @@ def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist
     return (centred * (variance + _VARIANCE_EPSILON).rsqrt()).float()
 
 
-def _centre(scores: np.ndarray) -> np.ndarray:
-    """Scores minus their mean; the shift by the first one makes equal scores exactly 0, whatever they are."""
+def _centre(scores: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Scores minus their (weighted) mean; the shift by the first one makes equal scores exactly 0."""
     shifted = scores - scores[0]
-    return shifted - shifted.mean()
+    if weights is None:
+        return shifted - shifted.mean()
+    return shifted - shifted @ weights / max(weights.sum(), 1.0)
+
+
+def _lead_of_the_best(scores: np.ndarray, is_normalized: bool) -> np.ndarray:
+    advantages = np.zeros(len(scores))
+    if len(scores) > 1:
+        *_, second, best = np.sort(scores)
+        advantages[scores.argmax()] = (best - second) / (scores.std(ddof=1) + _STD_EPSILON if is_normalized else 1.0)
+    return advantages
+
+
+def _count_tokens(inputs: AdvantageInputs) -> np.ndarray:
+    """Tokens in the loss of each rollout, over all ranks: [num_rollouts] float64; collective."""
+    counts = torch.zeros(len(inputs.scores), dtype=torch.float64, device=inputs.loss_mask.device)
+    ids = inputs.sequence_ids[inputs.loss_mask]
+    counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
+    dist.all_reduce(counts, group=inputs.group)
+    return counts.cpu().numpy()
 
 
 def _centred_scores(inputs: AdvantageInputs) -> np.ndarray:
@@ -139,6 +217,27 @@ def _discounted_sums(x: torch.Tensor, ids: torch.Tensor, discount: float) -> tor
         sums[:-reach] += torch.where(is_same, discount**reach * sums[reach:], 0.0)
         reach *= 2
     return sums
+
+
+def _number_places(ids: torch.Tensor) -> torch.Tensor:
+    """0, 1, ... along each run of equal ids."""
+    count = torch.arange(len(ids), device=ids.device)
+    is_first = ids.diff(prepend=ids[:1] - 1).ne(0)
+    return count - torch.where(is_first, count, 0).cummax(0).values if len(ids) else count
+
+
+def _average_by_place(
+    values: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor, places: torch.Tensor, inputs: AdvantageInputs
+) -> torch.Tensor:
+    """The weighted mean of the values of a group at each place, over all ranks, given to its tokens; collective."""
+    longest = (places.max() if len(places) else places.new_zeros(())) + 1
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=inputs.group)
+    width = int(longest)
+    cells = groups * width + places
+    sums = values.new_zeros(2, len(inputs.group_sizes) * width)
+    sums.index_add_(1, cells, torch.stack([values * weights, weights]))
+    dist.all_reduce(sums, group=inputs.group)
+    return (sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny))[cells]
 
 
 def _place(values: torch.Tensor, where: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:

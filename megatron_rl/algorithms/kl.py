@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from megatron_rl.config.schema import AlgorithmConfig
 
+MAX_LOG_RATIO = 20.0  # where exponents of log-ratios end: e^20 = 4.9e8 is far from overflow, also when squared
 _MAX_ERROR = 0.2
 
 
@@ -22,6 +24,14 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
         k1 = -log r            unbiased, high variance
         k2 = (log r)^2 / 2     biased, low variance
         k3 = r - 1 - log r     unbiased, low variance, never negative
+        abs = |log r|          a distance, no estimate of the divergence
+
+    Beyond log r = 20 k3 goes on as a straight line (r as its tangent there): value and gradient stay finite and
+    keep their direction, where float32 would overflow at log r = 89. The gradient on the log-prob, 1 - r, is at most
+    e^20 in size.
+
+    The divergence of the whole distributions ("full" in verl, which does not implement it) needs the logits of both
+    models at once and is not offered.
     """
     log_ratio = ref_logprobs - logprobs
     if kl_type == "k1":
@@ -29,7 +39,10 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
     if kl_type == "k2":
         return 0.5 * log_ratio.square()
     if kl_type == "k3":
-        return torch.expm1(log_ratio) - log_ratio
+        bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
+        return torch.expm1(bounded) + bounded.exp() * (log_ratio - bounded) - log_ratio
+    if kl_type == "abs":
+        return log_ratio.abs()
     raise ValueError(f"unknown kl_type {kl_type!r}")
 
 
@@ -54,7 +67,7 @@ class KLController(Protocol):
     coef: float
 
     def update(self, measured_kl: float, num_responses: int) -> None:
-        """React to the KL per response measured on this step's responses."""
+        """React to the KL measured on this step's responses, in the unit of the target."""
         ...
 
     def state_dict(self) -> dict[str, float]:
@@ -94,7 +107,7 @@ class AdaptiveKL:
 
     Args:
         coef: first coefficient.
-        target: KL per response to aim at, in nats.
+        target: KL to aim at, in nats.
         horizon: responses over which it acts.
     """
 
@@ -113,6 +126,17 @@ class AdaptiveKL:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the saved coefficient; the state of a run with a fixed one has none and changes nothing."""
         self.coef = state.get("coef", self.coef)
+
+
+def measure_for_target(kl: np.ndarray, tokens: np.ndarray, config: AlgorithmConfig) -> float:
+    """What `kl_target` is compared with: the mean over responses of their KL, or of their KL per token.
+
+    Args:
+        kl: [num_rollouts], summed over the tokens in the loss.
+        tokens: [num_rollouts], how many these are.
+        config: `kl_target_per`.
+    """
+    return float(np.mean(kl / np.maximum(tokens, 1) if config.kl_target_per == "token" else kl))
 
 
 def build_kl_controller(config: AlgorithmConfig) -> KLController:

@@ -9,7 +9,7 @@ CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,7 @@ class PolicyLossInputs:
         advantages: per token.
         loss_mask: bool, response tokens in the loss.
         sequence_ids: int64, index of the rollout; -1 on padding.
+        chosen: bool, tokens that `choose_tokens` picked out of the whole step; None: the loss needs none.
     """
 
     logprobs: torch.Tensor
@@ -41,6 +42,7 @@ class PolicyLossInputs:
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     sequence_ids: torch.Tensor
+    chosen: torch.Tensor | None = None
 
 
 def compute_policy_loss(
@@ -76,8 +78,7 @@ def compute_policy_loss(
     def weighted_sum(per_token: torch.Tensor) -> torch.Tensor:
         return (loss_weights * torch.where(mask, per_token, 0.0)).sum()
 
-    token_loss, is_clipped = find_policy_loss(config.policy_loss)(tokens, config)
-    _check_shapes(token_loss, is_clipped, mask, config.policy_loss)
+    token_loss, is_clipped = _call_policy_loss(tokens, config)
     if importance_weights is not None:
         token_loss = token_loss * importance_weights
     policy = weighted_sum(token_loss)
@@ -107,7 +108,7 @@ def compute_policy_loss(
 @torch.no_grad()
 def find_clipped(inputs: PolicyLossInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Where the configured policy loss clips: [t] bool, False at masked positions."""
-    _, is_clipped = find_policy_loss(config.policy_loss)(_blank_masked(inputs), config)
+    _, is_clipped = _call_policy_loss(_blank_masked(inputs), config)
     return inputs.loss_mask & is_clipped
 
 
@@ -115,16 +116,23 @@ def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """The inputs with zeros at masked positions: garbage there reaches neither a formula nor its gradient."""
     logprobs, old_logprobs, advantages = (
         torch.where(inputs.loss_mask, x, 0.0) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages))
-    return PolicyLossInputs(logprobs, old_logprobs, advantages, inputs.loss_mask, inputs.sequence_ids)
+    return replace(inputs, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
 
 
-def _check_shapes(token_loss: torch.Tensor, is_clipped: torch.Tensor, mask: torch.Tensor, name: str) -> None:
-    if token_loss.shape != mask.shape or is_clipped.shape != mask.shape or is_clipped.dtype != torch.bool:
-        raise UserError(
-            f'the policy loss "{name}" returned shapes {list(token_loss.shape)} and {list(is_clipped.shape)} '
-            f"({is_clipped.dtype})", source=_SETTING,
-            expected=f"the loss and whether it is clipped (bool) per token, {list(mask.shape)} both",
-            hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated")
+def _call_policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each token and where it is clipped, after a look at what a user's function returned."""
+    name, shape = config.policy_loss, list(inputs.loss_mask.shape)
+    found = find_policy_loss(name)(inputs, config)
+    if isinstance(found, tuple) and len(found) == 2 and all(
+            isinstance(part, torch.Tensor) and list(part.shape) == shape for part in found
+    ) and found[1].dtype == torch.bool:
+        return found
+    parts = [f"{list(part.shape)} {part.dtype}".replace("torch.", "") if isinstance(part, torch.Tensor)
+             else type(part).__name__ for part in (found if isinstance(found, tuple) else [found])]
+    raise UserError(
+        f'the policy loss "{name}" returned {", ".join(parts) or "nothing"}', source=_SETTING,
+        expected=f"a tuple of two tensors {shape}: the loss of each token, and whether it is clipped (bool)",
+        hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated")
 
 
 def compute_sft_loss(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.algorithms.segments import number_segments, sum_per_segment
 from megatron_rl.config.schema import AlgorithmConfig
 
@@ -53,7 +54,11 @@ def compute_importance_weights(
         token-mask           w_t, or 0 outside [low, high]    IcePop (Ring-1T, 2025)
         sequence-truncate    min(w_i, high)                   w_i = exp(mean_t d_t), the geometric mean
         sequence-mask        w_i, or 0 outside [low, high]    over the tokens of the response in the loss
+        product-truncate     min(w_i, high)                   w_i = exp(sum_t d_t), the ratio of the whole response:
+        product-mask         w_i, or 0 outside [low, high]    without bias, of high variance; d_i within +-20
 
+    `importance_normalize` divides by the mean weight of the step, after truncation: over tokens, or over responses in
+    the modes sequence and product; masked ones do not count in it. `correct_mismatch` does that, as it takes all ranks.
     `reject_sequence_above` gives 0 to all tokens of a response that has one with a larger |d|, in any mode.
     Denominators of the loss stay as they are: a masked token counts in them as a token of loss 0, so that
     masking makes the step smaller instead of giving the rest more weight. KL and entropy terms are not weighted.
@@ -75,8 +80,10 @@ def compute_importance_weights(
     segments = number_segments(sequence_ids)
     counts = sum_per_segment(loss_mask, segments)
     level, _, action = mode.partition("-")
-    if level == "sequence":
-        weights = (sum_per_segment(gap, segments) / counts.clamp(min=1)).float().exp()
+    if level in ("sequence", "product"):
+        total = sum_per_segment(gap, segments)
+        log_weights = total / counts.clamp(min=1) if level == "sequence" else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        weights = log_weights.float().exp()
     else:
         weights = gap.exp() if level == "token" else torch.ones_like(gap)
     nowhere = torch.zeros_like(loss_mask)
@@ -84,19 +91,26 @@ def compute_importance_weights(
     is_masked = (weights < config.importance_low) | (weights > config.importance_high) if action == "mask" else nowhere
     is_rejected = nowhere if threshold is None else sum_per_segment(gap.abs() > threshold, segments) > 0
     weights = torch.where(is_truncated, config.importance_high, weights)
-    weights = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
-
     is_first = segments.diff(prepend=segments[:1] - 1) > 0
+    counted = ~is_masked & (loss_mask if level == "token" else is_first & (counts > 0))
+    normal = {"normal": torch.where(counted, weights, 0.0).double().sum(), "normal_count": counted.sum()}
+    weights = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
     sums = {
         "tokens": loss_mask.sum(), "weight": weights.double().sum(),
         "truncated": (loss_mask & is_truncated).sum(), "masked": (loss_mask & is_masked).sum(),
-        "sequences": (is_first & (counts > 0)).sum(), "rejected": (is_first & is_rejected).sum(),
+        "sequences": (is_first & (counts > 0)).sum(), "rejected": (is_first & is_rejected).sum(), **normal,
     }
     return weights, {name: float(value) for name, value in sums.items()}
 
 
+def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
+    """The weights over their mean, from the global sums; as they are where that is 0."""
+    return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
+
+
 def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
-    """Metrics from the global sums: fractions of tokens truncated and masked, of responses rejected, mean weight.
+    """Metrics from the global sums: fractions of tokens truncated and masked, of responses rejected, and the mean
+    weight before it is normalized.
 
     Empty for the empty sums of a run without correction.
     """

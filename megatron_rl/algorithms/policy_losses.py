@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.segments import number_segments, sum_per_segment
 from megatron_rl.config.schema import AlgorithmConfig
 
-# A ratio of e^20 is clipped by any setting; beyond, its gradient would overflow to inf * 0 = nan where it is cut.
-_MAX_LOG_RATIO = 20.0
+_KL_EPSILON = 1e-8
 
 
 def compute_ppo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +26,7 @@ def compute_ppo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple
     Different bounds are clip-higher (DAPO, arXiv 2503.14476, eq. 10); `dual_clip` bounds the loss of negative
     advantages as well (arXiv 1912.09729).
     """
-    return _clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
+    return clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config, config.dual_clip)
 
 
 def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,12 +39,63 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
     Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are those of
     -min(s_i A_i, clip(s_i) A_i): every token carries its own share of the gradient of s_i. `dual_clip` works on s_i.
     """
-    log_ratio = inputs.logprobs - inputs.old_logprobs
-    segments = number_segments(inputs.sequence_ids)
-    with torch.no_grad():
-        count = sum_per_segment(inputs.loss_mask, segments).clamp(min=1)
-        mean = (sum_per_segment(log_ratio, segments) / count).to(log_ratio.dtype)
-    return _clip_surrogate(mean + (inputs.logprobs - inputs.logprobs.detach()), inputs.advantages, config)
+    mean = _sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
+    log_ratio = mean + (inputs.logprobs - inputs.logprobs.detach())
+    return clip_surrogate(log_ratio, inputs.advantages, config, config.dual_clip)
+
+
+def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Geometric mean of ratios that are clipped token by token (GMPO, arXiv 2507.20673, eq. 4).
+
+        c_t = log ratio_t, at most eps_high where A_t > 0 and at least -eps_low where A_t < 0
+        s_i = exp(mean_t c_t)
+        loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
+
+    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are those of -A_i s_i.
+    """
+    log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
+    bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)
+    sign = advantages.sign()
+    is_clipped = sign * bounded < sign * log_ratio
+    kept = torch.where(is_clipped, bounded, log_ratio)
+    ratio = (_sequence_mean(kept, inputs) + (kept - kept.detach())).clamp(max=MAX_LOG_RATIO).exp()
+    return -ratio * _sequence_mean(advantages, inputs), is_clipped
+
+
+def compute_sapo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """A smooth gate instead of a clip (SAPO, arXiv 2511.20347, eq. 6).
+
+        loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos where A_t > 0, else tau_neg
+
+    The paper averages over tokens, then over sequences (seq-mean-token-mean). Nothing is clipped.
+    """
+    ratio, advantages = bounded_ratio(inputs.logprobs - inputs.old_logprobs), inputs.advantages
+    tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(advantages > 0, config.sapo_tau_pos)
+    return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, torch.zeros_like(inputs.loss_mask)
+
+
+def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """A trust region on the divergence instead of the ratio (DPPO, arXiv 2602.04879), binary total variation.
+
+        D_t = |p_t - p_old,t|                                       p the probability of the token
+        loss_t = -sg[min(ratio_t, c)] A_t logprobs_t, or 0 where D_t > delta and the push is outwards
+
+    outwards: p_t > p_old,t with A_t > 0 (delta = eps_high), or the opposite (delta = eps_low); c is `dual_clip`. The
+    paper compares with the policy that sampled; here that is the policy before the update, as in the other losses.
+    """
+    return _cut_outwards(inputs, config, inputs.logprobs.detach().exp() - inputs.old_logprobs.exp())
+
+
+def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dppo_tv` with the binary KL divergence (DPPO, arXiv 2602.04879).
+
+        D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
+    """
+    logprobs, old_logprobs = inputs.logprobs.detach(), inputs.old_logprobs
+    p, old = logprobs.exp(), old_logprobs.exp()
+    divergence = old * (old_logprobs - logprobs) + (1.0 - old) * (
+        ((1.0 - old).clamp(min=0) + _KL_EPSILON) / ((1.0 - p).clamp(min=0) + _KL_EPSILON)).log()
+    return _cut_outwards(inputs, config, divergence * (p - old).sign())
 
 
 def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +106,7 @@ def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tup
     No token loses its gradient; clipped are those whose weight is. The paper leaves out the lower bound, which
     is eps_low = 1 here (or close to it).
     """
-    ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
+    ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     weight = ratio.clamp(1.0 - config.clip_eps_low, 1.0 + config.clip_eps_high)
     return -weight * inputs.advantages * inputs.logprobs, weight != ratio
 
@@ -67,16 +118,46 @@ def compute_policy_gradient_loss(
     return -inputs.advantages * inputs.logprobs, torch.zeros_like(inputs.loss_mask)
 
 
-def _clip_surrogate(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
+def clip_surrogate(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig, dual_clip: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PPO's pessimistic bound with optional dual clip; clipped is where the bound cuts the gradient off."""
-    ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = bounded_ratio(log_ratio)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - config.clip_eps_low, 1.0 + config.clip_eps_high) * advantages
     is_clipped, token_loss = clipped > unclipped, torch.maximum(unclipped, clipped)
-    if config.dual_clip is not None:
-        is_negative, highest = advantages < 0, -config.dual_clip * advantages
+    if dual_clip is not None:
+        is_negative, highest = advantages < 0, -dual_clip * advantages
         is_clipped = is_clipped | (is_negative & (highest < token_loss))
         token_loss = torch.where(is_negative, torch.minimum(token_loss, highest), token_loss)
     return token_loss, is_clipped
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """A ratio of e^20 is clipped by any setting; beyond, its gradient would overflow to inf * 0 = nan there."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _cut_outwards(
+    inputs: PolicyLossInputs, config: AlgorithmConfig, moved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The policy gradient with a truncated ratio, without the tokens that moved too far and would move further.
+
+    Args:
+        inputs: tokens.
+        config: bounds.
+        moved: [t] how far the probability of the token has moved; negative: down.
+    """
+    ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
+    if config.dual_clip is not None:
+        ratio = ratio.clamp(max=config.dual_clip)
+    is_cut = torch.where(inputs.advantages > 0, moved > config.clip_eps_high, moved < -config.clip_eps_low)
+    return torch.where(is_cut, 0.0, -ratio * inputs.advantages * inputs.logprobs), is_cut
+
+
+@torch.no_grad()
+def _sequence_mean(values: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
+    """The mean over the tokens in the loss of each token's sequence, [t]; values are 0 at masked positions."""
+    segments = number_segments(inputs.sequence_ids)
+    count = sum_per_segment(inputs.loss_mask, segments).clamp(min=1)
+    return (sum_per_segment(values, segments) / count).to(values.dtype)

@@ -4,7 +4,7 @@
 A group takes the settings of its names that were given and returns ours, plus notes. The rules follow what verl
 does with the combination: `kl_loss_coef` counts with `use_kl_loss`, `filter_overlong_prompts` runs before
 `truncation`, `do_sample=False` overrules the validation temperature, and a micro batch counted in sequences holds
-at most that many of the longest ones. KL and losses are in `alias_kl.py`.
+at most that many of the longest ones. KL is in `alias_kl.py`, losses are in `alias_losses.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.alias_kl import (
     KL_NAMES,
-    LOSS_NAMES,
     Combined,
     Parts,
     combine_kl,
-    combine_policy_loss,
     describe,
     note,
     read_boolean,
 )
+from megatron_rl.config.alias_losses import AGGREGATION, LOSS_NAMES, LOSS_READS, combine_policy_loss
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.sources import Setting
 from megatron_rl.types import UserError
@@ -223,8 +222,11 @@ def _overlong_buffer_group(prefix: str) -> AliasGroup:
 
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
-    AliasGroup(KL_NAMES, "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target and kl_horizon", combine_kl),
-    AliasGroup(LOSS_NAMES, "algorithm.policy_loss and algorithm.dual_clip", combine_policy_loss),
+    AliasGroup(KL_NAMES, "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target (with kl_target_per=token) and "
+               "kl_horizon", combine_kl),
+    AliasGroup(LOSS_NAMES, "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
+               "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
+               combine_policy_loss, reads=LOSS_READS, targets={AGGREGATION: "algorithm.loss_agg_mode"}),
     AliasGroup((_CLIP_RATIO,), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_clip),
     AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
     AliasGroup((_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's two KL terms and its policy losses mean here.
+"""What verl's two KL terms mean here.
 
 verl has a KL term in the loss (`use_kl_loss`, `kl_loss_coef`, `kl_loss_type`) and one in the reward
 (`use_kl_in_reward`, `kl_penalty`, `kl_ctrl.*`), each with its own switch; here one term is in one of the two places.
@@ -27,13 +27,9 @@ _CONTROLLER = {
 }
 _KL_CTRL_COEF = "algorithm.kl_ctrl.kl_coef"
 KL_NAMES = (_USE_KL_LOSS, _KL_LOSS_COEF, _KL_LOSS_TYPE, _USE_KL_IN_REWARD, _KL_PENALTY, *_CONTROLLER)
-_KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+_KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
 _VERL_KL_COEF = 0.001
 _VERL_KL_PENALTY = "k1"
-
-_LOSS_MODE, _DUAL_CLIP = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.clip_ratio_c"
-LOSS_NAMES = (_LOSS_MODE, _DUAL_CLIP)
-LOSS_MODES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "policy_gradient"}
 
 
 def combine_kl(parts: Parts) -> Combined:
@@ -68,6 +64,9 @@ def _combine_kl_in_reward(parts: Parts) -> list[Setting]:
             settings.append(replace(switch, name=target, value=assumed, layer=ASSUMED, text=None))
     if _KL_PENALTY in parts:
         settings.append(_read_kl_type(parts[_KL_PENALTY]))
+    for name in ("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl"):
+        if name in parts:  # verl's target is a KL per token
+            settings.append(replace(parts[name], name="algorithm.kl_target_per", value="token", text=None, weak=True))
     return settings + [replace(parts[name], name=target) for name, target in _CONTROLLER.items() if name in parts]
 
 
@@ -86,32 +85,20 @@ def _combine_kl_loss(use_loss: Setting | None, coef: Setting | None) -> Combined
 
 
 def _read_kl_type(setting: Setting) -> Setting:
+    if setting.value == "full":
+        raise UserError(
+            f"{setting.name} = 'full' is not supported", source=setting.source,
+            expected=f"an estimate from the sampled tokens, one of {', '.join(map(repr, _KL_TYPES))}",
+            hint="it would sum over the vocabulary, with the logits of policy and reference side by side; verl has the "
+                 "name and no code for it (NotImplementedError). k3 has the same expectation",
+        )
     if setting.value not in _KL_TYPES:
         raise UserError(
             f"{setting.name} = {setting.value!r} is not known", source=setting.source,
             expected=f"one of {', '.join(map(repr, _KL_TYPES))} (read as algorithm.kl_type)",
-            hint="set algorithm.kl_type: k1, k2 or k3",
+            hint="set algorithm.kl_type: k1, k2, k3 or abs",
         )
     return replace(setting, name="algorithm.kl_type", value=_KL_TYPES[setting.value], text=None)
-
-
-def combine_policy_loss(parts: Parts) -> Combined:
-    """verl's dual clip belongs to the clipped losses per token."""
-    mode, dual_clip = parts.get(_LOSS_MODE), parts.get(_DUAL_CLIP)
-    settings: list[Setting] = []
-    if mode is not None:
-        if mode.value not in LOSS_MODES:
-            raise UserError(
-                f"{_LOSS_MODE} = {mode.value!r} is not known", source=mode.source,
-                expected=f"one of {', '.join(map(repr, LOSS_MODES))} (read as algorithm.policy_loss)",
-                hint="register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss",
-            )
-        settings.append(replace(mode, name="algorithm.policy_loss", value=LOSS_MODES[mode.value], text=None))
-    if dual_clip is None:
-        return settings, []
-    if mode is not None and mode.value != "vanilla":
-        return settings, [note(dual_clip, f"{_LOSS_MODE} = {mode.value!r} has no dual clip")]
-    return [*settings, replace(dual_clip, name="algorithm.dual_clip")], []
 
 
 def read_boolean(setting: Setting) -> bool:

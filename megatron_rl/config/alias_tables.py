@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.alias_losses import AGGREGATIONS, ESTIMATORS
+
 
 @dataclass(frozen=True)
 class Renamed:
@@ -62,15 +64,6 @@ _FUSED = "kernels are chosen by what is installed"
 _LORA = "all weights are trained"
 _TEXT = "prompts are text"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
-AGGREGATIONS = (
-    ("token-mean", "token-mean"), ("seq-mean-token-mean", "seq-mean-token-mean"),
-    ("seq-mean-token-sum", "seq-mean-token-sum"), ("seq-mean-token-sum-norm", "constant"),
-)
-_ESTIMATORS = (
-    ("gae", "gae"), ("grpo", "grpo"), ("grpo_vectorized", "grpo"), ("rloo", "rloo"), ("rloo_vectorized", "rloo"),
-    ("reinforce_plus_plus", "reinforce_plus_plus"), ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
-    ("remax", "remax"),
-)
 _CHECKPOINTING = ((True, "full"), (False, "none"))
 LAYOUT_LEAVES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -145,7 +138,11 @@ _ACTOR: dict[str, Alias] = _trainable_names("actor") | {
     "rollout_n": SameAs("rollout.n"),
     "entropy_coeff": Renamed("algorithm.entropy_coef"),
     "calculate_entropy": Ignored("the entropy is always measured"),
-    "loss_agg_mode": Renamed("algorithm.loss_agg_mode", AGGREGATIONS, closed=True),
+    "tau_pos": Renamed("algorithm.sapo_tau_pos"),
+    "tau_neg": Renamed("algorithm.sapo_tau_neg"),
+    "policy_loss.clip_cov_lb": Renamed("algorithm.clip_cov_low"),
+    "policy_loss.clip_cov_ub": Renamed("algorithm.clip_cov_high"),
+    "policy_loss.ppo_kl_coef": Renamed("algorithm.kl_cov_coef"),
     "clip_ratio_low": Renamed("algorithm.clip_eps_low"),
     "clip_ratio_high": Renamed("algorithm.clip_eps_high"),
     "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
@@ -298,17 +295,20 @@ _DATA: dict[str, Alias] = {
 }
 
 _ALGORITHM: dict[str, Alias] = {
-    "adv_estimator": Renamed("algorithm.adv_estimator", _ESTIMATORS),
+    "adv_estimator": Renamed("algorithm.adv_estimator", ESTIMATORS),
     "norm_adv_by_std_in_grpo": Renamed("algorithm.norm_adv_by_std"),
     "lam": Renamed("algorithm.gae_lambda"),
     "use_pf_ppo": Only((False,), "rollouts are not drawn again by their rewards"),
     "filter_groups.enable": Renamed("algorithm.dynamic_sampling"),
     "filter_groups.max_num_gen_batches": Renamed("algorithm.max_sampling_rounds", ((0, 1_000_000),)),
-    "filter_groups.metric": Ignored("groups are judged by their rewards"),
+    "filter_groups.metric": Renamed(
+        "algorithm.dynamic_sampling_metric",
+        (("score", None), ("seq_reward", "reward"), ("seq_final_reward", "reward"))),
     "rollout_correction.rollout_is": Renamed(
-        "algorithm.importance_sampling", ((None, "none"), ("token", "token-truncate")), closed=True),
+        "algorithm.importance_sampling",
+        ((None, "none"), ("token", "token-truncate"), ("sequence", "product-truncate")), closed=True),
     "rollout_correction.rollout_is_threshold": Renamed("algorithm.importance_high"),
-    "rollout_correction.rollout_is_batch_normalize": Only((False,), "weights are not normalised"),
+    "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
     "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
     "rollout_correction.rollout_rs_threshold": Ignored("it belongs to rollout_rs"),
     "rollout_correction.rollout_rs_threshold_lower": Ignored("it belongs to rollout_rs"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.config.alias_groups import GROUPS, own_name, take_parts
 from megatron_rl.config.alias_kl import describe, note
+from megatron_rl.config.alias_losses import find_defaults
 from megatron_rl.config.alias_tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting
@@ -65,6 +66,8 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
         latest.pop(setting.name, None)  # the later one also takes the later place
         if setting.value not in _NOTHING:
             latest[setting.name] = replace(setting, value=_expand_home(setting.value))
+    for default in find_defaults(settings):
+        latest.setdefault(default.name, default)
     translated: list[Setting] = []
     notes: list[str] = []
     for group in GROUPS:

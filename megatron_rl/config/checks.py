@@ -38,17 +38,19 @@ _POSITIVE = (
     "rollout.temperature", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "reward.timeout_seconds",
     "reward.service_timeout_seconds", "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high",
     "algorithm.kl_target", "algorithm.kl_horizon", "algorithm.importance_high", "algorithm.reject_sequence_above",
+    "algorithm.sapo_tau_pos", "algorithm.sapo_tau_neg", "algorithm.cov_ratio", "algorithm.clip_cov_high",
     "critic.value_clip", "actor.graph_memory_gib", "critic.graph_memory_gib", "trainer.collective_timeout",
     *(f"{section}.adam_eps" for section in _TRAINED),
 )
 _NOT_NEGATIVE = (
     "rollout.validation_temperature", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_coef",
-    "algorithm.entropy_coef", "algorithm.importance_low", "reward.workers", "reward.service_retries",
+    "algorithm.entropy_coef", "algorithm.kl_cov_coef", "algorithm.importance_low",
+    "reward.workers", "reward.service_retries",
     "reward.service_backoff_seconds", "reward.overlong_buffer_length", "reward.overlong_penalty",
     "trainer.test_freq", "trainer.save_freq", "trainer.seed", "trainer.critic_warmup", "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
-_AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda")
+_AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = (
     "algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
 _HINTS = {

@@ -84,8 +84,9 @@ class TrainBatch:
             microbatches and DP ranks of a minibatch is the loss of that optimizer step.
         sequence_ids: int64, index of the rollout in the step's list; -1 on padding.
         rollout_logprobs: float32, from the engine.
-        old_logprobs, ref_logprobs, advantages, values, returns, importance_weights: float32, filled in along the
-            step.
+        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, filled in
+            along the step.
+        chosen: bool, tokens that the policy loss treats in another way; filled in where it does.
         update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
             last pipeline stage writes them where `record_updates` has made room. NaN: no step has used it.
         slices: one per microbatch.
@@ -104,11 +105,13 @@ class TrainBatch:
     slices: list[MicrobatchSlice]
     minibatch_sizes: list[int]
     old_logprobs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
     update_logprobs: torch.Tensor | None = None
     update_entropy: torch.Tensor | None = None
     ledgers: Sequence[LossLedger] = ()

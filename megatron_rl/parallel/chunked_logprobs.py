@@ -25,7 +25,9 @@ from megatron_rl.parallel.vocab_parallel import (
     compute_summary,
     find_vocab_shard,
     gather_summaries,
+    merge_squares,
     merge_summaries,
+    summarize_squares,
 )
 
 
@@ -59,6 +61,21 @@ def compute_linear_logprobs_and_entropy(
     """
     shard = find_vocab_shard(vocab_size, len(weight), tp_group.rank())
     return _LinearLogprobs.apply(hidden, weight, targets, shard, temperature, tp_group, chunk_tokens)
+
+
+@torch.no_grad()
+def compute_linear_sum_pi_squared(
+    hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup,
+    chunk_tokens: int,
+) -> torch.Tensor:
+    """Sum over the vocabulary of the squared probabilities of `softmax(hidden @ weight.T / temperature)`: [t].
+
+    Arguments as above; collective over `tp_group`, the same bits on every rank of it, without a gradient.
+    """
+    rows = weight[: find_vocab_shard(vocab_size, len(weight), tp_group.rank()).width]
+    summary = torch.cat([
+        summarize_squares(_scale_logits(x, rows, temperature)) for x in hidden.split(chunk_tokens)], dim=1)
+    return merge_squares(gather_summaries(summary, tp_group))
 
 
 class _LinearLogprobs(torch.autograd.Function):

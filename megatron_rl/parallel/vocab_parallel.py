@@ -63,8 +63,24 @@ def compute_summary(z: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -
     return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), target_z])
 
 
+def summarize_squares(z: torch.Tensor) -> torch.Tensor:
+    """[3, t] of one shard's logits [t, width]: m = max_v z_v; sum_v exp(z_v - m); the sum of their squares."""
+    if z.shape[1] == 0:
+        return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z)), z.new_zeros(len(z))])
+    high = z.amax(-1)
+    exp_z = (z - high[:, None]).exp()
+    return torch.stack([high, exp_z.sum(-1), exp_z.square().sum(-1)])
+
+
+def merge_squares(summaries: torch.Tensor) -> torch.Tensor:
+    """[tp, 3, t] -> [t], the sum of the squared probabilities."""
+    highs, totals, squares = summaries.unbind(1)
+    scale = (highs - highs.amax(0)).exp()
+    return (squares * scale.square()).sum(0) / (totals * scale).sum(0).square()
+
+
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """[4, t] of this rank -> [tp, 4, t] of all."""
+    """[k, t] of this rank -> [tp, k, t] of all."""
     return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
 
 

@@ -70,7 +70,8 @@ class Actor(TrainedModel, Policy):
             microbatch.update_logprobs.copy_(logprobs.detach())
             microbatch.update_entropy.copy_(entropy.detach())
         inputs = PolicyLossInputs(
-            logprobs, microbatch.old_logprobs, microbatch.advantages, microbatch.loss_mask, microbatch.sequence_ids)
+            logprobs, microbatch.old_logprobs, microbatch.advantages, microbatch.loss_mask, microbatch.sequence_ids,
+            microbatch.chosen)
         return compute_policy_loss(
             inputs, entropy, microbatch.ref_logprobs, microbatch.importance_weights, microbatch.loss_weights,
             self._algorithm)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_rl.config.schema import LayoutConfig, ModelConfig
 from megatron_rl.data.batching import TrainBatch
 from megatron_rl.models.heads import gather_for_vocab_shards
-from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy
+from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy, compute_linear_sum_pi_squared
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weights.families import ModelShape
@@ -25,18 +26,32 @@ class Policy(PackedModel):
     ) -> None:
         super().__init__(model, layout_config, shape, groups, path=path, seed=seed)
         self.temperature, self._chunk_tokens = temperature, layout_config.logprob_chunk_tokens
+        self._reads_squares = False
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
         return self.compute_forward(batch)
 
-    def _read_out(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> torch.Tensor:
+        """Sum over the vocabulary of squared probabilities where the tokens in the loss came from; as above."""
+        self._reads_squares = True
+        try:
+            return self.compute_forward(batch)
+        finally:
+            self._reads_squares = False
+
+    def _read_out(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
         """Logprobs [t] of the tokens in the loss, and entropy [t] of the distributions they came from; 0 elsewhere."""
         places, rows, targets = self._predicted_rows(microbatch)
         hidden = gather_for_vocab_shards(
             hidden, sequence_parallel=self.config.sequence_parallel, tp_group=self.groups.tp)  # [t/cp, h]
-        found = compute_linear_logprobs_and_entropy(
-            hidden[rows], self.stages[-1].output_weight, targets, vocab_size=self.shape.vocab_size,
-            temperature=self.temperature, tp_group=self.groups.tp, chunk_tokens=self._chunk_tokens)
+        shared: dict[str, Any] = dict(
+            vocab_size=self.shape.vocab_size, temperature=self.temperature, tp_group=self.groups.tp,
+            chunk_tokens=self._chunk_tokens)
+        output_weight = self.stages[-1].output_weight
+        if self._reads_squares:
+            squares = compute_linear_sum_pi_squared(hidden[rows], output_weight, **shared)
+            return (self._combine(squares, places, microbatch),)
+        found = compute_linear_logprobs_and_entropy(hidden[rows], output_weight, targets, **shared)
         logprobs, entropy = (self._combine(values, places, microbatch) for values in found)
         return logprobs, entropy

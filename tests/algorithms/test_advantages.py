@@ -55,11 +55,12 @@ def test_expand_gives_every_token_in_the_loss_its_rollouts_value() -> None:
 
 
 def test_built_in_names_and_what_they_need() -> None:
-    found = {name: {need for need in ("values", "greedy_baseline", "group") if getattr(e, f"needs_{need}")}
-             for name, e in ADVANTAGE_ESTIMATORS.items()}
-    assert found == {
-        "grpo": {"group"}, "dr_grpo": {"group"}, "rloo": {"group"}, "reinforce_plus_plus": set(),
-        "reinforce_plus_plus_baseline": {"group"}, "remax": {"greedy_baseline"}, "gae": {"values"}}
+    needs = ("values", "greedy_baseline", "group", "sum_pi_squared")
+    found = {name: {need for need in needs if getattr(e, f"needs_{need}")} for name, e in ADVANTAGE_ESTIMATORS.items()}
+    assert found == dict.fromkeys(
+        ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"), {"group"}) | {
+        "optimal_token_baseline": {"group", "sum_pi_squared"}, "reinforce_plus_plus": set(),
+        "remax": {"greedy_baseline"}, "gae": {"values"}}
     assert AlgorithmConfig().adv_estimator in found
 
 
@@ -67,7 +68,7 @@ def test_every_built_in_name_is_a_row_of_the_catalog_and_has_its_formula() -> No
     """A formula of ours that registers itself would be unknown to a dry run, which does not import the formulas."""
     tables = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES]
     known = [dict(table) for table in tables]
-    for module in ("estimators", "policy_losses"):
+    for module in ("estimators", "policy_losses", "covariance"):
         importlib.reload(importlib.import_module(f"megatron_rl.algorithms.{module}"))
     assert [dict(table) for table in tables] == known
     for entry in [*(e.estimate for e in ADVANTAGE_ESTIMATORS.values()), *POLICY_LOSSES.values()]:
@@ -113,7 +114,7 @@ def test_gae_without_a_critic_is_refused() -> None:
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, grpo(.|\n)*did you mean "grpo"'):
+    with pytest.raises(UserError, match='"grop" is not known(.|\n)*gae, gpg, grpo(.|\n)*did you mean "grpo"'):
         find_advantage_estimator("grop")
 
 

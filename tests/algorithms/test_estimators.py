@@ -38,6 +38,11 @@ CONFIGS = {
     "grpo": AlgorithmConfig(adv_estimator="grpo"),
     "grpo without std": AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std=False),
     "dr_grpo": AlgorithmConfig(adv_estimator="dr_grpo"),
+    "grpo_passk": AlgorithmConfig(adv_estimator="grpo_passk"),
+    "grpo_passk without std": AlgorithmConfig(adv_estimator="grpo_passk", norm_adv_by_std=False),
+    "opo": AlgorithmConfig(adv_estimator="opo"),
+    "gpg": AlgorithmConfig(adv_estimator="gpg"),
+    "optimal_token_baseline": AlgorithmConfig(adv_estimator="optimal_token_baseline"),
     "rloo": AlgorithmConfig(adv_estimator="rloo"),
     "remax": AlgorithmConfig(adv_estimator="remax"),
     "reinforce_plus_plus": AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.9),
@@ -56,9 +61,16 @@ def draw_tokens(rollout: int) -> tuple[list[float], list[float]]:
     return kl.tolist(), values.tolist()
 
 
+def draw_policy(rollout: int) -> tuple[list[float], list[float], list[float]]:
+    """Old log-prob, sum of squared probabilities and importance weight of each response token of a rollout."""
+    rng = np.random.default_rng(100 + rollout)
+    p, others, weights = rng.uniform(0.1, 0.9, size=(3, RESPONSE_LENGTHS[rollout])).astype(np.float32)
+    return np.log(p).tolist(), (p**2 + others * (1 - p) ** 2).tolist(), (0.5 + weights).tolist()
+
+
 def build_inputs(rollouts: list[int], group: dist.ProcessGroup, scores: list[float] | None = None) -> AdvantageInputs:
     """The packed tensors of a rank: prompt and response of each rollout, padding in the middle and at the end."""
-    ids, mask, kls, values = [], [], [], []
+    ids, mask, kls, values, policy = [], [], [], [], [[], [], []]
     for place, rollout in enumerate(rollouts):
         kl, value = draw_tokens(rollout)
         nothing, padding = [float("nan")] * PROMPT_LENGTH, [0.0] * (3 if place % 3 == 2 else 0)
@@ -66,12 +78,16 @@ def build_inputs(rollouts: list[int], group: dist.ProcessGroup, scores: list[flo
         mask += [False] * PROMPT_LENGTH + [rollout != MASKED] * len(kl) + [False] * len(padding)
         kls += nothing + kl + padding
         values += nothing + value + padding
+        for column, numbers in zip(policy, draw_policy(rollout), strict=True):
+            column += nothing + numbers + padding
     scores = SCORES if scores is None else scores
     loss_mask, sequence_ids = torch.tensor([*mask, False]), torch.tensor([*ids, -1])
     return AdvantageInputs(
         scores=np.array(scores), group_sizes=np.array(GROUP_SIZES), baselines=np.array(BASELINES),
         token_rewards=compute_token_rewards(scores, torch.tensor([*kls, 0.0]), 0.5, loss_mask, sequence_ids),
-        values=torch.tensor([*values, 0.0]), loss_mask=loss_mask, sequence_ids=sequence_ids, group=group)
+        values=torch.tensor([*values, 0.0]), loss_mask=loss_mask, sequence_ids=sequence_ids, group=group,
+        **{name: torch.tensor([*column, 0.0]) for name, column in zip(
+            ("old_logprobs", "sum_pi_squared", "importance_weights"), policy, strict=True)})
 
 
 def split_by_rollout(values: torch.Tensor, inputs: AdvantageInputs) -> dict[int, list[float]]:
@@ -113,6 +129,15 @@ def score_by_loop(config: AlgorithmConfig, rollout: int) -> float:
     if size == 1:
         return 0.0
     mean = sum(group) / size
+    if config.adv_estimator == "grpo_passk":
+        best, second = sorted(group, reverse=True)[:2]
+        deviation = math.sqrt(sum((r - mean) ** 2 for r in group) / (size - 1)) + 1e-6
+        return (best - second) / (deviation if config.norm_adv_by_std else 1.0) if mine == best else 0.0
+    if config.adv_estimator == "opo":
+        lengths = [0 if i == MASKED else RESPONSE_LENGTHS[i] for i in range(first, first + size)]
+        return mine - sum(n * r for n, r in zip(lengths, group, strict=True)) / sum(lengths)
+    if config.adv_estimator == "gpg":
+        return len(SCORES) / sum(r != 0 for r in SCORES) * (mine - mean)
     if config.adv_estimator == "rloo":
         return mine - (sum(group) - mine) / (size - 1)
     if config.adv_estimator == "grpo" and config.norm_adv_by_std:
@@ -120,12 +145,35 @@ def score_by_loop(config: AlgorithmConfig, rollout: int) -> float:
     return mine - mean
 
 
+def token_baselines_by_loop(rollout: int) -> list[float]:
+    """Advantages by the optimal token baseline: at each place the returns of the group, weighted by their energies."""
+    index = next(g for g in range(len(GROUP_SIZES)) if rollout < sum(GROUP_SIZES[: g + 1]))
+    first, size = sum(GROUP_SIZES[:index]), GROUP_SIZES[index]
+    advantages = []
+    for t in range(RESPONSE_LENGTHS[rollout]):
+        pairs = {}
+        for j in range(first, first + size):
+            if j != MASKED and RESPONSE_LENGTHS[j] > t:
+                energies = [(1 - 2 * math.exp(p) + square) * w * w for p, square, w in zip(*draw_policy(j), strict=True)]
+                pairs[j] = sum(energies[: t + 1]), sum(rewards_by_loop(j)[t:])
+        baseline = sum(w * g for w, g in pairs.values()) / sum(w for w, _ in pairs.values())
+        advantages.append(pairs[rollout][1] - baseline if size > 1 else 0.0)
+    return advantages
+
+
+def rewards_by_loop(rollout: int) -> list[float]:
+    """The reward of each token: the KL's share, and the score on the last one."""
+    kl, _ = draw_tokens(rollout)
+    last = len(kl) - 1
+    return [float(np.float32(-0.5 * k + (SCORES[rollout] if t == last else 0.0))) for t, k in enumerate(kl)]
+
+
 def tokens_by_loop(config: AlgorithmConfig, rollout: int) -> tuple[list[float], list[float] | None]:
     """Advantages of the tokens of a rollout before whitening, and returns."""
-    kl, values = draw_tokens(rollout)
-    last = len(kl) - 1
-    rewards = [np.float32(-0.5 * k + (SCORES[rollout] if t == last else 0.0)) for t, k in enumerate(kl)]
-    rewards = [float(r) for r in rewards]
+    values, rewards = draw_tokens(rollout)[1], rewards_by_loop(rollout)
+    last = len(rewards) - 1
+    if config.adv_estimator == "optimal_token_baseline":
+        return token_baselines_by_loop(rollout), None
     if config.adv_estimator == "reinforce_plus_plus":
         return [sum(config.gamma ** (u - t) * rewards[u] for u in range(t, last + 1)) for t in range(last + 1)], None
     if config.adv_estimator == "gae":
@@ -226,13 +274,58 @@ def test_discounted_sums_of_a_long_response_between_short_ones() -> None:
     assert gap < 1e-5  # returns are of the order of 100, in float32
 
 
+def test_rewards_of_one_group_by_hand() -> None:
+    """Rewards 3, 1, 0, 0 of responses of 1, 2, 3 and 2 tokens.
+
+    Best and second differ by 2 (deviation sqrt(2)); the mean by length is 5/8; half of the rewards are not 0.
+    """
+
+    def on_rank(rank: int, world_size: int) -> dict[str, list[float]]:
+        ids = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3])
+        inputs = AdvantageInputs(
+            np.array([3.0, 1.0, 0.0, 0.0]), np.array([4]), None, torch.zeros(8), None, torch.ones(8).bool(), ids,
+            dist.group.WORLD)
+        first_tokens = [0, 1, 3, 6]
+        return {name: compute_advantages(inputs, CONFIGS[name]).advantages[first_tokens].tolist()
+                for name in ("grpo_passk", "grpo_passk without std", "opo", "gpg")}
+
+    [found] = run_ranks(on_rank, 1)
+    assert found["grpo_passk"] == pytest.approx([2 / math.sqrt(2), 0, 0, 0], rel=1e-6)
+    assert found["grpo_passk without std"] == [2.0, 0.0, 0.0, 0.0]
+    assert found["opo"] == [2.375, 0.375, -0.625, -0.625]
+    assert found["gpg"] == [4.0, 0.0, -2.0, -2.0]
+
+
+def test_optimal_token_baseline_by_hand() -> None:
+    """Two responses of two and one tokens, rewards 1 and 0; the last place has one return, hence advantage 0.
+
+    Energies 1 - 2 p + sum p^2: 3/4 (p 1/2, squares 3/4) and 1/4 (p 3/4, squares 3/4): baseline 3/4 of the first place.
+    Where a certain token leaves no energy at all the baseline is the plain mean, and a group of equal rewards gets 0.
+    """
+
+    def on_rank(rank: int, world_size: int) -> list[list[float]]:
+        found = []
+        for rewards, p, squares in (([0.0, 1.0, 0.0], [0.5, 0.5, 0.75], 0.75), ([0.0, 1.0, 0.0], [1.0, 1.0, 1.0], 1.0),
+                                    ([0.0, 0.1, 0.1], [0.5, 0.5, 0.75], 0.75)):
+            inputs = AdvantageInputs(
+                np.array([rewards[1], rewards[2]]), np.array([2]), None, torch.tensor(rewards), None,
+                torch.ones(3).bool(), torch.tensor([0, 0, 1]), dist.group.WORLD,
+                old_logprobs=torch.tensor(p).log(), sum_pi_squared=torch.full((3,), squares))
+            found.append(compute_advantages(inputs, CONFIGS["optimal_token_baseline"]).advantages.tolist())
+        return found
+
+    [(weighted, certain, equal)] = run_ranks(on_rank, 1)
+    assert weighted == pytest.approx([0.25, 0.0, -0.75], abs=1e-6)
+    assert certain == [0.5, 0.0, -0.5] and equal == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("value", [1.0, 0.1, 1 / 3, -2.5])
 def test_equal_rewards_get_exactly_zero(value: float) -> None:
     """Also numbers whose mean is rounded, with and without whitening, and without a NaN (0 / 0)."""
 
     def on_rank(rank: int, world_size: int) -> dict[str, bool]:
         inputs = build_inputs(SHARES[1][0], dist.group.WORLD, [value] * len(SCORES))
-        names = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"]
+        names = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "grpo_passk", "opo", "gpg"]
         return {name: compute_advantages(inputs, CONFIGS[name]).advantages.eq(0).all().item() for name in names}
 
     assert all(run_ranks(on_rank, 1)[0].values())

@@ -5,12 +5,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.kl import AdaptiveKL, FixedKL, build_kl_controller, compute_kl, compute_kl_penalty
+from megatron_rl.algorithms.kl import (
+    AdaptiveKL,
+    FixedKL,
+    build_kl_controller,
+    compute_kl,
+    compute_kl_penalty,
+    measure_for_target,
+)
 from megatron_rl.config.schema import AlgorithmConfig
 
 LOGPROB = st.floats(-20.0, 0.0)
@@ -20,7 +28,8 @@ LOGPROB = st.floats(-20.0, 0.0)
     ("kl_type", "expected"),
     [("k1", [math.log(2), -math.log(3), 0.0]),
      ("k2", [math.log(2) ** 2 / 2, math.log(3) ** 2 / 2, 0.0]),
-     ("k3", [0.5 - 1 + math.log(2), 3 - 1 - math.log(3), 0.0])],
+     ("k3", [0.5 - 1 + math.log(2), 3 - 1 - math.log(3), 0.0]),
+     ("abs", [math.log(2), math.log(3), 0.0])],
 )
 def test_formula_by_hand(kl_type: str, expected: list[float]) -> None:
     """Ratios reference / policy of 1/2, 3 and 1."""
@@ -61,6 +70,21 @@ def test_k2_is_close_to_the_exact_kl_for_close_policies() -> None:
     logp, logq = z.log_softmax(-1), (z + 0.01 * dz).log_softmax(-1)
     exact = (logp.exp() * (logp - logq)).sum()
     torch.testing.assert_close((logp.exp() * compute_kl(logp, logq, "k2")).sum(), exact, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("log_ratio", [20.5, 89.0, 100.0, 1e4])
+def test_k3_is_finite_where_its_exponential_is_not(log_ratio: float) -> None:
+    """From log r = 20 on a straight line: the slope there, so that the log-prob is still pushed up."""
+    logprobs = torch.tensor([-log_ratio], requires_grad=True)
+    kl = compute_kl(logprobs, torch.zeros(1), "k3")
+    kl.backward()
+    assert kl.item() == pytest.approx(math.expm1(20) + math.exp(20) * (log_ratio - 20) - log_ratio, rel=1e-6)
+    assert float(logprobs.grad) == pytest.approx(1 - math.exp(20), rel=1e-6)
+
+
+def test_k3_below_its_bound_is_the_formula_to_the_last_bit() -> None:
+    log_ratio = torch.linspace(-60, 20, 1001)
+    assert torch.equal(compute_kl(torch.zeros(1001), log_ratio, "k3"), torch.expm1(log_ratio) - log_ratio)
 
 
 @pytest.mark.parametrize(("kl_type", "expected"), [("k1", 1.0), ("k2", math.log(2)), ("k3", 0.5)])
@@ -119,6 +143,20 @@ def test_controllers_resume() -> None:
     assert fixed.coef == 0.3
     resumed.load_state_dict(fixed.state_dict())
     assert resumed.coef == adaptive.coef
+
+
+def test_the_target_counts_responses_or_tokens() -> None:
+    """Responses of 100 and 50 tokens with 0.02 and 0.06 nats a token, and one without a token in the loss."""
+    kl, tokens = np.array([2.0, 3.0, 0.0]), np.array([100.0, 50.0, 0.0])
+    per_response, per_token = (
+        measure_for_target(kl, tokens, AlgorithmConfig(kl_target_per=unit)) for unit in ("response", "token"))
+    assert per_response == pytest.approx(5 / 3) and per_token == pytest.approx(0.08 / 3)
+    coefficients = []
+    for measured in (per_response, per_token):
+        controller = AdaptiveKL(1.0, target=0.1, horizon=1000.0)
+        controller.update(measured, 100)
+        coefficients.append(controller.coef)
+    assert coefficients == pytest.approx([1.02, 0.98]), "one target, and the coefficient moves the other way"
 
 
 def test_controller_of_the_config() -> None:

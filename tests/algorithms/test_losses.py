@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -91,8 +92,24 @@ def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple
         ratio = math.exp(logprob.item() - old.item())
         return -min(max(ratio, low), high) * advantage * logprob, not low <= ratio <= high
     ratio = (logprob - old).exp()
+    if config.policy_loss == "sapo":
+        tau = config.sapo_tau_pos if advantage > 0 else config.sapo_tau_neg
+        return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()), False
+    if config.policy_loss.startswith("dppo"):
+        p, q = math.exp(logprob.item()), math.exp(old.item())
+        divergence = abs(p - q)
+        if config.policy_loss == "dppo_kl":
+            divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        is_cut = (p > q and divergence > config.clip_eps_high) if advantage > 0 else (
+            p < q and divergence > config.clip_eps_low)
+        weight = min(p / q, config.dual_clip or math.inf)
+        return (0.0 if is_cut else -weight * advantage) * logprob, is_cut
+    mine = [u for u in range(COUNT) if tokens.sequence_ids[u] == tokens.sequence_ids[t] and tokens.loss_mask[u]]
+    if config.policy_loss == "geo_mean":
+        kept = [_bound_outwards(tokens, u, config) for u in mine]
+        is_clipped = bool(_bound_outwards(tokens, t, config) != logprob - old)
+        return -advantage * (sum(kept) / len(kept)).exp(), is_clipped
     if config.policy_loss == "gspo":
-        mine = [u for u in range(COUNT) if tokens.sequence_ids[u] == tokens.sequence_ids[t] and tokens.loss_mask[u]]
         ratio = (sum(tokens.logprobs[u] - tokens.old_logprobs[u] for u in mine) / len(mine)).exp()
     bounded = min(max(ratio, ratio.new_tensor(low)), ratio.new_tensor(high))
     surrogate, is_clipped = ratio * advantage, False
@@ -101,6 +118,14 @@ def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple
     if config.dual_clip is not None and advantage < 0 and surrogate < config.dual_clip * advantage:
         surrogate, is_clipped = ratio.new_tensor(config.dual_clip * advantage), True
     return -surrogate, is_clipped
+
+
+def _bound_outwards(tokens: Tokens, t: int, config: AlgorithmConfig) -> torch.Tensor:
+    """The log-ratio of a token, bounded on the side to which its advantage pushes."""
+    log_ratio = tokens.logprobs[t] - tokens.old_logprobs[t]
+    if tokens.advantages[t] > 0:
+        return log_ratio.clamp(max=config.clip_eps_high)
+    return log_ratio.clamp(min=-config.clip_eps_low)
 
 
 def loss_by_loop(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
@@ -143,6 +168,10 @@ CONFIGS = {
     "gspo, all": AlgorithmConfig(policy_loss="gspo", clip_eps_low=0.01, dual_clip=1.1, kl_coef=0.7, entropy_coef=0.1),
     "cispo": AlgorithmConfig(policy_loss="cispo", clip_eps_low=0.9),
     "cispo, all": AlgorithmConfig(policy_loss="cispo", kl_coef=0.7, entropy_coef=0.1),
+    "geo_mean": AlgorithmConfig(policy_loss="geo_mean", clip_eps_low=0.4, clip_eps_high=0.3, kl_coef=0.1),
+    "sapo": AlgorithmConfig(policy_loss="sapo", sapo_tau_pos=0.8, sapo_tau_neg=2.0, entropy_coef=0.1),
+    "dppo_tv": AlgorithmConfig(policy_loss="dppo_tv", clip_eps_low=0.01, clip_eps_high=0.03, dual_clip=2.0),
+    "dppo_kl": AlgorithmConfig(policy_loss="dppo_kl", clip_eps_low=0.01, clip_eps_high=0.02),
     "policy_gradient": AlgorithmConfig(policy_loss="policy_gradient", kl_coef=0.1, entropy_coef=0.1),
 }
 
@@ -166,13 +195,13 @@ def test_loss_gradients_and_metrics_equal_the_loop(name: str, has_reference: boo
         tokens = replace(tokens, ref_logprobs=None)
     if not has_importance:
         tokens = replace(tokens, importance_weights=None)
-    elif config.policy_loss == "gspo":  # per-token weights would weight the shares of the sequence's gradient
+    elif config.policy_loss in ("gspo", "geo_mean"):  # per-token weights would weight the shares of the sequence's gradient
         tokens.importance_weights = torch.full((COUNT,), 0.7, dtype=torch.float64)
     expected, expected_metrics = loss_by_loop(tokens, config)
     gradients = torch.autograd.grad(expected, [tokens.logprobs, tokens.entropy], allow_unused=True)
     loss, metrics = tokens.loss(config)
     found = torch.autograd.grad(loss, [tokens.logprobs, tokens.entropy], allow_unused=True)
-    if config.policy_loss != "policy_gradient":
+    if config.policy_loss not in ("policy_gradient", "sapo"):
         assert expected_metrics["clipped"] > 0, "the random tokens must reach the clip range"
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     torch.testing.assert_close(found[0], gradients[0])
@@ -301,16 +330,24 @@ def test_shapes_that_depend_on_values_would_be_noticed() -> None:
 
 
 def test_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match='"gpo" is not known(.|\n)*cispo, gspo, policy_gradient, ppo'):
+    with pytest.raises(UserError, match='"gpo" is not known(.|\n)*cispo, clip_cov, dppo_kl, dppo_tv, geo_mean, gspo, '):
         find_policy_loss("gpo")
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_loss_that_is_a_mean_is_refused() -> None:
-    """It would be broadcast over the tokens and divided by their number twice."""
-    register_policy_loss("mean")(lambda inputs, config: (inputs.logprobs.mean(), torch.zeros_like(inputs.loss_mask)))
-    with pytest.raises(UserError, match=r'"mean" returned shapes \[\] and \[40\]'):
-        random_tokens().loss(AlgorithmConfig(policy_loss="mean"))
+@pytest.mark.parametrize(("compute", "found"), [
+    (lambda x: (x.logprobs.mean(), x.loss_mask), r"\[\] float64, \[40\] bool"),  # would be divided by the tokens twice
+    (lambda x: (x.logprobs, x.loss_mask, {}), r"\[40\] float64, \[40\] bool, dict"),
+    (lambda x: (x.logprobs, x.logprobs), r"\[40\] float64, \[40\] float64"),
+    (lambda x: (x.logprobs,), r"\[40\] float64$"),
+    (lambda x: x.logprobs, r"\[40\] float64$"),
+    (lambda x: (x.logprobs, False), r"\[40\] float64, bool"),
+    (lambda x: None, "NoneType"),
+])
+def test_a_loss_that_returns_something_else_is_refused(compute: Any, found: str) -> None:
+    register_policy_loss("odd")(lambda inputs, config: compute(inputs))
+    with pytest.raises(UserError, match=f'(?m)"odd" returned {found}'):
+        random_tokens().loss(AlgorithmConfig(policy_loss="odd"))
 
 
 def test_sft_loss_by_hand() -> None:

@@ -13,6 +13,7 @@ from megatron_rl.algorithms.mismatch import (
     compute_importance_weights,
     finish_importance_weights,
     finish_mismatch,
+    normalize_weights,
     sum_mismatch,
 )
 from megatron_rl.config.schema import AlgorithmConfig
@@ -38,6 +39,8 @@ def weights_by_loop(**settings: Any) -> list[float]:
         weight = RATIOS[t]
         if mode.startswith("sequence") and mine:
             weight = math.prod(mine) ** (1 / len(mine))
+        if mode.startswith("product") and mine:
+            weight = math.prod(mine)
         if mode.endswith("truncate"):
             weight = min(weight, high)
         elif mode.endswith("mask"):
@@ -51,7 +54,8 @@ def weights_by_loop(**settings: Any) -> list[float]:
     return weights
 
 
-@pytest.mark.parametrize("mode", ["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"])
+@pytest.mark.parametrize("mode", [
+    "none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "product-truncate", "product-mask"])
 @pytest.mark.parametrize("threshold", [None, 0.5, 1.3])
 @pytest.mark.parametrize("bounds", [(0.5, 1.9), (0.8, 1.1)])
 def test_weights_equal_the_loop(mode: str, threshold: float | None, bounds: tuple[float, float]) -> None:
@@ -78,6 +82,22 @@ def test_counts_by_hand() -> None:
     assert (sequence["truncated"], sequence["masked"], sequence["rejected"]) == (0, 5, 0)
 
 
+@pytest.mark.parametrize(("mode", "mean"), [
+    ("token-truncate", (1.75 + 1 + 1.75 + 0.25 + 1 + 1.5 + 0.75) / 7), ("token-mask", (1 + 1 + 1.5 + 0.75) / 4),
+    ("sequence-truncate", (1.75 + 0.5 + math.sqrt(1.125)) / 3), ("product-truncate", (1.75 + 0.25 + 1.125) / 3)])
+@pytest.mark.parametrize("threshold", [None, 1.3])
+def test_normalized_weights_by_hand(mode: str, mean: float, threshold: float | None) -> None:
+    """Means over tokens, or one per response; after truncation, without masked ones, whatever is rejected then."""
+    settings = dict(importance_sampling=mode, importance_low=0.5, importance_high=1.75, reject_sequence_above=threshold)
+    weights, sums = compute(**settings)
+    torch.testing.assert_close(normalize_weights(weights, sums), weights / mean)
+
+
+def test_weights_that_are_all_masked_stay_zero() -> None:
+    weights, sums = compute([100.0] * len(RATIOS), importance_sampling="token-mask")
+    assert not normalize_weights(weights, sums).any() and not weights.any()
+
+
 def test_metrics_by_hand() -> None:
     sums = {"tokens": 8.0, "sequences": 4.0, "truncated": 2.0, "masked": 1.0, "rejected": 3.0, "weight": 6.0}
     assert finish_importance_weights(sums) == {
@@ -85,13 +105,13 @@ def test_metrics_by_hand() -> None:
         "mismatch/mean_weight": 0.75}
 
 
-@pytest.mark.parametrize("mode", ["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"])
+@pytest.mark.parametrize("mode", ["token-truncate", "token-mask", "sequence-truncate", "product-mask"])
 def test_equal_logprobs_have_weight_one(mode: str) -> None:
     weights, sums = compute([1.0] * len(RATIOS), importance_sampling=mode, reject_sequence_above=1e-6)
     assert torch.equal(weights, MASK.float()) and sums["weight"] == sums["tokens"] == 7.0
 
 
-@pytest.mark.parametrize("mode", ["token-truncate", "sequence-truncate"])
+@pytest.mark.parametrize("mode", ["token-truncate", "sequence-truncate", "product-truncate"])
 def test_a_weight_that_overflows_is_truncated(mode: str) -> None:
     """exp(100) is inf in float32."""
     logprobs, mask = torch.tensor([0.0, 0.0]), torch.tensor([False, True])

@@ -119,6 +119,65 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     assert is_clipped == [True, False, True]
 
 
+def test_a_ratio_that_overflows_leaves_other_losses_finite() -> None:
+    """exp(100) in float32; clip_cov and kl_cov with every token chosen."""
+    for name in POLICY_LOSSES:
+        for advantage in (1.0, -1.0):
+            for gap in (100.0, -100.0):
+                logprobs = torch.tensor([-101.0 + gap / 2], requires_grad=True)
+                inputs = PolicyLossInputs(
+                    logprobs, torch.tensor([-101.0 - gap / 2]), torch.tensor([advantage]), torch.ones(1).bool(),
+                    torch.zeros(1).long(), torch.ones(1).bool())
+                loss, _ = POLICY_LOSSES[name](inputs, AlgorithmConfig())
+                loss.sum().backward()
+                assert loss.isfinite().all() and logprobs.grad.isfinite().all(), (name, advantage, gap)
+
+
+def test_geo_mean_clips_each_token_before_the_mean() -> None:
+    """Ratios 4 and 1/4 of a wanted response: log 4 is cut to 1/2, log 1/4 stays; the mean is (1/2 - log 4) / 2.
+
+    The cut token has no gradient, the other one has all of it: -A s. Unwanted, the other one is cut at -1/4.
+    """
+    loss, is_clipped, gradient = evaluate(
+        "geo_mean", [4.0, 0.25], [2.0, 2.0], clip_eps_low=0.25, clip_eps_high=0.5)
+    ratio = math.exp((0.5 - math.log(4)) / 2)
+    assert loss == pytest.approx([-2 * ratio] * 2) and is_clipped == [True, False]
+    assert gradient == pytest.approx([0.0, -2 * ratio])
+    loss, is_clipped, gradient = evaluate(
+        "geo_mean", [4.0, 0.25], [-2.0, -2.0], clip_eps_low=0.25, clip_eps_high=0.5)
+    ratio = math.exp((math.log(4) - 0.25) / 2)
+    assert loss == pytest.approx([2 * ratio] * 2) and is_clipped == [False, True]
+    assert gradient == pytest.approx([2 * ratio, 0.0])
+
+
+def test_sapo_gates_smoothly() -> None:
+    """f(r) = 4 / tau sigmoid(tau (r - 1)) is 2 / tau at r = 1, with slope 1; tau of 2 for A > 0, 1 else."""
+    loss, is_clipped, gradient = evaluate(
+        "sapo", [1.0, 1.0, 2.0], [3.0, -3.0, 1.0], sapo_tau_pos=2.0, sapo_tau_neg=1.0)
+    sigmoid = 1 / (1 + math.exp(-2))
+    assert loss == pytest.approx([-3.0, 6.0, -2 * sigmoid]) and not any(is_clipped)
+    assert gradient == pytest.approx([-3.0, 3.0, -2.0 * 4 * sigmoid * (1 - sigmoid)])
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("dppo_tv", 0.2, 0.1), ("dppo_kl", 0.1, 0.05)])
+def test_dppo_cuts_what_moved_too_far_and_would_move_further(name: str, low: float, high: float) -> None:
+    """Old probability 1/e = 0.368: times 1.5 is 0.184 more (binary KL 0.068), half of it 0.184 less (0.094).
+
+    Up is beyond its bound, down is not; a push back is never cut, and neither is a rare token whose ratio is 4.
+    """
+    loss, is_cut, gradient = evaluate(
+        name, [1.5, 0.5, 1.5, 0.5], [1.0, -1.0, -1.0, 1.0], clip_eps_low=low, clip_eps_high=high)
+    assert is_cut == [True, False, False, False] and loss[0] == 0.0
+    assert gradient == pytest.approx([0.0, 0.5, 1.5, -0.5])
+    rare = PolicyLossInputs(
+        torch.tensor([-8.0]).requires_grad_(), torch.tensor([-8.0 - math.log(4)]), torch.ones(1), torch.ones(1).bool(),
+        torch.zeros(1).long())
+    for dual_clip, weight in ((None, 4.0), (3.0, 3.0)):
+        loss, is_cut = POLICY_LOSSES[name](
+            rare, AlgorithmConfig(clip_eps_low=low, clip_eps_high=high, dual_clip=dual_clip))
+        assert not is_cut.any() and loss.item() == pytest.approx(8 * weight)
+
+
 def test_policy_gradient_knows_no_ratio() -> None:
     loss, is_clipped, gradient = evaluate("policy_gradient", [0.5, 4.0], [2.0, -3.0])
     assert gradient == pytest.approx([-2.0, 3.0]) and is_clipped == [False, False]

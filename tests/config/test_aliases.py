@@ -205,6 +205,23 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         (f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.policy_loss", "ppo"),
         (f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.policy_loss", "gspo"),
         (f"{ACTOR}.policy_loss.loss_mode=gpg", "algorithm.policy_loss", "policy_gradient"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.loss_agg_mode", "seq-mean-token-mean"),
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", "algorithm.loss_agg_mode", "seq-mean-token-mean"),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "algorithm.loss_agg_mode", "seq-mean-token-mean"),
+        (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "algorithm.loss_agg_mode", "token-mean"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.dual_clip", 3.0),
+        (f"{ACTOR}.policy_loss.loss_mode=dppo_tv", "algorithm.dual_clip", 3.0),
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "algorithm.dual_clip", None),
+        (f"{ACTOR}.policy_loss.clip_cov_ub=9", "algorithm.clip_cov_high", 9.0),
+        (f"{ACTOR}.policy_loss.ppo_kl_coef=1", "algorithm.kl_cov_coef", 1.0),
+        (f"{ACTOR}.tau_neg=2", "algorithm.sapo_tau_neg", 2.0),
+        (f"{ACTOR}.kl_loss_type=abs", "algorithm.kl_type", "abs"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "algorithm.adv_estimator", "optimal_token_baseline"),
+        ("algorithm.filter_groups.metric=acc", "algorithm.dynamic_sampling_metric", "acc"),
+        ("algorithm.filter_groups.metric=score", "algorithm.dynamic_sampling_metric", None),
+        ("algorithm.filter_groups.metric=seq_reward", "algorithm.dynamic_sampling_metric", "reward"),
+        ("algorithm.rollout_correction.rollout_is=sequence", "algorithm.importance_sampling", "product-truncate"),
+        ("algorithm.rollout_correction.rollout_is_batch_normalize=true", "algorithm.importance_normalize", True),
         ("algorithm.filter_groups.enable=true", "algorithm.dynamic_sampling", True),
         ("algorithm.filter_groups.max_num_gen_batches=5", "algorithm.max_sampling_rounds", 5),
         ("critic.optim.lr=2e-5", "critic.lr", 2e-5),
@@ -257,6 +274,7 @@ def test_kl_in_the_reward_takes_the_controller() -> None:
     algorithm = loaded.config.algorithm
     assert (algorithm.kl_in, algorithm.kl_coef, algorithm.kl_type) == ("reward", 0.2, "k3")
     assert (algorithm.kl_controller, algorithm.kl_target, algorithm.kl_horizon) == ("adaptive", 0.3, 500.0)
+    assert algorithm.kl_target_per == "token"
     assert [note.split("=")[0] for note in loaded.notes] == [f"ignored: {ACTOR}.kl_loss_coef"]
 
 
@@ -276,9 +294,76 @@ def test_overlong_buffer(place: str) -> None:
     assert loaded.config.reward.overlong_buffer_length == 0 and len(loaded.notes) == 3
 
 
+def test_the_target_of_the_kl_has_the_unit_of_who_names_it() -> None:
+    """verl's is per token, also where only its controller is switched on; our own name counts responses."""
+    ours = ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"]
+    theirs = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
+    assert load(*ours, "algorithm.kl_target=0.2").config.algorithm.kl_target_per == "response"
+    algorithm = load(*theirs).config.algorithm
+    assert (algorithm.kl_target_per, algorithm.kl_target) == ("token", 0.1)
+    assert load(*theirs, "algorithm.kl_target_per=response").config.algorithm.kl_target_per == "response"
+
+
 def test_dual_clip_belongs_to_the_clipped_loss() -> None:
     loaded = load(f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_c=3.0")
     assert loaded.config.algorithm.dual_clip is None and "gspo" in loaded.notes[0]
+
+
+VERL_MODEL = "actor_rollout_ref: {model: {path: policy}}\n"
+OWN_MODEL = "model: {path: policy}\n"
+
+
+@pytest.mark.parametrize(("recipe", "overrides", "expected"), [
+    (VERL_MODEL, [], 3.0),
+    (VERL_MODEL, ["model.path=elsewhere"], 3.0),
+    (VERL_MODEL, [f"{ACTOR}.clip_ratio_c=5"], 5.0),
+    (VERL_MODEL, ["algorithm.dual_clip=null"], None),
+    (VERL_MODEL, ["algorithm.policy_loss=gspo"], None),
+    (VERL_MODEL, [f"{ACTOR}.policy_loss.loss_mode=cispo"], None),
+    (OWN_MODEL, [], None),
+    (OWN_MODEL, ["actor_rollout_ref.model.path=elsewhere", f"{ROLLOUT}.n=4"], None),
+    ("", ["actor_rollout_ref.model.path=policy"], 3.0),
+    ("", ["model.path=policy", f"{ROLLOUT}.n=4"], None),
+])
+def test_dual_clip_of_a_recipe_that_does_not_write_it(
+    tmp_path: Path, recipe: str, overrides: list[str], expected: float | None
+) -> None:
+    """verl's vanilla loss always has one of 3.0; a recipe is verl's where it names the policy by verl's name."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe)
+    loaded = load_config(path if recipe else None, [*MINIMAL[1:], *overrides])
+    assert loaded.config.algorithm.dual_clip == expected
+    assert any("clip_ratio_c=3.0 unless" in note for note in loaded.notes) == (
+        expected == 3.0 or "algorithm.dual_clip=null" in overrides)
+
+
+def test_losses_that_verl_averages_by_sequence(tmp_path: Path) -> None:
+    """Whatever loss_agg_mode says, also the critic's, which repeats it; our own name decides where it is given."""
+    mode = f"{ACTOR}.policy_loss.loss_mode=gspo"
+    loaded = load(mode, f"{ACTOR}.loss_agg_mode=token-mean", "critic.loss_agg_mode=token-mean")
+    assert loaded.config.algorithm.loss_agg_mode == "seq-mean-token-mean"
+    assert loaded.notes[0].startswith(f"ignored: {ACTOR}.loss_agg_mode='token-mean'")
+    assert "KL and entropy terms" in loaded.notes[0] and "algorithm.loss_agg_mode decides" in loaded.notes[1]
+    assert load(mode, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean").notes == []
+    assert load(mode, "algorithm.loss_agg_mode=token-mean").config.algorithm.loss_agg_mode == "token-mean"
+    assert load("algorithm.policy_loss=gspo").config.algorithm.loss_agg_mode == "token-mean"
+
+
+def test_the_sum_by_a_constant_says_by_which_factor_it_differs() -> None:
+    mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+    (note,) = load(mode).notes
+    assert "larger by the factor the sequences of a micro batch" in note
+    assert "factor actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 4" in load(
+        mode, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4").notes[0]
+
+
+def test_the_share_of_tokens_belongs_to_its_loss() -> None:
+    both = [f"{ACTOR}.policy_loss.clip_cov_ratio=0.1", f"{ACTOR}.policy_loss.kl_cov_ratio=0.2"]
+    for mode, expected, other in (("clip_cov", 0.1, "kl_cov"), ("kl_cov", 0.2, "clip_cov")):
+        loaded = load(f"{ACTOR}.policy_loss.loss_mode={mode}", *both)
+        assert (loaded.config.algorithm.policy_loss, loaded.config.algorithm.cov_ratio) == (mode, expected)
+        (note,) = loaded.notes
+        assert note.startswith(f"ignored: {ACTOR}.policy_loss.{other}_ratio=")
 
 
 def test_budget_in_tokens_counts_with_dynamic_batches_only() -> None:
@@ -338,15 +423,17 @@ def test_greedy_validation_overrules_its_temperature() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        (f"{ACTOR}.kl_loss_type=abs", "one of 'low_var_kl'"),
-        (f"{ACTOR}.policy_loss.loss_mode=clip_cov", "one of 'vanilla', 'gspo'"),
+        (f"{ACTOR}.kl_loss_type=k4", "one of 'low_var_kl'"),
+        (f"{ACTOR}.kl_loss_type=full", "an estimate from the sampled tokens"),
+        (f"{ACTOR}.policy_loss.loss_mode=clip-cov", "one of 'vanilla', 'gspo'"),
+        (f"{ACTOR}.loss_agg_mode=mean", "one of 'token-mean'"),
         (f"{ACTOR}.tis_imp_ratio_cap=2", "-1: set algorithm.importance_sampling"),
         (f"{ACTOR}.optim.betas=0.9", "two numbers"),
         (f"{ACTOR}.shuffle=true", "False: minibatches keep"),
         (f"{ROLLOUT}.multi_turn.enable=true", "False: a prompt gets one response"),
         ("actor_rollout_ref.model.lora_rank=8", "0: all weights are trained"),
         ("data.custom_cls.path=x.py", "None: prompts come from"),
-        ("algorithm.rollout_correction.rollout_is=sequence", "one of None, 'token'"),
+        ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=sglang", "one of 'vllm', 'hf'"),
         (f"{ROLLOUT}.val_kwargs.top_p=0.7", "1.0: validation samples"),

@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distributed import run_ranks
-from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy
+from megatron_rl.parallel.chunked_logprobs import (
+    compute_linear_logprobs_and_entropy,
+    compute_linear_sum_pi_squared,
+)
 
 NUM_TOKENS, HIDDEN_SIZE = 14, 8
 CHUNKS = [1, 5, 7, 14, 1000]
@@ -72,6 +75,29 @@ CASES = [
     Case(vocab_size=4),  # over 4 ranks three have padding only
     Case(vocab_size=16),
 ]
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_sum_of_squared_probabilities(tp_size: int) -> None:
+    """Of the unsplit softmax, in chunks that divide the tokens and that do not; ranks agree bit for bit."""
+
+    def on_rank(rank: int, world_size: int) -> list[torch.Tensor]:
+        found = []
+        for case in CASES:
+            hidden, weight, *_ = case.make_inputs()
+            found += [compute_linear_sum_pi_squared(
+                hidden, weight.chunk(world_size)[rank], vocab_size=case.vocab_size, temperature=case.temperature,
+                tp_group=dist.group.WORLD, chunk_tokens=chunk) for chunk in (5, 14)]
+        return found
+
+    ranks = run_ranks(on_rank, tp_size)
+    assert all(torch.equal(x, y) for rank in ranks for x, y in zip(rank, ranks[0], strict=True))
+    for i, case in enumerate(CASES):
+        hidden, weight, *_ = case.make_inputs()
+        logits = hidden.double() @ weight[: case.vocab_size].double().t() / case.temperature
+        expected = logits.softmax(-1).square().sum(-1)
+        for found in ranks[0][2 * i : 2 * i + 2]:
+            torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
