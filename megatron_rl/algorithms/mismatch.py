@@ -58,7 +58,7 @@ def compute_importance_weights(
         product-mask         w_i, or 0 outside [low, high]    without bias, of high variance; d_i within +-20
 
     `importance_normalize` divides by the mean weight of the step, after truncation: over tokens, or over responses in
-    the modes sequence and product; masked ones do not count in it. `correct_mismatch` does that, as it takes all ranks.
+    the modes sequence and product; masked ones do not count in it. The caller does that (`normalize_weights`), as it takes the sums of all ranks.
     `reject_sequence_above` gives 0 to all tokens of a response that has one with a larger |d|, in any mode.
     Denominators of the loss stay as they are: a masked token counts in them as a token of loss 0, so that
     masking makes the step smaller instead of giving the rest more weight. KL and entropy terms are not weighted.
@@ -80,12 +80,7 @@ def compute_importance_weights(
     segments = number_segments(sequence_ids)
     counts = sum_per_segment(loss_mask, segments)
     level, _, action = mode.partition("-")
-    if level in ("sequence", "product"):
-        total = sum_per_segment(gap, segments)
-        log_weights = total / counts.clamp(min=1) if level == "sequence" else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        weights = log_weights.float().exp()
-    else:
-        weights = gap.exp() if level == "token" else torch.ones_like(gap)
+    weights = _log_weights(level, gap, segments, counts).float().exp()
     nowhere = torch.zeros_like(loss_mask)
     is_truncated = weights > config.importance_high if action == "truncate" else nowhere
     is_masked = (weights < config.importance_low) | (weights > config.importance_high) if action == "mask" else nowhere
@@ -103,16 +98,24 @@ def compute_importance_weights(
     return weights, {name: float(value) for name, value in sums.items()}
 
 
+def _log_weights(level: str, gap: torch.Tensor, segments: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the weights before they are truncated or masked, [t]."""
+    if level == "sequence":
+        return sum_per_segment(gap, segments) / counts.clamp(min=1)
+    if level == "product":
+        return sum_per_segment(gap, segments).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return gap if level == "token" else torch.zeros_like(gap)
+
+
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
     """The weights over their mean, from the global sums; as they are where that is 0."""
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 
 
 def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
-    """Metrics from the global sums: fractions of tokens truncated and masked, of responses rejected, and the mean
-    weight before it is normalized.
+    """Metrics from the global sums: fractions of tokens truncated and masked, of responses rejected, mean weight.
 
-    Empty for the empty sums of a run without correction.
+    The mean is that before weights are normalized. Empty for the empty sums of a run without correction.
     """
     if not sums:
         return {}

@@ -27,7 +27,7 @@ _CONTROLLER = {
 }
 _KL_CTRL_COEF = "algorithm.kl_ctrl.kl_coef"
 KL_NAMES = (_USE_KL_LOSS, _KL_LOSS_COEF, _KL_LOSS_TYPE, _USE_KL_IN_REWARD, _KL_PENALTY, *_CONTROLLER)
-_KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
+KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
 _VERL_KL_COEF = 0.001
 _VERL_KL_PENALTY = "k1"
 
@@ -88,17 +88,17 @@ def _read_kl_type(setting: Setting) -> Setting:
     if setting.value == "full":
         raise UserError(
             f"{setting.name} = 'full' is not supported", source=setting.source,
-            expected=f"an estimate from the sampled tokens, one of {', '.join(map(repr, _KL_TYPES))}",
+            expected=f"an estimate from the sampled tokens, one of {', '.join(map(repr, KL_TYPES))}",
             hint="it would sum over the vocabulary, with the logits of policy and reference side by side; verl has the "
                  "name and no code for it (NotImplementedError). k3 has the same expectation",
         )
-    if setting.value not in _KL_TYPES:
+    if setting.value not in KL_TYPES:
         raise UserError(
             f"{setting.name} = {setting.value!r} is not known", source=setting.source,
-            expected=f"one of {', '.join(map(repr, _KL_TYPES))} (read as algorithm.kl_type)",
+            expected=f"one of {', '.join(map(repr, KL_TYPES))} (read as algorithm.kl_type)",
             hint="set algorithm.kl_type: k1, k2, k3 or abs",
         )
-    return replace(setting, name="algorithm.kl_type", value=_KL_TYPES[setting.value], text=None)
+    return replace(setting, name="algorithm.kl_type", value=KL_TYPES[setting.value], text=None)
 
 
 def read_boolean(setting: Setting) -> bool:

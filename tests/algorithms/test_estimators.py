@@ -154,7 +154,8 @@ def token_baselines_by_loop(rollout: int) -> list[float]:
         pairs = {}
         for j in range(first, first + size):
             if j != MASKED and RESPONSE_LENGTHS[j] > t:
-                energies = [(1 - 2 * math.exp(p) + square) * w * w for p, square, w in zip(*draw_policy(j), strict=True)]
+                energies = [(1 - 2 * math.exp(p) + square) * weight**2
+                            for p, square, weight in zip(*draw_policy(j), strict=True)]
                 pairs[j] = sum(energies[: t + 1]), sum(rewards_by_loop(j)[t:])
         baseline = sum(w * g for w, g in pairs.values()) / sum(w for w, _ in pairs.values())
         advantages.append(pairs[rollout][1] - baseline if size > 1 else 0.0)

@@ -195,7 +195,7 @@ def test_loss_gradients_and_metrics_equal_the_loop(name: str, has_reference: boo
         tokens = replace(tokens, ref_logprobs=None)
     if not has_importance:
         tokens = replace(tokens, importance_weights=None)
-    elif config.policy_loss in ("gspo", "geo_mean"):  # per-token weights would weight the shares of the sequence's gradient
+    elif config.policy_loss in ("gspo", "geo_mean"):  # per-token weights would weight shares of the sequence's gradient
         tokens.importance_weights = torch.full((COUNT,), 0.7, dtype=torch.float64)
     expected, expected_metrics = loss_by_loop(tokens, config)
     gradients = torch.autograd.grad(expected, [tokens.logprobs, tokens.entropy], allow_unused=True)

@@ -57,7 +57,7 @@ def test_every_setting_has_a_row(pages: dict[str, str]) -> None:
     assert all(len(row) == 5 for row in cells.values())
     assert cells["model.path"][2] == "**required**"
     assert cells["rollout.n"][1:] == ["integer", "`8`", "responses", "Responses per prompt (group size)."]
-    assert cells["algorithm.kl_type"][1:3] == ["`k1`, `k2`, `k3`", "`k3`"]
+    assert cells["algorithm.kl_type"][1:3] == ["`k1`, `k2`, `k3`, `abs`", "`k3`"]
     assert cells["data.validation_limit"][1:4] == ["integer or null", "`null`", "prompts"]
 
 

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's functions and ours side by side, over every estimator, loss and KL whose verl name a recipe may write.
+
+    python tools/compare_verl.py CHECKOUT        # a checkout of verl; nothing of it is installed
+    python tools/compare_verl.py                 # says that it has been skipped
+
+Both get the same random ragged batches: verl padded rows, ours packed tokens with the settings that verl's names are
+read as. Losses and KL are compared in value and gradient. Differences are relative to the largest number, at most 1e-6
+is equal. What differs on purpose has a row of its own with the reason. Exit code: 0, or 1 where something else differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
+from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.covariance import choose_tokens
+from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
+from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
+from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
+from megatron_rl.algorithms.value_loss import compute_value_loss
+from megatron_rl.config.alias_kl import KL_TYPES
+from megatron_rl.config.alias_losses import AGGREGATIONS, ESTIMATORS, LOSS_MODES
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
+from tools._verl_checkout import load_verl
+
+TOLERANCE = 1e-6
+_SEEDS = (0, 1, 2)
+_GROUP_SIZES, _WIDTH = [4, 3, 5, 2], 12
+_ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+_NAMES = ("actor_rollout_ref.model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=4")
+# Settings of the comparison, by verl's names; the shares of tokens are such that verl's choice is not random.
+_LOSS_SETTINGS = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
+_COV_SETTINGS = {
+    "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.1}
+_NOT_IN_CHECKOUT = "this checkout has no such loss; the formula is the paper's"
+_FLOAT32 = "verl sums squares in float32; its other form, grpo, is equal"
+_ONE = "a group of one: verl keeps the reward itself, here there is nothing to compare with and the advantage is 0"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; `reason` says why it differs on purpose, or was not made."""
+
+    kind: str
+    verl: str
+    ours: str
+    difference: float | None
+    reason: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Different without a reason."""
+        return not self.reason and not (self.difference is not None and self.difference <= TOLERANCE)
+
+    def cells(self) -> tuple[str, ...]:
+        """What is printed."""
+        found = "-" if self.difference is None else f"{self.difference:.1e}"
+        return self.kind, self.verl, self.ours, found, self.reason or ("DIFFERENT" if self.is_wrong else "equal")
+
+
+class Batch:
+    """Random rows, padded for verl and packed for ours; packed, every response has a prompt token in front of it."""
+
+    def __init__(self, seed: int, group_sizes: list[int] | None = None) -> None:
+        self.group_sizes = np.array(group_sizes or _GROUP_SIZES)
+        self._random, size = torch.Generator().manual_seed(seed), int(self.group_sizes.sum())
+        lengths = torch.randint(1, _WIDTH + 1, (size,), generator=self._random)
+        lengths[0] = _WIDTH
+        self.lengths, self.mask = lengths, torch.arange(_WIDTH) < lengths[:, None]
+        self.index = np.repeat(np.arange(len(self.group_sizes)), self.group_sizes)
+        self.old = -self.draw().abs() - 0.05
+        self.new, self.ref, self.rollout = (self.old + scale * self.draw() for scale in (0.6, 0.3, 0.3))
+        self.advantages = self.draw()[:, :1].expand(-1, _WIDTH) * self.mask
+        self.scores = torch.randint(0, 3, (size,), generator=self._random).double() / 2
+        self.baselines = torch.randint(0, 3, (size,), generator=self._random).double()[self.index]
+        last = torch.arange(_WIDTH) == lengths[:, None] - 1
+        self.outcome = torch.where(last, self.scores[:, None], 0.0)
+        self.rewards = (self.outcome - 0.05 * self.draw()) * self.mask
+        self.values, self.squares = self.draw() * self.mask, self.old.exp().square() + 0.1
+
+    def draw(self) -> torch.Tensor:
+        """Padded normal numbers."""
+        return torch.randn(int(self.group_sizes.sum()), _WIDTH, generator=self._random, dtype=torch.float64)
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """[b, w] -> [t], NaN at prompts."""
+        return torch.cat([torch.cat([row.new_full((1,), torch.nan), row[:n]])
+                          for row, n in zip(padded, self.lengths.tolist(), strict=True)])
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """[t] -> the tokens in the loss, in verl's order."""
+        return packed[self.packed_mask]
+
+    @property
+    def packed_mask(self) -> torch.Tensor:
+        """[t] bool, False at prompts."""
+        return ~self.pack(torch.zeros_like(self.old)).isnan()
+
+    @property
+    def sequence_ids(self) -> torch.Tensor:
+        """[t] int64."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths + 1)
+
+    def loss_inputs(self, logprobs: torch.Tensor, chosen: torch.Tensor | None = None) -> PolicyLossInputs:
+        """Packed tokens of a policy loss."""
+        return PolicyLossInputs(
+            logprobs, self.pack(self.old), self.pack(self.advantages), self.packed_mask, self.sequence_ids, chosen)
+
+
+def read_settings(*overrides: str) -> AlgorithmConfig:
+    """What verl's names are read as, in a recipe that is verl's."""
+    return load_config(None, [*_NAMES, *overrides]).config.algorithm
+
+
+def measure(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number (at least 1)."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).abs().max() / max(float(expected.abs().max()), 1.0))
+
+
+def compare_estimators(verl: SimpleNamespace) -> Iterator[Row]:
+    """Advantages, and returns where both have them."""
+    for name, ours in ESTIMATORS:
+        config = read_settings(f"algorithm.adv_estimator={name}", "algorithm.gamma=0.95", "algorithm.lam=0.9")
+        worst = max(_compare_advantages(verl, name, config, Batch(seed)) for seed in _SEEDS)
+        yield Row("estimator", name, ours, worst, _FLOAT32 if name == "grpo_vectorized" else "")
+        if name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "optimal_token_baseline"):
+            yield Row("estimator", name, ours, _compare_advantages(verl, name, config, Batch(0, [1, 4, 1])), _ONE)
+        if name == "grpo_passk":
+            yield Row("estimator", name, ours, None, "a group of one: an error in verl, advantage 0 here")
+        if name == "remax":
+            worst = _compare_advantages(verl, name, config, Batch(0), with_kl=True)
+            yield Row("estimator", name, ours, worst, "KL in the reward: each token gets what follows it in verl, all "
+                      "of the response's here")
+
+
+def _compare_advantages(
+    verl: SimpleNamespace, name: str, config: AlgorithmConfig, batch: Batch, with_kl: bool = False
+) -> float:
+    rewards = batch.outcome if name == "remax" and not with_kl else batch.rewards
+    given: dict[str, Any] = {"token_level_rewards": rewards.clone(), "response_mask": batch.mask.double()}
+    if name == "gae":
+        given |= {"values": batch.values, "gamma": config.gamma, "lam": config.gae_lambda}
+    elif name == "optimal_token_baseline":
+        given |= {"index": batch.index, "old_log_probs": batch.old, "sum_pi_squared": batch.squares}
+    else:
+        settings = verl.ActorConfig(gamma=config.gamma, norm_adv_by_std_in_grpo=config.norm_adv_by_std)
+        given |= {"config": settings, "index": batch.index}
+        if name == "remax":
+            given["reward_baselines"] = batch.baselines
+    expected, expected_returns = verl.core.get_adv_estimator_fn(name)(**given)
+    found = compute_advantages(AdvantageInputs(
+        scores=rewards.sum(1).numpy(), group_sizes=batch.group_sizes,
+        baselines=batch.baselines[np.cumsum(batch.group_sizes) - 1].numpy(), token_rewards=batch.pack(rewards),
+        values=batch.pack(batch.values), loss_mask=batch.packed_mask, sequence_ids=batch.sequence_ids,
+        group=dist.group.WORLD, old_logprobs=batch.pack(batch.old), sum_pi_squared=batch.pack(batch.squares)), config)
+    worst = measure(batch.unpack(found.advantages), expected[batch.mask])
+    if found.returns is not None:
+        worst = max(worst, measure(batch.unpack(found.returns), expected_returns[batch.mask]))
+    return worst
+
+
+def compare_losses(verl: SimpleNamespace) -> Iterator[Row]:
+    """Loss and gradient of every loss mode, in every aggregation that it takes."""
+    for name, ours in LOSS_MODES.items():
+        if name not in verl.core.POLICY_LOSS_REGISTRY:
+            yield Row("loss", name, ours, None, _NOT_IN_CHECKOUT)
+            continue
+        for aggregation, _ in AGGREGATIONS:
+            config = read_settings(
+                f"{_ACTOR}.policy_loss.loss_mode={name}", f"{_ACTOR}.loss_agg_mode={aggregation}",
+                *(f"{_ACTOR}.{key}={value}" for key, value in _LOSS_SETTINGS.items()),
+                *(f"{_ACTOR}.policy_loss.{key}={value}" for key, value in _COV_SETTINGS.items()))
+            worst = max(_compare_loss(verl, name, aggregation, config, Batch(seed)) for seed in _SEEDS)
+            here = f"{ours}, {config.loss_agg_mode}"
+            if config.loss_agg_mode == "constant":
+                here += " times the sequences"
+            yield Row("loss", f"{name}, {aggregation}", here, worst)
+    for name in ("clip_cov", "kl_cov"):
+        yield Row("loss", name, LOSS_MODES[name], None, "tokens are chosen once a step from old_logprobs here, and "
+                  "again in each micro batch in verl; above both choose from the same log-probs")
+    yield Row("loss", "vanilla without clip_ratio_c", f"dual_clip={read_settings().dual_clip}",
+              abs((read_settings().dual_clip or 0.0) - 3.0))
+
+
+def _compare_loss(
+    verl: SimpleNamespace, name: str, aggregation: str, config: AlgorithmConfig, batch: Batch
+) -> float:
+    theirs = batch.new.clone().requires_grad_()
+    settings = verl.ActorConfig(
+        clip_ratio=0.2, global_batch_info={}, policy_loss=verl.ActorConfig(**_COV_SETTINGS), **_LOSS_SETTINGS)
+    expected, _ = verl.core.get_policy_loss_fn(name)(
+        old_log_prob=batch.old, log_prob=theirs, advantages=batch.advantages, response_mask=batch.mask.double(),
+        loss_agg_mode=aggregation, config=settings)
+    expected.backward()
+    ours = batch.pack(batch.new).requires_grad_()
+    new = batch.pack(batch.new)
+    chosen = choose_tokens(
+        PolicyLossInputs(new, new, batch.pack(batch.advantages), batch.packed_mask, batch.sequence_ids), config,
+        dist.group.WORLD)
+    assert chosen is None or 0 < chosen.sum() < batch.packed_mask.sum(), "the comparison needs both kinds of tokens"
+    weights = compute_sequence_weights(config.loss_agg_mode, batch.lengths.tolist(), _WIDTH)
+    factor = len(weights) if config.loss_agg_mode == "constant" else 1
+    loss, _ = compute_policy_loss(
+        batch.loss_inputs(ours, chosen), torch.zeros_like(ours), None, None,
+        factor * torch.from_numpy(weights)[batch.sequence_ids] * batch.packed_mask, config)
+    loss.backward()
+    return max(measure(loss, expected), measure(batch.unpack(ours.grad), theirs.grad[batch.mask]))
+
+
+def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
+    """The KL estimators, and the adaptive coefficient."""
+    for name, ours in KL_TYPES.items():
+        for seed, scale, reason in ((0, 1.0, ""), (1, 30.0, "beyond 10 verl cuts k3 and its gradient off")):
+            if reason and ours != "k3":
+                continue
+            batch, found = Batch(seed), []
+            for function in (lambda p, q, kl=name: verl.core.kl_penalty(p, q, kl),
+                             lambda p, q, kl=ours: compute_kl(p, q, kl)):
+                logprobs = (batch.ref + scale * (batch.old - batch.ref)).requires_grad_()
+                value = function(logprobs, batch.ref)
+                value.sum().backward()
+                found.append((value, logprobs.grad))
+            (theirs, their_gradient), (mine, my_gradient) = found
+            yield Row("KL", name, ours, max(measure(mine, theirs), measure(my_gradient, their_gradient)), reason)
+    yield Row("KL", "full", "-", None, "refused: needs both distributions; verl raises NotImplementedError")
+    config = read_settings("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
+                           "algorithm.kl_ctrl.target_kl=0.05", "algorithm.kl_ctrl.kl_coef=0.2")
+    theirs = verl.core.AdaptiveKLController(0.2, 0.05, config.kl_horizon)
+    ours = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    for seed in range(20):
+        batch = Batch(seed)
+        kl = compute_kl(batch.old, batch.ref, "k3") * batch.mask
+        theirs.update(float((kl.sum(1) / batch.lengths).mean()), len(kl))
+        ours.update(measure_for_target(kl.sum(1).numpy(), batch.lengths.numpy(), config), len(kl))
+    yield Row("KL", "kl_ctrl.type=adaptive", "kl_controller, per token", abs(ours.coef - theirs.value))
+
+
+def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
+    """Importance weights, and the loss of the critic."""
+    for level in ("token", "sequence"):
+        for is_normalized in (False, True):
+            config = read_settings(
+                f"{_CORRECTION}.rollout_is={level}", f"{_CORRECTION}.rollout_is_threshold=1.5",
+                f"{_CORRECTION}.rollout_is_batch_normalize={is_normalized}")
+            worst = 0.0
+            for batch in map(Batch, _SEEDS):
+                expected, _ = verl.correction.compute_rollout_correction_weights(
+                    batch.old - batch.rollout, batch.mask.double(), level, 1.5, is_normalized)
+                found, sums = compute_importance_weights(
+                    batch.pack(batch.old), batch.pack(batch.rollout), batch.packed_mask, batch.sequence_ids, config)
+                found = normalize_weights(found, sums) if config.importance_normalize else found
+                worst = max(worst, measure(batch.unpack(found), expected[batch.mask]))
+            yield Row("importance", f"rollout_is={level}" + ", normalized" * is_normalized,
+                      config.importance_sampling, worst)
+    worst = 0.0
+    for batch in map(Batch, _SEEDS):
+        expected, _ = verl.core.compute_value_loss(batch.new, batch.ref, batch.old, batch.mask.double(), 0.2)
+        weights = batch.packed_mask / batch.packed_mask.sum()
+        values = [batch.pack(padded) for padded in (batch.new, batch.old, batch.ref)]
+        found, _ = compute_value_loss(*values, batch.packed_mask, weights, 0.2)
+        worst = max(worst, measure(found, expected))
+    yield Row("critic", "value loss, cliprange_value", "value_clip", worst)
+
+
+COMPARISONS: tuple[Callable[[SimpleNamespace], Iterator[Row]], ...] = (
+    compare_estimators, compare_losses, compare_kl, compare_the_rest)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, nargs="?", help="directory of a checkout of verl")
+    options = parser.parse_args(arguments)
+    if options.checkout is None:
+        print("skipped: no checkout of verl was given")
+        return 0
+    try:
+        verl = load_verl(options.checkout)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = [row for compare in COMPARISONS for row in compare(verl)]
+    dist.destroy_process_group()
+    table = [("", "verl", "here", "difference", "result"), *(row.cells() for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(4)]
+    for *cells, result in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), result, sep="  ")
+    wrong = sum(row.is_wrong for row in rows)
+    print(f"{len(rows)} comparisons, {wrong} different without a reason")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
