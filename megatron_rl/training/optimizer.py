@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config.schema import TrainableConfig
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.training.host_memory import HostMemory
 
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 
@@ -61,6 +62,7 @@ class TrainableModel:
         self.adams = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
         for adam in self.adams:
             adam.found_inf = self._found_inf
+        self._host_memory = HostMemory(self.device)
         self._learning_rates = [
             torch.zeros((), dtype=torch.float32, device=self.device) for _ in self.optimizer.param_groups]
 
@@ -70,8 +72,10 @@ class TrainableModel:
             for module in self.modules:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.offload_to_cpu(move_params=False, move_grads=True)
-        if self.offload_optimizer:
-            self.optimizer.offload_to_cpu()
+        if self.offload_optimizer and not self.is_released:
+            states = self._list_states()
+            for state, copy in zip(states, self._host_memory.store(states), strict=True):
+                state.data = copy
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.is_released = True
@@ -85,8 +89,18 @@ class TrainableModel:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.reload_from_cpu(move_params=False, move_grads=True)
         if self.offload_optimizer:
-            self.optimizer.restore_from_cpu()
+            states = self._list_states()
+            for state, loaded in zip(states, self._host_memory.load(states), strict=True):
+                state.data = loaded
         self.is_released = False
+
+    def _list_states(self) -> list[torch.Tensor]:
+        """Adam's moments, and the float32 weights where they are not the model's own."""
+        of_model = {p.untyped_storage().data_ptr() for module in self.modules for p in module.parameters()}
+        groups = [group for adam in self.adams for group in adam.param_groups]
+        weights = [p for group in groups for p in group["params"]]
+        states = [x for adam in self.adams for state in adam.state.values() for x in state.values() if x.dim()]
+        return [p for p in weights if p.untyped_storage().data_ptr() not in of_model] + states
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""

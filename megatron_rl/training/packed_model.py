@@ -30,6 +30,7 @@ from megatron_rl.models.transformer_config import DTYPES, build_transformer_conf
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.ulysses import combine_shards, shard_rows
+from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements
 from megatron_rl.weights.placement import Placement, check_placements
@@ -59,7 +60,6 @@ class PackedModel:
         *, path: str | Path, seed: int,
     ) -> None:
         self.shape, self.groups = shape, groups
-        self._offloaded: dict[str, torch.Tensor] | None = None
         at = groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
@@ -78,6 +78,8 @@ class PackedModel:
             placements, {name: tuple(p.shape) for name, p in self.params.items()}, where=f"megatron {at}",
             padded=[name for name in self.params if name.endswith(PADDED_PARAMETERS)])
         load_weights(Path(path), shape, placements, self.params, may_lack=self._may_lack)
+        self._host_memory = HostMemory(next(self.stages.parameters()).device)
+        self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded
 
     def _build_buckets(self, config: LayoutConfig) -> Buckets | None:
         if not isinstance(config, TrainableConfig) or config.step_mode == "eager":
@@ -118,27 +120,28 @@ class PackedModel:
         return self.groups.layout.pp_size if self.groups.layout.vpp_size > 1 else 1
 
     def offload(self) -> None:
-        """Keep the weights on the host and give their device memory back, until `restore`."""
-        if self._offloaded is None:
-            self._offloaded = {
-                name: p.data.to("cpu", copy=True) for name, p in self.stages.named_parameters()}
-            for p in self.stages.parameters():
-                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
-            self.params = {}
+        """Keep the weights on the host and give their device memory back, until `restore`.
+
+        They are copied to the host once: for models whose weights do not change.
+        """
+        if not self._on_host:
+            self._on_host = self._host_memory.store([p.data for p in self.stages.parameters()])
+        for p in self.stages.parameters():
+            p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+        self.params = {}
 
     def restore(self) -> None:
         """Bring offloaded weights back; does nothing if they are here."""
-        if self._offloaded is not None:
-            device = next(self.stages.parameters()).device
-            for name, p in self.stages.named_parameters():
-                p.data = self._offloaded[name].to(device)
-            self.params = {name: p.data for name, p in self.stages.named_parameters()}
-            self._offloaded = None
+        if self.params:
+            return
+        for p, weights in zip(self.stages.parameters(), self._host_memory.load(self._on_host), strict=True):
+            p.data = weights
+        self.params = {name: p.data for name, p in self.stages.named_parameters()}
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Weights that were offloaded are here meanwhile, and go back to the host afterwards."""
-        was_offloaded = self._offloaded is not None
+        was_offloaded = not self.params
         self.restore()
         try:
             yield

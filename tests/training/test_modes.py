@@ -40,28 +40,43 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
     """Three updates, each after a visit to the other mode."""
     actor = build_actor(case, path)
     batch = build_batch(actor, case)
-    before, released = grad_bytes(actor), []
+    before, released, states = grad_bytes(actor), [], []
     for _ in range(3):
         if is_released:
             actor.release_training_memory()
             released.append(grad_bytes(actor))
+            states.append(actor.trainable._host_memory.num_bytes)
         batch.old_logprobs = actor.compute_logprobs(batch)
         for minibatch in batch.minibatches():
             metrics = actor.update(minibatch, AlgorithmConfig())
-    return {"before": before, "released": released, "metrics": metrics, "weights": list_pieces(actor)}
+    numel = sum(p.numel() for adam in actor.trainable.adams for group in adam.param_groups for p in group["params"])
+    return {"before": before, "released": released, "states": states, "numel": numel, "metrics": metrics,
+            "weights": list_pieces(actor)}
 
 
-@pytest.mark.parametrize(("dtype", "options"), [
-    ("float32", {"offload_gradients": True}),
-    ("bfloat16", {"offload_gradients": True, "offload_optimizer": True}),
+@pytest.mark.parametrize(("dtype", "options", "floats"), [
+    ("float32", {"offload_gradients": True}, (0, 0)),
+    ("float32", {"offload_gradients": True, "offload_optimizer": True}, (0, 2)),
+    ("bfloat16", {"offload_gradients": True, "offload_optimizer": True}, (1, 3)),
+    ("bfloat16", {"offload_gradients": True, "offload_optimizer": True, "use_distributed_optimizer": False}, (1, 3)),
 ])
-def test_released_training_memory_changes_no_bit(path: Path, dtype: str, options: dict[str, bool]) -> None:
-    """Gradient buffers are empty in between; three updates end in the same weights as without."""
+def test_released_training_memory_changes_no_bit(
+    path: Path, dtype: str, options: dict[str, bool], floats: tuple[int, int]
+) -> None:
+    """Gradient buffers are empty in between; three updates end in the same weights as without.
+
+    The host holds `floats` per parameter of the rank, before and after the first update has made Adam's moments: with
+    bfloat16 the main weights as well, with float32 not the weights, which are the model's own.
+    """
     case = replace(Case(2, {}), dtype=dtype)
-    plain = run_ranks(train, 2, path, case, False, timeout=60)
+    own = {name: value for name, value in options.items() if name == "use_distributed_optimizer"}
+    plain = run_ranks(train, 2, path, replace(case, actor=case.actor | own), False, timeout=60)
     modes = run_ranks(train, 2, path, replace(case, actor=case.actor | options), True, timeout=60)
     for mine, reference in zip(modes, plain, strict=True):
         assert mine["before"] > 0 and mine["released"] == [0, 0, 0]
+        before, after = (4 * mine["numel"] * count for count in floats)
+        for found, expected in zip(mine["states"], (before, after, after), strict=True):
+            assert expected <= found <= expected + 100 * 512, "each tensor is rounded up to 512 bytes"
         assert mine["metrics"] == reference["metrics"]
         for (name, _, a), (_, _, b) in zip(mine["weights"], reference["weights"], strict=True):
             assert torch.equal(a, b), name

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that wait on the host while others need the device.
+
+One block of page-locked memory per owner, made once: copies out of it and into it run at the speed of the link and are
+queued all together; the host waits once, not for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNMENT = 512
+
+
+class HostMemory:
+    """The block of one owner; it grows with what is stored, and is kept for the next time.
+
+    Args:
+        device: where the tensors work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it holds."""
+        return len(self._block)
+
+    def store(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the host, complete on return; they last until the next call."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        self._reserve(sum(sizes))
+        copies = []
+        for tensor, part in zip(tensors, self._block[: sum(sizes)].split(sizes), strict=True):
+            copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor, non_blocking=True))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+    def load(self, copies: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """New tensors on the device; what the device does next waits for them, the host does not."""
+        return [copy.to(self._device, non_blocking=True, copy=True) for copy in copies]
+
+    def _reserve(self, size: int) -> None:
+        if size <= len(self._block):
+            return
+        is_pinned = self._device.type == "cuda"
+        if is_pinned and len(self._block):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())))
+        self._block = torch.empty(size, dtype=torch.uint8)
+        if is_pinned:  # torch's own pinned memory is rounded up to a power of two
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), size, 0)))
