@@ -82,7 +82,8 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
         hint = (f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))} "
                 f"(predicted {nearest.seconds:.1f} s per step)")
     return UserError(problem.found, source="the recipe and the cluster",
-                     expected="every phase within an accelerator's memory", hint=hint)
+                     expected="every phase within an accelerator's memory, and what is offloaded within the host's",
+                     hint=hint)
 
 
 def check_fits(config: RunConfig, cluster: Cluster, recipe: Path | None = None) -> str:
@@ -99,18 +100,22 @@ def check_fits(config: RunConfig, cluster: Cluster, recipe: Path | None = None) 
         assumed = Assumptions()
         candidates = list_candidates(job, build_workload(job, assumed), assumed)
         raise explain_problem(job, problem, find_nearest(job, candidates))
-    fullest = max(memory, key=lambda rank: rank.peak.total)
+    fullest, host = max(memory, key=lambda rank: rank.peak.total), max(rank.host_bytes for rank in memory)
+    offloaded = f"; {host * cluster.gpus_per_node / GIB:.1f} GiB of a node's host memory" if host else ""
     return (f'planned memory: at most {fullest.peak.total / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB per GPU, '
-            f'in phase "{fullest.peak.name}" on rank {fullest.rank}')
+            f'in phase "{fullest.peak.name}" on rank {fullest.rank}{offloaded}')
 
 
-def describe_cluster(world_size: int, memory_gib: float, gpus_per_node: int | None = None) -> Cluster:
+def describe_cluster(
+    world_size: int, memory_gib: float, gpus_per_node: int | None = None, host_memory_bytes: int | None = None
+) -> Cluster:
     """A cluster known by its size only, with default links and `RESERVE`.
 
     Args:
         world_size: accelerators.
         memory_gib: of each.
         gpus_per_node: default: 8, or all where there are fewer.
+        host_memory_bytes: of a node, if it is known.
 
     Raises:
         UserError: the nodes would not be equal.
@@ -121,15 +126,16 @@ def describe_cluster(world_size: int, memory_gib: float, gpus_per_node: int | No
                         expected="equal nodes", hint="give --gpus-per-node N with N a divisor of the number of ranks")
     memory = int(memory_gib * GIB)
     return Cluster(nodes=world_size // per_node, gpus_per_node=per_node, memory_bytes=memory,
-                   reserve_bytes=int(RESERVE * memory))
+                   reserve_bytes=int(RESERVE * memory), host_memory_bytes=host_memory_bytes)
 
 
 def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
     """The cluster that this process runs on, its GPUs as large as the smallest here; None without GPUs."""
+    import psutil
     import torch  # a dry run does without
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     if not sizes:
         return None
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    return describe_cluster(world_size, min(sizes) / GIB, per_node)
+    return describe_cluster(world_size, min(sizes) / GIB, per_node, psutil.virtual_memory().total)

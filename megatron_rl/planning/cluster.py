@@ -30,6 +30,7 @@ class Cluster:
         flops: dense operations per second of one accelerator in the training dtype, at peak.
         memory_bandwidth: bytes per second between an accelerator and its memory.
         host_bandwidth: bytes per second between an accelerator and the host.
+        host_memory_bytes: of one node; None: not known, and what is offloaded is not compared with it.
         has_fused_norms: norms and attention keep no intermediate results (CUDA); false on CPU.
     """
 
@@ -42,6 +43,7 @@ class Cluster:
     flops: float = 990e12
     memory_bandwidth: float = 3.35e12
     host_bandwidth: float = 50e9
+    host_memory_bytes: int | None = None
     has_fused_norms: bool = True
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ class Problem:
 
 
 def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
-    """What does not fit: the fullest phase, or a KV cache that holds no whole response; None if all fits."""
+    """What does not fit: the fullest phase, a KV cache that holds no whole response, or the host; None if all fits."""
     rank, limit = max(memory, key=lambda rank: rank.peak.total), job.cluster.memory_bytes
     peak, stage = rank.peak, job.layout.coordinates(rank.rank).pp
     if peak.total > limit:
@@ -138,6 +138,13 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
             f'phase "rollout" leaves {rank.kv_cache_bytes / GIB:.2f} GiB for the KV cache on rank {rank.rank}, and one '
             f"response of {longest} tokens takes {needed / GIB:.2f} GiB: {missing / GIB:.2f} GiB too few",
             rank.rank, "rollout", missing)
+    rank, room = max(memory, key=lambda rank: rank.host_bytes), job.cluster.host_memory_bytes
+    offloaded = rank.host_bytes * job.cluster.gpus_per_node
+    if room is not None and offloaded > room:
+        return Problem(
+            f"what {job.cluster.gpus_per_node} ranks of a node offload takes {offloaded / GIB:.1f} GiB of the host's "
+            f"memory, which is {room / GIB:.1f} GiB: {(offloaded - room) / GIB:.1f} GiB too many",
+            rank.rank, "offload", offloaded - room)
     return None
 
 

@@ -52,12 +52,14 @@ class RankMemory:
         phases: in the order of a step.
         kv_cache_bytes: room for keys and values; negative where the engine's share is too small for its weights.
         kv_bytes_per_token: of one engine rank.
+        host_bytes: page-locked memory of the host that holds what the rank offloads; it is kept while a run lasts.
     """
 
     rank: int
     phases: list[Phase] = field(default_factory=list)
     kv_cache_bytes: int = 0
     kv_bytes_per_token: int = 0
+    host_bytes: int = 0
 
     @property
     def peak(self) -> Phase:
@@ -108,11 +110,14 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     if job.roles.reference:
         reference = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype, is_trained=False).parameters
     resting = {"reference": 0 if config.reference.offload else reference}
+    host = config.actor.offload_optimizer * actor.optimizer + config.reference.offload * reference
     for name, shape, section in _scoring_roles(job):
         layout = build_layout(section, job.cluster.world_size)
-        resting[name] = _resting_bytes(name, compute_role_bytes(
+        role = compute_role_bytes(
             shape, layout, rank, dtype=dtype, is_trained=name == "critic",
-            use_distributed_optimizer=getattr(section, "use_distributed_optimizer", False)), section)
+            use_distributed_optimizer=getattr(section, "use_distributed_optimizer", False))
+        resting[name] = _resting_bytes(name, role, section)
+        host += section.offload * role.total if name == "reward model" else section.offload_optimizer * role.optimizer
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
@@ -120,7 +125,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, job.shape, config.actor, is_update=True)
     phases.append(Phase("actor update", base | training | resting | update))
-    return replace(memory, phases=[_without_zeros(phase) for phase in phases])
+    return replace(memory, phases=[_without_zeros(phase) for phase in phases], host_bytes=host)
 
 
 def _resting_bytes(name: str, role: RoleBytes, section: LayoutConfig) -> int:

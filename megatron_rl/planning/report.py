@@ -97,6 +97,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "batch_plan": plan.batch.to_dict(), "packing": plan.packing,
         "memory": [{"rank": rank.rank, "pipeline_stage": plan.job.layout.coordinates(rank.rank).pp,
                     "kv_cache_bytes": rank.kv_cache_bytes, "kv_bytes_per_token": rank.kv_bytes_per_token,
+                    "host_bytes": rank.host_bytes,
                     "phases": {phase.name: phase.parts | {"total": phase.total} for phase in rank.phases}}
                    for rank in plan.memory],
         "traffic": [asdict(traffic) for traffic in plan.traffic], "bytes_per_rank_and_step": links,
@@ -142,6 +143,9 @@ def _memory_table(plan: Plan) -> list[str]:
     if len(peaks) > 1:
         shown = peaks if len(peaks) <= 8 else [*peaks[:4], "...", *peaks[-2:]]
         lines.append(f"  peak by pipeline stage: {', '.join(shown)}")
+    host = max(r.host_bytes for r in plan.memory) * plan.job.cluster.gpus_per_node
+    if host:
+        lines.append(f"  offloaded to a node's host: {host / GIB:.1f} GiB, page-locked")
     batch = plan.batch
     running = rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence)
     lines.append(f"  the KV cache holds {max(running, 0)} of the longest responses at once (an engine has "

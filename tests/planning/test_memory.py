@@ -14,6 +14,7 @@ import pytest
 import megatron_rl.planning.memory as memory_module
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import GIB, Job
+from megatron_rl.planning.layouts import find_problem
 from megatron_rl.planning.memory import Phase, compute_memory, count_aliased_elements, count_microbatches
 from megatron_rl.planning.parameters import compute_engine_numel, compute_role_bytes
 from megatron_rl.resharding.aliasing import find_aliases
@@ -54,6 +55,25 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
     assert (update["gradients"], update["optimizer"]) == (actor.gradients, actor.optimizer)
     assert found["log-probs"].parts["reference"] == weights_only
     assert "reference" not in found["actor update"].parts
+
+
+def test_what_is_offloaded_is_planned_on_the_host() -> None:
+    """The sum over the roles, times the ranks of a node, against the node's memory where it is known."""
+    offload = ("actor.offload_optimizer=true", "critic.offload_optimizer=true", "reference.offload=true",
+               "reward_model.offload=true", "algorithm.kl_coef=0.1")
+    assert [rank.host_bytes for rank in compute_memory(make_job(small_shape(), *PPO))] == [0]
+    job = make_job(small_shape(), *PPO, *offload)
+    actor, critic = (compute_role_bytes(shape, job.layout, 0, dtype="bfloat16") for shape in (
+        job.shape, job.critic_shape))
+    reference, reward = (compute_role_bytes(shape, job.layout, 0, dtype="bfloat16", is_trained=False).parameters
+                         for shape in (job.shape, job.reward_shape))
+    (rank,) = compute_memory(job)
+    assert rank.host_bytes == actor.optimizer + critic.optimizer + reference + reward
+    assert find_problem(job, [rank]) is None
+    for room, fits in ((8 * rank.host_bytes, True), (8 * rank.host_bytes - 1, False)):
+        problem = find_problem(replace(job, cluster=replace(job.cluster, host_memory_bytes=room)), [rank])
+        assert (problem is None) is fits
+    assert problem.phase == "offload" and problem.excess == 1 and "what 8 ranks of a node offload" in problem.found
 
 
 def test_float32_on_a_gpu_keeps_repeated_heads() -> None:
