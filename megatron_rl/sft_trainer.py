@@ -22,7 +22,8 @@ from megatron_rl.inputs import SftInputs, read_sft_inputs
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles import build_actor, group_timeout, launched_sizes, save_actor, side_files
-from megatron_rl.survival import Checkpoints, OpenedRun, open_run
+from megatron_rl.survival.checkpoints import Checkpoints
+from megatron_rl.survival.opening import OpenedRun, open_run
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import Prompt, Rollout, UserError
 

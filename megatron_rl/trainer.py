@@ -60,7 +60,8 @@ from megatron_rl.roles import (
     side_files,
 )
 from megatron_rl.rollout.modes import describe_modes
-from megatron_rl.survival import Checkpoints, OpenedRun, open_run
+from megatron_rl.survival.checkpoints import Checkpoints
+from megatron_rl.survival.opening import OpenedRun, open_run
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.fast_path import find_fast_paths, format_table

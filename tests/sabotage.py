@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed import run_ranks
+from megatron_rl.checkpoint.files import FileRecord
+from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.observability.run import Run
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import Preempted
@@ -25,7 +27,8 @@ class Blow:
     """A signal to one rank.
 
     Attributes:
-        phase: in which it comes ("update", ...), or "record": between a step's checkpoint and its record.
+        phase: in which it comes ("update", ...), or "record": between a step's checkpoint and its record, or "write":
+            an exception in the thread that writes a checkpoint, and the signal in the update that follows.
         entry: at which entry of the phase, 1 being the first.
         rank: that is hit.
         delay: seconds after the entry; 0: at once.
@@ -49,11 +52,11 @@ class Blow:
 
 def expect(blow: Blow) -> None:
     """Make this process strike itself."""
-    real_phase, real_record, entries = PhaseTimers.phase, Run.record, [0]
+    real_phase, real_record, real_close, entries = PhaseTimers.phase, Run.record, ChunkWriter.close, [0]
 
     def enter(name: str) -> None:
         entries[0] += name == blow.phase
-        if name == blow.phase and entries[0] == blow.entry:
+        if name == (blow.phase if blow.phase != "write" else "update") and entries[0] == blow.entry:
             blow.strike()
 
     @contextlib.contextmanager
@@ -66,7 +69,14 @@ def expect(blow: Blow) -> None:
         enter("record")
         real_record(self, step)
 
-    PhaseTimers.phase, Run.record = phase, record
+    def close(self: ChunkWriter) -> FileRecord:
+        if blow.phase == "write" and entries[0] < blow.entry:
+            entries[0] += 1
+            if entries[0] == blow.entry:
+                raise RuntimeError("planted in the writer")
+        return real_close(self)
+
+    PhaseTimers.phase, Run.record, ChunkWriter.close = phase, record, close
 
 
 def train_under(

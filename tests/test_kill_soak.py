@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thirty-six times kill -9 of one rank, in every phase, and the metrics are those of a run that nobody disturbed."""
+"""Forty times kill -9 of one rank, in every phase, and the metrics are those of a run that nobody disturbed.
+
+In the phase "write" the thread that writes a checkpoint has raised an exception before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems, list_steps
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
-PHASES = ("rollout", "reward", "old_logprobs", "ref_logprobs", "update", "reshard", "save", "record", "validation")
+PHASES = ("rollout", "reward", "old_logprobs", "ref_logprobs", "update", "reshard", "save", "record", "validation",
+          "write")
 KILLS_PER_PHASE = 4
 VARIANTS = {
     "grpo-async": ["algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2", *layout_overrides(2, 1, 1)],

@@ -8,8 +8,10 @@ Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,9 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.run import Run
 from megatron_rl.sft_trainer import train_sft
-from megatron_rl.survival import choose_checkpoint, describe_changes
+from megatron_rl.survival.changes import describe_changes
+from megatron_rl.survival.lock import RunLock
+from megatron_rl.survival.opening import choose_checkpoint
 from megatron_rl.types import UserError
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
@@ -49,18 +53,54 @@ def assert_same(run_dir: Path, whole: Path) -> None:
     assert read_rollouts(run_dir) == read_rollouts(whole)
 
 
-@pytest.mark.parametrize("blow", [Blow("update", entry=5), Blow("record", entry=3, rank=0)], ids=["update", "record"])
-def test_a_killed_run_goes_on(blow: Blow, task: Path, whole: Path, tmp_path: Path) -> None:
-    """In the third step; and between the checkpoint of the second and its record in metrics.jsonl (entry 1: step 0)."""
-    run_dir = tmp_path / "run"
-    overrides = overrides_for(task, run_dir, *SETTINGS, "checkpoint.async_save=false")
-    assert kill(2, overrides, blow)
-    assert [record["step"] for record in read_records(run_dir)] == ([0, 1, 2] if blow.phase == "update" else [0, 1])
+@dataclass(frozen=True)
+class Killed:
+    """A run that is killed: its last recorded step then, the checkpoint that it goes on from, steps that are redone."""
+
+    blow: Blow
+    recorded: int
+    resumed: int | None
+    set_aside: tuple[int, ...] = ()
+    settings: tuple[str, ...] = ("checkpoint.async_save=false",)
+
+
+KILLED = {
+    "update": Killed(Blow("update", entry=5), 2, 2),
+    # Between the checkpoint of the second step and its record in metrics.jsonl (entry 1: step 0).
+    "record": Killed(Blow("record", entry=3, rank=0), 1, 2),
+    # The thread that writes the second checkpoint raises on one rank; nothing is left but the first.
+    "write": Killed(Blow("write", entry=2), 2, 1, (2,), ("checkpoint.keep_last=1",)),
+    # The first checkpoint is not there yet.
+    "no-checkpoint": Killed(Blow("update", entry=5), 2, None, (0, 1, 2), (
+        "trainer.save_freq=0", "trainer.best_metric=null", "checkpoint.save_every_minutes=null")),
+}
+
+
+@pytest.mark.parametrize("case", KILLED)
+def test_a_killed_run_goes_on(case: str, task: Path, whole: Path, tmp_path: Path) -> None:
+    """Always with the metrics and rollouts of the whole run; what it had written of steps that it redoes is kept."""
+    killed, run_dir = KILLED[case], tmp_path / "run"
+    overrides = overrides_for(task, run_dir, *SETTINGS, *killed.settings)
+    assert kill(2, overrides, killed.blow)
+    before, rollouts = read_records(run_dir), read_rollouts(run_dir)
+    assert [record["step"] for record in before] == list(range(killed.recorded + 1))
     assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
     assert_same(run_dir, whole)
-    assert "resumed: " + str(run_dir / "checkpoints/step_2") in (run_dir / "logs/rank1.log").read_text()
-    assert read_pointer(run_dir / "checkpoints", "latest") == 4
-    assert read_pointer(run_dir / "checkpoints", "best") == read_pointer(whole / "checkpoints", "best")
+    log, root = (run_dir / "logs/rank0.log").read_text(), run_dir / "checkpoints"
+    assert ("resumed: " in log) == (killed.resumed is not None)
+    assert killed.resumed is None or f"resumed: {root}/step_{killed.resumed}, " in log
+    assert log.count("its lock was taken over") == 1 and not (run_dir / "run.lock").exists()
+    attempt = run_dir / "attempt-1"
+    assert attempt.exists() == bool(killed.set_aside)
+    if killed.set_aside:
+        assert read_records(attempt) == [before[step] for step in killed.set_aside]
+        redone = {f"step_{step}.jsonl" for step in range(killed.set_aside[0], killed.recorded + 1) if step}
+        assert read_rollouts(attempt) == {name: rollouts[name] for name in redone}
+        assert (attempt / "config.yaml").exists()
+    assert read_pointer(root, "latest") == 4
+    if killed.resumed is not None:
+        assert read_pointer(root, "best") == read_pointer(whole / "checkpoints", "best")
+    assert ("a crash loses the whole run" in log) == (case == "no-checkpoint")
 
 
 @pytest.mark.parametrize("blow,saved", [
@@ -88,16 +128,34 @@ def test_what_does_not_fit_changes_nothing(task: Path, whole: Path, tmp_path: Pa
     """Another model, fewer steps than were taken: one error on every rank, every file as it was."""
     save_tiny_model(tmp_path / "model", "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=4)
     (tmp_path / "model/tokenizer.model").write_bytes((task / "model/tokenizer.model").read_bytes())
+    rows = (task / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[::-1]))
+    (tmp_path / "reward.py").write_text((task / "reward.py").read_text().replace("8.0", "4.0"))
     names = ["metrics.jsonl", "config.yaml", "summary.json", "checkpoints/latest/SHA256SUMS", "rollouts/step_4.jsonl"]
-    before = same_files(whole, names)
+    before, other = same_files(whole, names), f"model.path={tmp_path}/model"
     for extra, found in (
-        ([f"model.path={tmp_path}/model", "trainer.total_steps=6"], "the checkpoint belongs to another model: num_l"),
+        ([other, "trainer.total_steps=6"], r"changed: reference: \S+/model \(digest \w+\), it was \S+task0/model "),
+        ([other, "trainer.total_steps=6", "checkpoint.allow_changes=reference"], "belongs to another model: num_l"),
+        ([f"data.train_files={tmp_path}/train.jsonl", f"reward.function={tmp_path}/reward.py:score",
+          "trainer.total_steps=6"], r"train_files: .*; reward: (.|\n)*checkpoint.allow_changes=\[train_files,reward\]"),
         (["trainer.total_steps=2"], "has taken 4 steps, 2 are asked for"),
         (["checkpoint.resume=never"], "already holds the metrics of a run"),
     ):
         errors = run_ranks(train, 2, overrides_for(task, whole, *SETTINGS, *extra), timeout=150)
-        assert errors[0] == errors[1] and found in errors[0], errors[0]
+        assert errors[0] == errors[1] and re.search(found, errors[0]), errors[0]
     assert same_files(whole, names) == before
+
+
+def test_a_second_job_in_the_directory_of_another_is_refused(task: Path, whole: Path, tmp_path: Path) -> None:
+    """On every rank, with the owner's process; nothing is written but logs."""
+    names = ["metrics.jsonl", "config.yaml", "summary.json", "checkpoints/latest/SHA256SUMS", "rollouts/step_4.jsonl"]
+    lock = RunLock(whole)
+    lock.acquire()
+    before = same_files(whole, [*names, "run.lock"])
+    errors = run_ranks(train, 2, overrides_for(task, whole, *SETTINGS, "trainer.total_steps=6"), timeout=150)
+    assert errors[0] == errors[1] and f"{whole} is in use: process {os.getpid()} on " in errors[0]
+    assert same_files(whole, [*names, "run.lock"]) == before
+    lock.release()
 
 
 def _train_sft(rank: int, world_size: int, overrides: Sequence[str]) -> None:

@@ -140,8 +140,9 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and the remains of unfinished ones; returns the steps that went.
 
-    The one that `latest` names is never deleted. Newer ones are damaged (the run went on from an older one): they do
-    not count, and stay until the run reaches their step again.
+    Those that were written because time had passed go whatever `keep_last` is. The one that `latest` names is never
+    deleted. Newer ones are damaged (the run went on from an older one): they do not count, and stay until the run
+    reaches their step again.
     """
     for path in root.glob("step_*"):
         if path.suffix in _UNFINISHED:
@@ -150,13 +151,22 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     kept = {latest, read_pointer(root, "best") if keep_best else None}
     gone = []
     steps = [(step, path) for step, path in list_steps(root) if latest is None or step <= latest]
-    for step, path in steps[max(keep_last, 1):] if keep_last is not None else ():
+    passing = [(step, path) for step, path in steps if step != latest and _is_passing(path)]
+    steps = [item for item in steps if item not in passing]
+    for step, path in passing + (steps[max(keep_last, 1):] if keep_last is not None else []):
         if step not in kept:
             doomed = path.with_name(path.name + ".deleting")  # half a checkpoint must not bear a whole one's name
             path.rename(doomed)
             shutil.rmtree(doomed)
             gone.append(step)
     return gone
+
+
+def _is_passing(directory: Path) -> bool:
+    try:
+        return bool(read_manifest(directory).get("is_passing"))
+    except UserError:
+        return False
 
 
 def resolve_weights(path: Path, role: str = "actor") -> Path:

@@ -35,6 +35,7 @@ class RunContent:
         recipe: the resolved config as YAML.
         state: everything else that a resumed run needs, as JSON: data position, KL controller, best metric, ...
         side_files: role -> files of its model, see `list_side_files`.
+        is_passing: written because time has passed; it goes when a newer one is there.
     """
 
     step: int
@@ -42,6 +43,7 @@ class RunContent:
     recipe: str
     state: dict[str, Any]
     side_files: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
+    is_passing: bool = False
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, TrainedRole], *, with_optimizer: bool) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def make_manifest(content: RunContent, roles: Mapping[str, TrainedRole], *, with
     return json.loads(json.dumps({
         "format": FORMAT_VERSION, "kind": "training", "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": content.step, "policy_version": content.policy_version, "has_optimizer": with_optimizer,
-        "packages": list_packages(), "state": content.state,
+        "is_passing": content.is_passing, "packages": list_packages(), "state": content.state,
         "roles": {name: describe_role(role) for name, role in roles.items()},
     }))
 

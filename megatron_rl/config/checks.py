@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
     "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs", "rollout.validation_n",
     "reward.service_batch_size", "reward.service_concurrency", "algorithm.max_sampling_rounds",
     "trainer.total_steps", "trainer.total_epochs", "trainer.capture_step", "checkpoint.keep_last",
+    "checkpoint.max_failed_saves",
     "observability.console_every",
     *(f"{section}.{leaf}" for section in _LAYOUT_SECTIONS for leaf in _LAYOUT_SIZES),
     "actor.max_num_seqs", "critic.max_num_seqs",
@@ -40,7 +41,7 @@ _POSITIVE = (
     "algorithm.kl_target", "algorithm.kl_horizon", "algorithm.importance_high", "algorithm.reject_sequence_above",
     "algorithm.sapo_tau_pos", "algorithm.sapo_tau_neg", "algorithm.cov_ratio", "algorithm.clip_cov_high",
     "critic.value_clip", "actor.graph_memory_gib", "critic.graph_memory_gib", "trainer.collective_timeout",
-    *(f"{section}.adam_eps" for section in _TRAINED),
+    "checkpoint.save_every_minutes", *(f"{section}.adam_eps" for section in _TRAINED),
 )
 _NOT_NEGATIVE = (
     "rollout.validation_temperature", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_coef",
@@ -50,6 +51,7 @@ _NOT_NEGATIVE = (
     "trainer.test_freq", "trainer.save_freq", "trainer.seed", "trainer.critic_warmup", "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
+_MAY_CHANGE = ("reference", "reward_model", "train_files", "reward", "plugins")  # see survival/changes.py
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = (
     "algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
@@ -102,6 +104,10 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_reward(config)
     _check_algorithm(config)
     _check_observability(config)
+    unknown = sorted(set(config.get("checkpoint.allow_changes")) - set(_MAY_CHANGE))
+    config.require(
+        not unknown, "checkpoint.allow_changes", f"names {', '.join(unknown)}", expected=f"of {', '.join(_MAY_CHANGE)}",
+        hint="an error on resuming says which name it takes")
     config.require(
         config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None, "checkpoint.resume",
         "needs to know the run", expected="trainer.run_dir", hint="set trainer.run_dir to that of the run",

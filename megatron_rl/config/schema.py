@@ -308,7 +308,9 @@ class TrainerConfig:
     best_metric: str | None = option(
         None, "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is "
         "better.")
-    save_freq: int = option(0, "Save a checkpoint every N steps (0: only at the end); see checkpoint.*.", "steps")
+    save_freq: int = option(
+        0, "Save a checkpoint every N steps that stays (0: only at the end); see also checkpoint.save_every_minutes.",
+        "steps")
     save_final: bool = option(True, "Save a checkpoint after the last step.")
     seed: int = option(1, "Seed of data order, sampling and initialisation.")
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
@@ -338,9 +340,16 @@ class CheckpointConfig:
     save_huggingface: bool = option(
         True, "Write the policy in HF format as well, into step_<N>/huggingface (not when a signal ends the run).")
     async_save: bool = option(True, "Write in the background while training goes on (one copy in host memory).")
+    save_every_minutes: float | None = option(
+        30.0, "Save also when the last save is so long ago, so that a crash loses no more; without the HF format, and "
+        "gone when the next checkpoint is there; null: off.", "minutes")
+    max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves")
     keep_last: int | None = option(None, "Keep the newest N checkpoints and delete older ones; null: all.",
                                    "checkpoints")
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
+    allow_changes: list[str] = option(
+        [], "What may differ from the run behind the checkpoint: reference, reward_model, train_files, reward, plugins "
+        "(their content).")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.observability.durable import replace_text
 from megatron_rl.types import UserError
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
 NumberRecord = Mapping[str, int | float]
 
 
@@ -49,18 +52,16 @@ class MetricsFile(Sink):
 
     Args:
         run_dir: run directory; made if it is not there.
-        after_step: go on with a run: what it wrote about later steps is dropped; None: a new run.
+        continues: go on with the records that are there (see `set_aside`).
 
     Raises:
-        UserError: `run_dir` holds the metrics of another run and `after_step` is None.
+        UserError: `run_dir` holds the metrics of another run.
     """
 
-    def __init__(self, run_dir: Path, after_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, continues: bool = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
-        if after_step is not None:
-            drop_records(run_dir, after_step)
-        elif has_records(run_dir):
+        if not continues and has_records(run_dir):
             raise UserError(
                 f"{path} already holds the metrics of a run", source="trainer.run_dir",
                 expected="a new or empty run directory", hint="choose another trainer.run_dir, or remove this one",
@@ -97,19 +98,34 @@ def has_records(run_dir: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def drop_records(run_dir: Path, after_step: int) -> None:
-    """Remove the records of later steps, and a last line that was cut off; the others keep their bytes.
+def set_aside(run_dir: Path, after_step: int) -> Path | None:
+    """Move what a run wrote about later steps to `attempt-<n>/`, with its config; the other records keep their bytes.
+
+    A last line that was cut off goes away. Interrupted, it can be done again: nothing is lost, some may be there twice.
+
+    Returns:
+        The directory; None where there was nothing to move.
 
     Raises:
         UserError: a line is no JSON.
     """
-    path = Path(run_dir) / METRICS_FILE
-    if path.exists():
-        kept = sum(record["step"] <= after_step for record in _read_lines(path))
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in lines[:kept]), encoding="utf-8")
-        partial.replace(path)
+    path, attempt = run_dir / METRICS_FILE, None
+    records = list(_read_lines(path)) if path.exists() else []
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line] if path.exists() else []
+    kept = sum(record["step"] <= after_step for record in records)
+    rollouts = [file for file in (run_dir / ROLLOUTS).glob("step_*.jsonl")
+                if int(file.stem.removeprefix("step_")) > after_step]
+    if len(records) > kept or rollouts:
+        attempt = next(found for n in count(1) if not (found := run_dir / f"attempt-{n}").exists())
+        (attempt / ROLLOUTS).mkdir(parents=True)
+        replace_text(attempt / METRICS_FILE, "".join(line + "\n" for line in lines[kept:len(records)]))
+        if (run_dir / CONFIG_FILE).exists():
+            shutil.copy(run_dir / CONFIG_FILE, attempt)
+        for file in rollouts:
+            file.rename(attempt / ROLLOUTS / file.name)
+    if len(lines) > kept:
+        replace_text(path, "".join(line + "\n" for line in lines[:kept]))
+    return attempt
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:

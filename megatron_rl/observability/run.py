@@ -2,7 +2,8 @@
 """A run and its directory: what is written where, and what a step's record consists of.
 
     <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-               summary.json curves.png stopped.json wandb_id
+               summary.json curves.png stopped.json wandb_id run.lock
+               attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ import yaml
 
 from megatron_rl.observability.console import ConsoleLines
 from megatron_rl.observability.curves import plot_curves
-from megatron_rl.observability.metrics import MetricsFile, Sink, has_records, plain_record, read_metrics
+from megatron_rl.observability.durable import replace_text
+from megatron_rl.observability.metrics import (
+    CONFIG_FILE,
+    ROLLOUTS,
+    MetricsFile,
+    Sink,
+    has_records,
+    plain_record,
+    read_metrics,
+    set_aside,
+)
 from megatron_rl.observability.pace import Pace
 from megatron_rl.observability.progress import ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
@@ -70,6 +81,7 @@ class Run:
 
     Attributes:
         best_value: of `trainer.best_metric` so far.
+        failed_saves: {"step", "error"} of each checkpoint that could not be written; for the summary.
         positions: the last heartbeat of every rank, for the status page; set by whoever watches the ranks.
     """
 
@@ -78,6 +90,7 @@ class Run:
     ) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
         self.best_value = float("-inf")
+        self.failed_saves: list[dict[str, Any]] = []
         self.positions: Positions = tuple
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
         self._counts: dict[str, list[float]] = {}
@@ -106,26 +119,25 @@ class Run:
 
         Args:
             after_step: go on with the run that is there, after this step (-1: from its beginning); what it wrote about
-                later steps is dropped. None: a new run.
+                later steps goes to `attempt-<n>/`. None: a new run.
 
         Raises:
             UserError: (rank 0) the directory holds another run's metrics, or a sink cannot be opened.
         """
         if self.is_writer:
-            rollouts = self.dir / "rollouts"
-            rollouts.mkdir(exist_ok=True)
-            for path in rollouts.glob("step_*.jsonl") if after_step is not None else ():
-                if int(path.stem.removeprefix("step_")) > after_step:
-                    path.unlink()
+            (self.dir / ROLLOUTS).mkdir(exist_ok=True)
+            attempt = None if after_step is None else set_aside(self.dir, after_step)
+            if attempt is not None:
+                self.log.info("records of steps that are done again are kept: %s", attempt)
             for name in (STOPPED_FILE, SUMMARY_FILE):
                 (self.dir / name).unlink(missing_ok=True)
             self._open_sinks(after_step)
-            (self.dir / "config.yaml").write_text(self._config_yaml)
+            replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
     def _open_sinks(self, after_step: int | None) -> None:
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
-        add(MetricsFile(self.dir, after_step))
+        add(MetricsFile(self.dir, after_step is not None))
         if settings.status_port is not None:
             page = StatusPage(
                 self.dir.resolve().name, settings.status_host, settings.status_port,
@@ -178,8 +190,7 @@ class Run:
             rows = list(rows)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             # Half of a character, which an engine or a reward may return, becomes its escape in JSON.
-            content = "".join(lines).encode("utf-8", "backslashreplace")
-            (self.dir / "rollouts" / f"step_{step}.jsonl").write_bytes(content)
+            replace_text(self.dir / ROLLOUTS / f"step_{step}.jsonl", "".join(lines), errors="backslashreplace")
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 
@@ -225,7 +236,7 @@ class Run:
     def note_stop(self, content: Mapping[str, Any]) -> None:
         """Write stopped.json: the run was asked to stop and is to be started again; the next start removes it."""
         if self.is_writer:
-            (self.dir / STOPPED_FILE).write_text(json.dumps(content) + "\n")
+            replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
         """True if the metric of that name is higher than ever before in this run; it is remembered.
@@ -247,7 +258,7 @@ class Run:
         """Close the sinks; write the summary and the curves and say where they are."""
         self._close_sinks()
         if self.is_writer:
-            summary = write_summary(self.dir)
+            summary = write_summary(self.dir, {"failed_saves": self.failed_saves})
             for name, course in json.loads(summary.read_text())["validation"].items():
                 self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, course["first"],
                               course["first_step"], course["last"], course["last_step"], course["best"])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.metrics import is_validation_accuracy, read_metrics
 
 Record = Mapping[str, float | None]
@@ -22,7 +23,7 @@ def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path
 
     Args:
         run_dir: run directory.
-        extra: further entries (JSON values), e.g. the batch plan.
+        extra: further entries (JSON values), e.g. the saves that failed.
 
     Returns:
         The path of summary.json.
@@ -32,7 +33,7 @@ def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path
     """
     path = Path(run_dir) / SUMMARY_FILE
     summary = {**summarize(read_metrics(run_dir)), **(extra or {})}
-    path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return path
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.metrics import NumberRecord, Sink
 from megatron_rl.types import UserError
 
@@ -77,5 +78,5 @@ class WandbRun(Sink):
 def _read_id(run_dir: Path) -> str:
     path = run_dir / ID_FILE
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+        replace_text(path, uuid.uuid4().hex[:12] + "\n")
     return path.read_text(encoding="utf-8").strip()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.observability.console import ConsoleLines, format_console_line
-from megatron_rl.observability.metrics import MetricsFile, encode_record, plain_record, read_metrics
+from megatron_rl.observability.metrics import MetricsFile, encode_record, plain_record, read_metrics, set_aside
 from megatron_rl.types import UserError
 
 
@@ -39,24 +39,33 @@ def test_metrics_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
     file.close()
     with pytest.raises(UserError, match="already holds the metrics"):
         MetricsFile(tmp_path)
-    file = MetricsFile(tmp_path, after_step=1)
+    file = MetricsFile(tmp_path, continues=True)
     file.log(2, {"reward/mean": 0.5})
     file.close()
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
-    """Later steps and a line that was cut off; what stays keeps its bytes."""
+def test_what_came_after_the_checkpoint_of_a_resumed_run_is_set_aside(tmp_path: Path) -> None:
+    """Later steps keep their records and rollouts elsewhere, those before their bytes; a cut-off line goes away."""
+    (tmp_path / "rollouts").mkdir()
+    for step in range(1, 4):
+        (tmp_path / f"rollouts/step_{step}.jsonl").write_text(str(step))
+    (tmp_path / "config.yaml").write_text("a: 1\n")
     file = MetricsFile(tmp_path)
     for step in range(4):
         file.log(step, {"reward/mean": 0.1 * step})
     file.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "rew')
-    MetricsFile(tmp_path, after_step=1).close()
+    first, second = tmp_path / "attempt-1", tmp_path / "attempt-2"
+    assert set_aside(tmp_path, 1) == first and set_aside(tmp_path, 1) is None
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
-    MetricsFile(tmp_path, after_step=-1).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert (first / "metrics.jsonl").read_text() == "".join(lines[2:])
+    assert sorted(path.name for path in (first / "rollouts").iterdir()) == ["step_2.jsonl", "step_3.jsonl"]
+    assert (first / "config.yaml").read_text() == "a: 1\n" and not list(tmp_path.rglob("*.partial"))
+    assert set_aside(tmp_path, -1) == second
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and list((tmp_path / "rollouts").iterdir()) == []
+    assert (second / "metrics.jsonl").read_text() == "".join(lines[:2])
 
 
 def test_console_line() -> None:

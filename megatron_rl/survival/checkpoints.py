@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run outlives its process: which checkpoint it goes on from, when it saves, and how it heeds a signal.
+"""When a run saves, how it goes on from a checkpoint, and how it follows a signal.
 
 A checkpoint holds the end of a step. A run that is stopped before it has learned anything in a step saves the end of
 the step before and does the step again; one that is stopped later finishes the step. Either way the resumed run
@@ -8,17 +8,15 @@ writes the metrics of one that was never stopped (in the same layout).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import yaml
 
-from megatron_rl.checkpoint.directory import find_newest_valid, read_manifest
 from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.pieces import TrainedRole
@@ -27,15 +25,10 @@ from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.observability.guard import Guard
-from megatron_rl.observability.metrics import METRICS_FILE, has_records
-from megatron_rl.observability.run import Run
-from megatron_rl.observability.watchdog import Watchdog, Watched
-from megatron_rl.parallel.collectives import open_store, raise_together, share_object
-from megatron_rl.stop_request import StopRequest
+from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.survival.changes import describe_changes
+from megatron_rl.survival.opening import OpenedRun
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
-
-_MODES = ("auto", "must", "never")
 
 
 class Stateful(Protocol):
@@ -46,132 +39,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-
-
-@dataclass(frozen=True)
-class OpenedRun:
-    """A run whose directory is open and whose sinks are not.
-
-    Attributes:
-        checkpoint: whole, to go on from; None: the run begins.
-        is_known: something of this run is in the directory already.
-        stop: what signals ask for.
-        guard: reports failures; its `close` gives the signals back, too.
-    """
-
-    run: Run
-    checkpoint: Path | None
-    is_known: bool
-    stop: StopRequest
-    guard: Guard
-
-
-def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> OpenedRun:
-    """Open `trainer.run_dir` (or a new name that rank 0 chooses) and choose what to go on from; collective.
-
-    Raises:
-        UserError: the directory cannot be written, holds a finished run or one that must not be resumed, or none of
-            its checkpoints is whole; raised on every rank.
-    """
-    group, run, error = dist.group.WORLD, None, None
-    name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
-    try:
-        run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
-    except OSError as caught:
-        error = UserError(f"cannot write the run directory: {caught}", source="trainer.run_dir",
-                          expected="a directory on a disk that can be written",
-                          hint="free some space there, or choose another place")
-    raise_together(error, group)
-    is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
-    checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
-    if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
-        raise _refuse(run_dir)
-    if checkpoint is not None:
-        _check_steps(checkpoint, total_steps, is_finished, group)
-    stop = StopRequest(run.log)
-    return OpenedRun(run, checkpoint, is_known, stop, _start_guard(run, stop, config.trainer.collective_timeout, group))
-
-
-def _start_guard(run: Run, stop: StopRequest, limit: float, group: dist.ProcessGroup) -> Guard:
-    """What watches this rank and reports its failures, until it is closed; collective."""
-    watched, watchdog = Watched(
-        group.rank(), group.size(), run.timers, limit, run.log_file, run.log, lambda: stop.is_here,
-        any_place=torch.cuda.is_available()), None
-    if group.size() > 1:
-        watchdog = Watchdog(watched, open_store("watchdog", group))
-        run.positions = watchdog.positions
-    return Guard(watched, watchdog, release=stop.close)
-
-
-def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means; collective.
-
-    The run's own newest whole one comes before a path elsewhere: a restarted job must not begin again.
-
-    Args:
-        resume: auto, must, never or a path.
-        run: says which checkpoints were skipped.
-        is_known: the run directory holds metrics.
-        group: all ranks.
-
-    Raises:
-        UserError: there is none where one must be; on every rank.
-    """
-    if resume == "never":
-        if is_known:
-            raise _refuse(run.dir)
-        return None
-    found = find_newest_valid(run.checkpoints, group)
-    for line in found.skipped:
-        run.log.warning("checkpoint skipped, it is not whole: %s", line)
-    if found.directory is None and found.skipped:
-        raise UserError(
-            f"none of the checkpoints is whole; the newest: {found.skipped[0]}", source=str(run.checkpoints),
-            expected="one whole checkpoint", hint="restore one, or choose another trainer.run_dir to begin anew")
-    if resume in _MODES:
-        if found.directory is None and resume == "must":
-            raise UserError("there is no checkpoint", source=f"checkpoint.resume=must, {run.checkpoints}",
-                            expected="a run that was saved", hint="set checkpoint.resume=auto to begin one")
-        return found.directory
-    path, root = _step_directory(Path(resume)), run.checkpoints.resolve()
-    if found.directory is None:
-        return path
-    if path.is_relative_to(root) and path != found.directory.resolve():
-        raise UserError(
-            f"{path.name} is not the newest checkpoint of this run, {found.directory.name} is",
-            source="checkpoint.resume", expected="the newest checkpoint, or one of another run",
-            hint="remove the newer ones to go back in this run, or choose another trainer.run_dir")
-    return found.directory
-
-
-def _step_directory(path: Path) -> Path:
-    """The step that a path means: itself, or the newest of a run."""
-    for candidate in (path / "latest", path / "checkpoints" / "latest"):
-        if candidate.exists():
-            return candidate.resolve()
-    return path.resolve()
-
-
-def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
-    """Refuse to go on where no step is left (one that was cut off after its last step has its end to write)."""
-    error = None
-    try:
-        step = read_manifest(checkpoint).get("step", 0)
-        if step > total_steps or (step == total_steps and is_finished):
-            error = UserError(
-                f"the run has taken {step} steps, {total_steps} are asked for", source=str(checkpoint),
-                expected="steps that are left to take",
-                hint="raise trainer.total_steps (or total_epochs) to go on, or choose another trainer.run_dir")
-    except UserError as caught:
-        error = caught
-    raise_together(error, group)
-
-
-def _refuse(run_dir: Path) -> UserError:
-    return UserError(
-        f"{run_dir / METRICS_FILE} already holds the metrics of a run", source="trainer.run_dir",
-        expected="a new or empty run directory", hint="choose another trainer.run_dir, or remove this one")
 
 
 class Checkpoints:
@@ -200,6 +67,7 @@ class Checkpoints:
         self._last: SaveOutcome | None = None
         self._marked: tuple[RunContent, dict[str, torch.Tensor]] | None = None
         self._recipe, self._restored_record = dump_yaml(config), {}
+        self._saved_at, self._failures_in_a_row = time.monotonic(), 0
 
     def start(self) -> int | None:
         """Restore the checkpoint where there is one, and open the sinks; the step that it ends, None for a new run.
@@ -211,7 +79,10 @@ class Checkpoints:
         if directory is not None:
             step = self._restore(directory)
         elif self._opened.is_known:
-            self._run.log.warning("the run ended before its first checkpoint: it begins anew")
+            self._run.log.warning("the run ended before its first checkpoint: it starts from its beginning")
+        if not self._config.trainer.save_freq and self._config.checkpoint.save_every_minutes is None:
+            self._run.log.warning("no checkpoint is written before the end (trainer.save_freq, "
+                                  "checkpoint.save_every_minutes): a crash loses the whole run")
         error = None
         try:
             self._run.start(step if step is not None else -1 if self._opened.is_known else None)
@@ -221,6 +92,7 @@ class Checkpoints:
         if directory is not None and directory.parent == self._run.checkpoints:
             self._complete_records(step)
         self.mark(step or 0)
+        self._saved_at = time.monotonic()
         return step
 
     def _restore(self, directory: Path) -> int:
@@ -235,6 +107,7 @@ class Checkpoints:
         self._restored_record = resumed.state.get("record", {})
         if is_own:
             self._last = SaveOutcome(resumed.step, directory, 0.0, 0.0)
+            self._run.failed_saves = resumed.state.get("failed_saves", [])
         say = self._run.log.info
         say("resumed: %s, step %d, %d optimizer steps", directory, resumed.step, resumed.policy_version)
         if not resumed.same_layout:
@@ -254,21 +127,41 @@ class Checkpoints:
         """Remember what is small of the end of a step; weights and optimizer states change only in updates."""
         best = self._run.best_value
         state = {name: part.state_dict() for name, part in self._parts.items()} | {
-            "best_value": None if best == float("-inf") else best, "record": self._run.counted()}
+            "best_value": None if best == float("-inf") else best, "record": self._run.counted(),
+            "dependencies": self._opened.dependencies, "failed_saves": list(self._run.failed_saves)}
         version = self._roles["actor"].optimizer_steps
         self._marked = RunContent(step, version, self._recipe, state, self._side_files), read_rng()
 
     def end_step(self, step: int, is_best: bool = False) -> None:
-        """Save if it is due."""
-        self.mark(step)
-        config = self._config.trainer
-        is_due = config.save_freq and step % config.save_freq == 0
-        if is_due or is_best or (config.save_final and step == self._total_steps):
-            with self._run.timers.phase("save", swallow=True):
-                self._save(is_best, self._export if self._config.checkpoint.save_huggingface else None)
+        """Save if it is due.
 
-    def _save(self, is_best: bool = False, export: Callable[[Path], None] | None = None) -> None:
+        Raises:
+            UserError: too many saves have failed.
+        """
+        self.mark(step)
+        config, is_last = self._config.trainer, step == self._total_steps
+        stays = is_best or (config.save_final if is_last else False) or (
+            config.save_freq and step % config.save_freq == 0)
+        if stays or (not is_last and self._is_overdue()):
+            with self._run.timers.phase("save", swallow=True):
+                exports = stays and self._config.checkpoint.save_huggingface
+                self._save(is_best, self._export if exports else None, is_passing=not stays)
+        self._check_failures()
+
+    def _is_overdue(self) -> bool:
+        """Whether by some rank's clock the last save is too long ago; collective."""
+        minutes = self._config.checkpoint.save_every_minutes
+        if minutes is None:
+            return False
+        is_overdue = torch.tensor(int(time.monotonic() - self._saved_at >= 60 * minutes))
+        dist.all_reduce(is_overdue, dist.ReduceOp.MAX, group=self._group)
+        return bool(is_overdue)
+
+    def _save(
+        self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
+    ) -> None:
         content, rng = self._marked
+        content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
             content, self._roles, with_optimizer=self._config.checkpoint.save_optimizer, is_best=is_best,
             export=export, rng=rng)
@@ -291,9 +184,11 @@ class Checkpoints:
 
         Raises:
             Preempted: a signal asked for it, and the end of the last step is on the disk.
-            UserError: it could not be saved.
+            UserError: it could not be saved, too many saves have failed, or another job has the directory.
         """
+        self._opened.lock.check()
         self._saver.poll()
+        self._check_failures()
         received = self._opened.stop.agreed(self._group)
         if received is None:
             return
@@ -328,27 +223,24 @@ class Checkpoints:
 
     def _report(self, outcome: SaveOutcome) -> None:
         self._last, say = outcome, self._run.log
+        self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.error else 0
         if outcome.error:
+            self._run.failed_saves.append({"step": outcome.step, "error": outcome.error.found})
             say.error("checkpoint of step %d failed, older ones stay: %s", outcome.step, outcome.error)
         else:
             say.info("checkpoint: %s, %s bytes in %.1f s (%.1f s of waiting)%s", outcome.directory,
                      f"{outcome.num_bytes:,}", outcome.seconds, outcome.blocked_seconds,
                      "".join(f"; step_{step} deleted" for step in outcome.deleted_steps))
 
+    def _check_failures(self) -> None:
+        """Refuse to train on when nothing of it can be kept."""
+        if self._failures_in_a_row >= self._config.checkpoint.max_failed_saves:
+            error = self._last.error
+            raise UserError(
+                f"{self._failures_in_a_row} saves in a row have failed, the last one: {error.found}",
+                source=error.source, expected=f"fewer than checkpoint.max_failed_saves = "
+                f"{self._config.checkpoint.max_failed_saves}", hint=error.hint)
+
     def close(self) -> None:
-        """Give back signals and watchdog (also after an error; not collective)."""
+        """Give back signals, lock and watchdog (also after an error; not collective)."""
         self._opened.guard.close()
-
-
-def describe_changes(before: str, now: str) -> list[str]:
-    """Settings that differ between two resolved configs in YAML."""
-    old, new = (_flatten(yaml.safe_load(text) or {}) for text in (before, now))
-    return [f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
-            for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

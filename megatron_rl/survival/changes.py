@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has changed since a checkpoint was written: settings, and the content of files that it depends on.
+
+A checkpoint holds the weights that are trained. It does not hold the reference of the KL term, the reward model, the
+data, and the user's reward functions and plugins: their digests tell whether they are still what they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.types import UserError
+
+Dependencies = dict[str, dict[str, str]]  # name -> {"source": paths, "digest": of their content}
+_SAID_ONLY = ("validation_files", "program")  # the rest changes what is trained
+_BLOCK, _MOST_BLOCKS = 64 << 10, 128
+
+
+def find_dependencies(config: RunConfig) -> Dependencies:
+    """What a run depends on and its checkpoints do not contain, as it is now.
+
+    Data and code are read as a whole (about 1 GB/s), weights in samples: 8 MiB of each file, spread over it, and its
+    size. Training changes all matrices of a model, so that the samples differ; an edit of a few numbers may not show.
+    """
+    algorithm, found = config.algorithm, {}
+    if algorithm.kl_coef > 0:
+        found["reference"] = _list_weights(config.reference.path or config.model.path)
+    if config.reward_model.path:
+        found["reward_model"] = _list_weights(config.reward_model.path)
+    found["train_files"] = [Path(file) for file in config.data.train_files]
+    found["validation_files"] = [Path(file) for file in config.data.validation_files]
+    targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
+    functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}
+    functions = {path for path in functions if path.is_file()}  # the others are rules
+    program = {path for path in functions if _is_program(path)}  # a function that was passed as an object
+    found |= {"reward": sorted(functions - program), "program": sorted(program)}
+    found["plugins"] = [Path(file) for file in algorithm.plugins]
+    return {name: {"source": ", ".join(map(str, _shorten(files))),
+                   "digest": _digest(files, samples=name in ("reference", "reward_model"))}
+            for name, files in found.items() if files}
+
+
+def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable[str], checkpoint: Path) -> list[str]:
+    """Compare what a run depends on with what the run behind a checkpoint depended on.
+
+    Args:
+        saved, now: from `find_dependencies`, then and now.
+        allowed: names that may differ, `checkpoint.allow_changes`.
+        checkpoint: for the error.
+
+    Returns:
+        What differs and is let pass, one line each.
+
+    Raises:
+        UserError: a difference that changes what is trained.
+    """
+    lines = {name: f"{name}: {now[name]['source']} (digest {now[name]['digest'][:12]}), it was "
+                   f"{saved[name]['source']} (digest {saved[name]['digest'][:12]})"
+             for name in now if name in saved and now[name]["digest"] != saved[name]["digest"]}
+    refused = [name for name in lines if name not in (*_SAID_ONLY, *allowed)]
+    if refused:
+        raise UserError(
+            f"the content of what the run depends on has changed: {'; '.join(lines[name] for name in refused)}",
+            source=str(checkpoint), expected="what the run behind the checkpoint had",
+            hint=f"restore it, or go on with the new one by checkpoint.allow_changes=[{','.join(refused)}]")
+    return list(lines.values())
+
+
+def _list_weights(path: str) -> list[Path]:
+    """The files of a model, in HF format or a distributed checkpoint."""
+    return sorted(file for file in Path(path).iterdir() if file.suffix in (".safetensors", ".distcp"))
+
+
+def _is_program(path: Path) -> bool:
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    return main is not None and path.resolve() == Path(main).resolve()
+
+
+def _shorten(files: Iterable[Path]) -> list[Path]:
+    """Files of a model by their directory, others as they are."""
+    return list(dict.fromkeys(file.parent if file.suffix in (".safetensors", ".distcp") else file for file in files))
+
+
+def _digest(files: Iterable[Path], *, samples: bool) -> str:
+    whole = hashlib.blake2b(digest_size=20)
+    for path in files:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            whole.update(size.to_bytes(8))
+            if samples and size > _BLOCK * _MOST_BLOCKS:
+                for block in range(_MOST_BLOCKS):
+                    file.seek((size - _BLOCK) * block // (_MOST_BLOCKS - 1))
+                    whole.update(file.read(_BLOCK))
+            else:
+                while content := file.read(1 << 20):
+                    whole.update(content)
+    return whole.hexdigest()
+
+
+def describe_changes(before: str, now: str) -> list[str]:
+    """Settings that differ between two resolved configs in YAML."""
+    old, new = (_flatten(yaml.safe_load(text) or {}) for text in (before, now))
+    return [f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+            for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One job per run directory: a lock that its owner keeps fresh, and that is taken over from an owner that is dead.
+
+The lock is the file `run.lock`: whose it is, in JSON, made so that it exists once (`O_EXCL`, which NFS keeps), its time
+of change the owner's heartbeat. Whether an owner lives is asked of the system on its own machine (the number of a
+process and the time of its start); elsewhere its heartbeat tells. Times come from the file system: clocks of hosts are
+not compared. `flock` would be released by the kernel, but many shared file systems keep it on one host only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.types import UserError
+
+LOCK_FILE = "run.lock"
+BEAT_SECONDS, DEAD_SECONDS = 5.0, 30.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock.
+
+    Attributes:
+        host: its name.
+        machine: within which process numbers mean something: host, boot, and namespace of processes.
+        pid: the process.
+        started: when it was, by the clock of its host.
+        since: when it took the lock, by the same clock.
+        token: tells this lock from every other.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: float
+    since: float
+    token: str
+
+    @classmethod
+    def here(cls) -> Owner:
+        """This process."""
+        return cls(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), time.time(),
+                   uuid.uuid4().hex)
+
+    def is_running(self) -> bool:
+        """Whether the process is there; of an owner on this machine."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 2.0  # else another one has its number by now
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+_UNKNOWN = Owner("an unknown host", "", 0, 0.0, 0.0, "")  # a lock that was cut off while it was written
+
+
+class RunLock:
+    """The lock of a run directory; free until `acquire`.
+
+    Args:
+        run_dir: the directory.
+        beat_seconds: between two heartbeats.
+        dead_seconds: without one after which an owner on another machine is dead.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, beat_seconds: float = BEAT_SECONDS, dead_seconds: float = DEAD_SECONDS
+    ) -> None:
+        self.path, self._beat_seconds, self._dead_seconds = run_dir / LOCK_FILE, beat_seconds, dead_seconds
+        self._me: Owner | None = None
+        self._lost_to: Owner | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
+
+    def acquire(self) -> str | None:
+        """Take the lock; waits up to `dead_seconds` where it must see whether another host's owner lives.
+
+        Returns:
+            What is to be said if it was taken over.
+
+        Raises:
+            UserError: another job holds it.
+            OSError: the directory cannot be written.
+        """
+        self._me, taken_over = Owner.here(), None
+        while not self._create():
+            owner = self._read()
+            if owner is None:
+                continue  # released in this moment
+            if self._is_alive(owner):
+                raise self._refuse(owner)
+            if self._set_aside(owner):
+                taken_over = f"{self.path.parent} was held by {owner}, which is gone: its lock was taken over"
+        self._thread.start()
+        return taken_over
+
+    def check(self) -> None:
+        """Make sure that the lock is still held; free ones pass.
+
+        Raises:
+            UserError: another job has taken it over.
+        """
+        if self._lost_to is not None:
+            raise UserError(
+                f"the run directory was taken over by {self._lost_to}", source=str(self.path),
+                expected="one job that writes to it",
+                hint=f"this process gave no sign of life for {self._dead_seconds:.0f} s; let the other job go on")
+
+    def release(self) -> None:
+        """Give the lock back; may be called again."""
+        self._end.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=1.0)
+            owner = self._read()
+            if owner is not None and owner.token == self._me.token:
+                self.path.unlink(missing_ok=True)
+
+    def _create(self) -> bool:
+        """Make the lock; False if there is one."""
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(self._me)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+        return True
+
+    def _read(self, path: Path | None = None) -> Owner | None:
+        """Whose the lock is; None if there is none."""
+        try:
+            return Owner(**json.loads((path or self.path).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            return _UNKNOWN
+
+    def _is_alive(self, owner: Owner) -> bool:
+        if owner.machine == self._me.machine:
+            return owner.is_running()
+        first = self._last_beat()
+        if first is None or self._age(first) > self._dead_seconds:
+            return False
+        _LOG.warning("%s is held by %s: waiting up to %.0f s for a sign of life", self.path.parent, owner,
+                     self._dead_seconds)
+        deadline = time.monotonic() + self._dead_seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, self._beat_seconds / 2))
+            beat = self._last_beat()
+            if beat != first:
+                return beat is not None
+        return False
+
+    def _last_beat(self) -> float | None:
+        """When the lock was last made fresh, by the clock of the file system; None if there is no lock."""
+        try:
+            with open(self.path, encoding="utf-8") as file:  # NFS asks the server when a file is opened
+                return os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+
+    def _age(self, moment: float) -> float:
+        """Seconds since then, by the same clock."""
+        with tempfile.TemporaryFile(dir=self.path.parent) as probe:
+            return max(0.0, os.fstat(probe.fileno()).st_mtime - moment)
+
+    def _set_aside(self, dead: Owner) -> bool:
+        """Remove the lock of a dead owner; False if it was another's by then."""
+        aside = self.path.with_name(f"{LOCK_FILE}.{self._me.token}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return False
+        is_dead_one = self._read(aside) == dead
+        if not is_dead_one:
+            with suppress(OSError):  # its owner makes it again with its next heartbeat
+                os.link(aside, self.path)
+        aside.unlink()
+        return is_dead_one
+
+    def _keep_fresh(self) -> None:
+        while not self._end.wait(self._beat_seconds):
+            try:
+                owner = self._read()
+                if owner is None:  # somebody removed the file
+                    self._create()
+                elif owner == self._me:
+                    os.utime(self.path)
+                else:
+                    self._lost_to = owner
+                    return
+            except OSError as error:  # a file system that does not answer now may do so later
+                _LOG.warning("%s: no heartbeat: %s", self.path, error)
+
+    def _refuse(self, owner: Owner) -> UserError:
+        beat = self._last_beat()
+        held = timedelta(seconds=max(0, int(time.time() - owner.since)))
+        return UserError(
+            f"{self.path.parent} is in use: {owner} has held it for {held}, since "
+            f"{datetime.fromtimestamp(owner.since):%Y-%m-%d %H:%M:%S}; its last sign of life was "
+            f"{0.0 if beat is None else self._age(beat):.0f} s ago", source="trainer.run_dir",
+            expected="a run directory that no other job writes to",
+            hint=f"choose another trainer.run_dir, or end that job (if it is known to be gone: remove {self.path})")
+
+
+def _machine() -> str:
+    """Where a process number names one process only: another container, or this host after a boot, is another one."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+                  os.readlink("/proc/self/ns/pid")]
+    return "/".join(parts)
