@@ -112,12 +112,17 @@ def build_hybrid_engine(
         run_seed=config.trainer.seed, timers=timers)
 
 
-def save_actor(directory: Path, config: RunConfig, actor: Actor) -> None:
-    """Write the actor in HF format, with the tokenizer and config of `model.path`; collective."""
-    save_huggingface(
-        directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
-        actor.params, side_files_from=find_model_files(config.model.path), group=actor.groups.world,
-        bucket_bytes=config.hybrid.bucket_bytes)
+def actor_export(config: RunConfig, actor: Actor) -> Callable[[Path], None]:
+    """What writes the actor in HF format to a directory, with the tokenizer and config of `model.path`; collective."""
+    model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
+
+    def export(directory: Path) -> None:
+        save_huggingface(
+            directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
+            actor.params, side_files_from=model_files, group=actor.groups.world,
+            bucket_bytes=config.hybrid.bucket_bytes)
+
+    return export
 
 
 def side_files(config: RunConfig, path: str) -> dict[str, Path]:

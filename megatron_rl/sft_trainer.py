@@ -21,7 +21,7 @@ from megatron_rl.experience import pack_rollouts
 from megatron_rl.inputs import SftInputs, read_sft_inputs
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.roles import build_actor, group_timeout, launched_sizes, save_actor, side_files
+from megatron_rl.roles import actor_export, build_actor, group_timeout, launched_sizes, side_files
 from megatron_rl.survival.checkpoints import Checkpoints
 from megatron_rl.survival.opening import OpenedRun, open_run
 from megatron_rl.training.step import check_step_mode
@@ -52,7 +52,7 @@ class SftTrainer:
         self.checkpoints = Checkpoints(
             config, opened, {"actor": actor}, {"prompts": self.examples},
             side_files={"actor": side_files(config, config.model.path)},
-            export=lambda directory: save_actor(directory, config, actor), total_steps=plan.total_steps)
+            export=actor_export(config, actor), total_steps=plan.total_steps)
 
     def train(self) -> None:
         """One optimizer step per batch; checkpoints as the config says, the last one at the end."""

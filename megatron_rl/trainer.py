@@ -49,6 +49,7 @@ from megatron_rl.parts import NO_PARTS, Parts
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles import (
+    actor_export,
     build_actor,
     build_critic,
     build_hybrid_engine,
@@ -56,7 +57,6 @@ from megatron_rl.roles import (
     build_reward_model,
     group_timeout,
     launched_sizes,
-    save_actor,
     side_files,
 )
 from megatron_rl.rollout.modes import describe_modes
@@ -132,7 +132,7 @@ class Trainer:
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
             side_files={"actor": side_files(config, config.model.path)}
             | ({"critic": side_files(config, inputs.critic.path)} if critic else {}),
-            export=lambda directory: save_actor(directory, config, actor), total_steps=plan.total_steps)
+            export=actor_export(config, actor), total_steps=plan.total_steps)
         self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into)
 
     def train(self) -> None:

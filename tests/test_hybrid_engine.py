@@ -38,7 +38,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import CertificateError
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.roles import ModelInputs, build_actor, build_hybrid_engine, save_actor
+from megatron_rl.roles import ModelInputs, actor_export, build_actor, build_hybrid_engine
 from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.types import Prompt
 from megatron_rl.weights.families import load_model_shape
@@ -129,7 +129,7 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     batch.advantages = torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0)
     result["deviation"] = actor.update(batch, AlgorithmConfig())["policy/ratio_max_deviation"]
 
-    save_actor(path.parent / "updated", config, actor)
+    actor_export(config, actor)(path.parent / "updated")
     groups_after = generate(GREEDY)
     result["after"] = [g.rollouts[0].response_tokens.tolist() for g in groups_after]
     result["versions"] = {g.rollouts[0].policy_version for g in groups_after}

@@ -7,8 +7,10 @@ Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +19,18 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from sabotage import Blow, kill, read_rollouts, same_files, train_under
+from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems, list_steps, point_at, read_pointer
-from megatron_rl.checkpoint.files import write_file
+from megatron_rl.checkpoint.files import FileRecord, write_file
 from megatron_rl.checkpoint.manifest import seal
+from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.run import Run
 from megatron_rl.sft_trainer import train_sft
-from megatron_rl.survival.changes import describe_changes
+from megatron_rl.survival.changes import check_dependencies, describe_changes, find_dependencies
 from megatron_rl.survival.lock import RunLock
 from megatron_rl.survival.opening import choose_checkpoint
 from megatron_rl.types import UserError
@@ -128,13 +132,17 @@ def test_what_does_not_fit_changes_nothing(task: Path, whole: Path, tmp_path: Pa
     """Another model, fewer steps than were taken: one error on every rank, every file as it was."""
     save_tiny_model(tmp_path / "model", "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=4)
     (tmp_path / "model/tokenizer.model").write_bytes((task / "model/tokenizer.model").read_bytes())
+    shutil.copytree(task / "model", tmp_path / "tuned")
+    weights = load_file(task / "model/model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, tmp_path / "tuned/model.safetensors")
     rows = (task / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(rows[::-1]))
     (tmp_path / "reward.py").write_text((task / "reward.py").read_text().replace("8.0", "4.0"))
     names = ["metrics.jsonl", "config.yaml", "summary.json", "checkpoints/latest/SHA256SUMS", "rollouts/step_4.jsonl"]
     before, other = same_files(whole, names), f"model.path={tmp_path}/model"
     for extra, found in (
-        ([other, "trainer.total_steps=6"], r"changed: reference: \S+/model \(digest \w+\), it was \S+task0/model "),
+        ([f"model.path={tmp_path}/tuned", "trainer.total_steps=6"],
+         r"has changed: reference: \S+/tuned \(digest \w{12}\), it was \S+/model \(digest \w{12}\)\n"),
         ([other, "trainer.total_steps=6", "checkpoint.allow_changes=reference"], "belongs to another model: num_l"),
         ([f"data.train_files={tmp_path}/train.jsonl", f"reward.function={tmp_path}/reward.py:score",
           "trainer.total_steps=6"], r"train_files: .*; reward: (.|\n)*checkpoint.allow_changes=\[train_files,reward\]"),
@@ -158,15 +166,102 @@ def test_a_second_job_in_the_directory_of_another_is_refused(task: Path, whole: 
     lock.release()
 
 
+def test_digests_tell_contents_apart(tmp_path: Path) -> None:
+    """Weights are read in samples, 128 blocks of 64 KiB of a file: a change of a few bytes between them is not seen."""
+    content = bytearray(os.urandom(12 << 20))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    config = load_config(None, [f"model.path={tmp_path}", "algorithm.kl_coef=0.1", "data.train_batch_size=1",
+                                f"data.train_files=[{tmp_path}/data.jsonl]", "algorithm.plugins=[]"]).config
+    (tmp_path / "data.jsonl").write_text("a\n")
+    before = find_dependencies(config)
+    assert before.keys() == {"reference", "train_files"} and before["reference"]["source"] == str(tmp_path)
+    for file, change in (("model.safetensors", bytes(reversed(content))), ("model.safetensors", content[:-1]),
+                         ("data.jsonl", b"b\n")):
+        kept = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(change)
+        name = "reference" if file.startswith("model") else "train_files"
+        now = find_dependencies(config)
+        assert [key for key in now if now[key]["digest"] != before[key]["digest"]] == [name]
+        with pytest.raises(UserError, match=rf"{name}: .*, it was (.|\n)*checkpoint.allow_changes=\[{name}\]"):
+            check_dependencies(before, now, [], tmp_path)
+        assert len(check_dependencies(before, now, [name], tmp_path)) == 1
+        (tmp_path / file).write_bytes(kept)
+    said = {"validation_files": {"source": "a", "digest": "1"}}
+    (line,) = check_dependencies(said, {"validation_files": {"source": "b", "digest": "2"}}, [], tmp_path)
+    assert line == "validation_files: b (digest 2), it was a (digest 1)"
+    assert check_dependencies({}, before, [], tmp_path) == [], "a checkpoint of an older version"
+
+
 def _train_sft(rank: int, world_size: int, overrides: Sequence[str]) -> None:
     os.environ["WORLD_SIZE"] = str(world_size)
     train_sft(load_config(None, overrides), None)
 
 
+def sft_overrides(task: Path, *extra: str) -> list[str]:
+    return [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
+            "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
+            "trainer.total_steps=4", "actor.lr=1e-3", *extra]
+
+
+def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
+    """One that was written because time had passed goes when the next is there. Two saves in a row fail, the run goes
+    on and its summary names them; with a limit of two it ends there, with the last good checkpoint."""
+
+    def train_with_failures(rank: int, world_size: int, limit: int) -> str | None:
+        real, calls = ChunkWriter.close, [0]
+
+        def close(self: ChunkWriter) -> FileRecord:
+            calls[0] += 1
+            if rank == 1 and calls[0] in (2, 3):
+                raise RuntimeError("planted")
+            return real(self)
+
+        ChunkWriter.close = close
+        try:
+            _train_sft(rank, world_size, sft_overrides(
+                task, f"trainer.run_dir={tmp_path}/{limit}", "checkpoint.save_every_minutes=1e-9",
+                "trainer.save_freq=4", "trainer.total_steps=6", "checkpoint.async_save=false",
+                f"checkpoint.max_failed_saves={limit}"))
+        except UserError as error:
+            return str(error)
+        return None
+
+    assert run_ranks(train_with_failures, 2, 3, timeout=100) == [None] * 2
+    root = tmp_path / "3/checkpoints"
+    assert [step for step, _ in list_steps(root)] == [6, 4] and read_pointer(root, "latest") == 6
+    assert not (root / "step_5").exists() and (root / "step_6/huggingface").exists()
+    summary = json.loads((tmp_path / "3/summary.json").read_text())
+    assert [failed["step"] for failed in summary["failed_saves"]] == [2, 3]
+    log = (tmp_path / "3/logs/rank0.log").read_text()
+    assert re.search(r"checkpoint: \S+/step_4, .*; step_1 deleted\n", log) and "a crash loses" not in log
+    errors = run_ranks(train_with_failures, 2, 2, timeout=100)
+    assert errors[0] == errors[1] and "2 saves in a row have failed, the last one: RuntimeError: planted" in errors[0]
+    assert [step for step, _ in list_steps(tmp_path / "2/checkpoints")] == [1]
+    assert not (tmp_path / "2/checkpoints/step_1/huggingface").exists()
+
+
+def test_a_reward_function_may_change_the_working_directory(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """All paths are relative; everything lands where the run began, with the tokenizer in every checkpoint."""
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(task, tmp_path / "task")
+    (tmp_path / "reward.py").write_text(
+        "import os\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return len(solution_str) / 8.0\n")
+
+    def on_rank(rank: int, world_size: int) -> str | None:
+        os.chdir(tmp_path)
+        return train(rank, world_size, overrides_for(Path("task"), Path("run"), "trainer.save_freq=1",
+                                                     "reward.function=reward.py:score"))
+
+    assert run_ranks(on_rank, 1, timeout=150) == [None]
+    assert list((tmp_path / "elsewhere").iterdir()) == [] and (tmp_path / "run/summary.json").exists()
+    for step in (1, 2):
+        for place in ("actor/config", "huggingface"):
+            assert (tmp_path / f"run/checkpoints/step_{step}/{place}/tokenizer.model").exists()
+
+
 def test_supervised_fine_tuning_goes_on(task: Path, tmp_path: Path) -> None:
-    overrides = [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
-                 "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
-                 "trainer.total_steps=4", "actor.lr=1e-3", *layout_overrides(1, 2, 1)]
+    overrides = sft_overrides(task, *layout_overrides(1, 2, 1))
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     run_ranks(_train_sft, 2, [*overrides, f"trainer.run_dir={whole}"], timeout=100)
     overrides.append(f"trainer.run_dir={run_dir}")

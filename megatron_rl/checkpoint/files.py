@@ -105,7 +105,12 @@ def publish(partial: Path, directory: Path) -> None:
     if directory.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(directory, replaced)
-    os.replace(partial, directory)
+    try:
+        os.replace(partial, directory)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, directory)
+        raise
     sync(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

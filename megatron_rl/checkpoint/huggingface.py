@@ -11,7 +11,6 @@ A model with a score head (critic, reward model) is transformers' `*ForSequenceC
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.files import publish
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.executor import Resharder
@@ -144,7 +144,7 @@ def save_huggingface(
         max_file_bytes: size at which a new safetensors file begins; rank 0 holds one file's tensors.
 
     Raises:
-        OSError, SafetensorError: rank 0 could not write; on every rank, and an existing directory stays.
+        Exception: rank 0 could not write; on every rank, and an existing directory stays.
     """
     directory, rank = Path(directory), group.rank()
     partial = directory.with_name(directory.name + ".partial")
@@ -158,14 +158,20 @@ def save_huggingface(
             partial.mkdir(parents=True)
         except OSError as caught:
             error = caught
-    raise_together(error, group)
     for number, batch in enumerate(batches, start=1):
         name = f"model-{number:05d}-of-{len(batches):05d}.safetensors" if len(batches) > 1 else "model.safetensors"
-        tensors = _collect(batch, source, params, group, bucket_bytes)
+        tensors: dict[str, torch.Tensor] = {}
         if rank == 0 and error is None:
+            try:  # no memory for them is an error of the save, not of the run
+                tensors = {key: torch.empty(size, dtype=some.dtype, device=some.device) for key, size in batch.items()}
+            except Exception as caught:
+                error = caught
+        raise_together(error, group)
+        _collect(batch, tensors, source, params, group, bucket_bytes)
+        if rank == 0:
             try:
                 save_file({k: v.cpu() for k, v in tensors.items()}, partial / name, metadata={"format": "pt"})
-            except (OSError, RuntimeError, SafetensorError) as caught:
+            except Exception as caught:
                 error = caught
         weight_map |= dict.fromkeys(batch, name)
     if rank == 0 and error is None:
@@ -191,19 +197,15 @@ def _split_by_bytes(tensors: dict[str, tuple[int, ...]], itemsize: int, limit: i
 
 
 def _collect(
-    batch: dict[str, tuple[int, ...]], source: Sequence[Shard], params: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup, bucket_bytes: int,
-) -> dict[str, torch.Tensor]:
-    """Bring whole logical tensors to rank 0 (elsewhere: empty)."""
+    batch: dict[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], source: Sequence[Shard],
+    params: Mapping[str, torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int,
+) -> None:
+    """Bring whole logical tensors to `tensors` of rank 0."""
     wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in source]
     whole = tuple(Placement(name, full_box(size), name, full_box(size)) for name, size in batch.items())
-    some, rank = next(iter(params.values())), group.rank()
-    tensors: dict[str, torch.Tensor] = {}
-    if rank == 0:
-        tensors = {name: torch.empty(size, dtype=some.dtype, device=some.device) for name, size in batch.items()}
-    plan = plan_rank(rank, wanted, [Shard((0,), whole)], ranks_per_node=group.size())
-    Resharder(plan, params, tensors, group, dtype=some.dtype, bucket_bytes=bucket_bytes).run()
-    return tensors
+    plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
+    dtype = next(iter(params.values())).dtype
+    Resharder(plan, params, tensors, group, dtype=dtype, bucket_bytes=bucket_bytes).run()
 
 
 def _finish_directory(
@@ -219,9 +221,7 @@ def _finish_directory(
         file = partial / "config.json"
         config = make_scoring_config(json.loads(file.read_text()), shape)
         file.write_text(json.dumps(config, indent=2) + "\n")
-    if directory.exists():
-        shutil.rmtree(directory)
-    os.replace(partial, directory)
+    publish(partial, directory)
 
 
 def make_scoring_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:

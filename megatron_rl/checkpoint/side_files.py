@@ -35,7 +35,8 @@ def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Pat
         model: directory in HF format, or a Megatron checkpoint with its config.
         tokenizer: where the tokenizer is, a directory or a sentencepiece file; default: `model`.
     """
-    model = find_model_files(model)
+    model = find_model_files(model).absolute()  # a user's function may change the working directory
+    tokenizer = tokenizer and tokenizer.absolute()
     found = {name: model / name for name in _MODEL_FILES}
     if tokenizer is not None and tokenizer.is_file():
         found["tokenizer.model"] = tokenizer

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,11 +359,38 @@ def fail_copying() -> None:
     huggingface.shutil.copy = copy
 
 
+def fail_renaming() -> None:
+    """Makes the last move fail, when the old directory has had to make way."""
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(source).suffix == ".partial":
+            raise OSError(5, "Input/output error")
+        real(source, target)
+
+    os.replace = replace
+
+
+def fail_allocating() -> None:
+    """Makes the second allocation on rank 0 fail."""
+    real, calls = torch.empty, []
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 2 and dist.get_rank() == 0:
+            raise MemoryError("none is left")
+        return real(*args, **kwargs)
+
+    huggingface.torch = SimpleNamespace(**vars(torch) | {"empty": empty})
+
+
 @pytest.mark.parametrize(("patch", "expected"), [
     (fail_writing(OSError(28, "No space left on device"), 1), "OSError: [Errno 28] No space left"),
     (fail_writing(SafetensorError("I/O error: No space left"), 2), "SafetensorError: I/O error: No space left"),
     (fail_copying, "PermissionError: no right to copy"),
-], ids=["first file", "second file, as safetensors says it", "side files"])
+    (fail_renaming, "OSError: [Errno 5] Input/output error"),
+    (fail_allocating, "MemoryError: none is left"),
+], ids=["first file", "second file, as safetensors says it", "side files", "rename", "memory"])
 def test_a_failing_write_raises_everywhere_and_leaves_the_old_directory(
     checkpoints: dict[str, Path], tmp_path: Path, patch: Callable[[], None], expected: str
 ) -> None:

@@ -33,7 +33,7 @@ from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.observability.rank_log import open_rank_log
-from megatron_rl.roles import save_actor
+from megatron_rl.roles import actor_export
 from megatron_rl.training.actor import Actor
 from megatron_rl.types import UserError
 from shards import find_differences
@@ -256,7 +256,7 @@ def test_an_export_that_does_not_fit_is_reported(path: Path, tmp_path: Path):
         _limit_files(50_000)
         make_saver(tmp_path, outcomes).save(
             make_content(path, 2, 0), {"actor": actor},
-            export=lambda directory: save_actor(directory, RunConfig(
+            export=actor_export(RunConfig(
                 model=ModelConfig(path=str(path)), data=DataConfig(train_files=[], train_batch_size=1),
                 actor=ActorConfig()), actor))
         _limit_files(resource.RLIM_INFINITY)
