@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.placement import Placement, box_slices, full_box
 
+T = TypeVar("T")
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
                "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -146,41 +147,45 @@ def save_huggingface(
     Raises:
         Exception: rank 0 could not write; on every rank, and an existing directory stays.
     """
-    directory, rank = Path(directory), group.rank()
+    directory, some = Path(directory), next(iter(params.values()))
     partial = directory.with_name(directory.name + ".partial")
-    some = next(iter(params.values()))
     batches = _split_by_bytes(shape.logical_tensors(), some.element_size(), max_file_bytes)
     weight_map: dict[str, str] = {}
-    error: Exception | None = None
-    if rank == 0:
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as caught:
-            error = caught
+    _do_on_first(group, _make_empty, partial)
     for number, batch in enumerate(batches, start=1):
         name = f"model-{number:05d}-of-{len(batches):05d}.safetensors" if len(batches) > 1 else "model.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        if rank == 0 and error is None:
-            try:  # no memory for them is an error of the save, not of the run
-                tensors = {key: torch.empty(size, dtype=some.dtype, device=some.device) for key, size in batch.items()}
-            except Exception as caught:
-                error = caught
-        raise_together(error, group)
+        tensors = _do_on_first(group, _allocate, batch, some) or {}
         _collect(batch, tensors, source, params, group, bucket_bytes)
-        if rank == 0:
-            try:
-                save_file({k: v.cpu() for k, v in tensors.items()}, partial / name, metadata={"format": "pt"})
-            except Exception as caught:
-                error = caught
+        _do_on_first(group, _write_tensors, tensors, partial / name)
         weight_map |= dict.fromkeys(batch, name)
-    if rank == 0 and error is None:
+    _do_on_first(
+        group, _finish_directory, partial, directory, shape, weight_map, len(batches), Path(side_files_from))
+    return directory
+
+
+def _do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any) -> T | None:
+    """What the action returns on rank 0, None elsewhere; whatever it raises is raised on every rank; collective."""
+    result, error = None, None
+    if group.rank() == 0:
         try:
-            _finish_directory(partial, directory, shape, weight_map, len(batches), Path(side_files_from))
-        except OSError as caught:
+            result = action(*args)
+        except Exception as caught:
             error = caught
     raise_together(error, group)
-    return directory
+    return result
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _allocate(sizes: Mapping[str, tuple[int, ...]], like: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(size, dtype=like.dtype, device=like.device) for name, size in sizes.items()}
+
+
+def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _split_by_bytes(tensors: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> list[dict[str, tuple[int, ...]]]:
