@@ -130,9 +130,9 @@ class RunLock:
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
-            owner = self._read()
-            if owner is not None and owner.token == self._me.token:
-                self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # then it is found dead
+                if self._read() == self._me:
+                    self.path.unlink()
 
     def _create(self) -> bool:
         """Make the lock; False if there is one."""
