@@ -111,7 +111,7 @@ class Checkpoints:
         say = self._run.log.info
         say("resumed: %s, step %d, %d optimizer steps", directory, resumed.step, resumed.policy_version)
         if not resumed.same_layout:
-            say("  another layout than before: random numbers begin anew, and results may differ by rounding")
+            say("  another layout than before: random numbers begin again, and results may differ by rounding")
         for line in describe_changes(resumed.recipe, self._recipe):
             say("  changed since: %s", line)
         return resumed.step
