@@ -237,8 +237,9 @@ class Trainer:
         for name, role in (("critic", self.critic), ("reward model", self.reward_model)):
             if role:
                 say("%s: %s", name, role.groups.layout.describe())
-        say("rollout: %s, %d engine(s) of tp=%d; %s", config.rollout.engine, self.plan.num_engines,
-            self.plan.rollout_tp_size, describe_modes(config.rollout, self.process.device))
+        modes = describe_modes(config.rollout, self.process.device)
+        say("rollout: %s, %d engine(s) of tp=%d%s", config.rollout.engine, self.plan.num_engines,
+            self.plan.rollout_tp_size, modes and f"; {modes}")
         say("stop tokens: %s", ", ".join(map(str, self.inputs.model.stop_token_ids)))
         stats = self.hybrid.reshard_stats
         say("weights: transport %s; per switch %s bytes moved, %s copied inside a rank, %s aliased; verify %s",
