@@ -144,7 +144,7 @@ class Trainer:
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
                 batch = self.pack(collected.rollouts, "actor")
                 batch.old_logprobs = self.actor.compute_logprobs(batch)
-                if self.inputs.estimator.needs_sum_pi_squared:
+                if self.inputs.roles.needs_sum_pi_squared:
                     batch.sum_pi_squared = self.actor.compute_sum_pi_squared(batch)
                 if self.reference:
                     batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term

@@ -29,4 +29,5 @@ def resolve(config: RunConfig) -> Roles:
         critic=estimator.needs_values if enable is None else enable,
         reference=config.algorithm.kl_coef > 0,
         reward_model=config.reward_model.path is not None,
-        needs_greedy_baseline=estimator.needs_greedy_baseline, needs_group=estimator.needs_group)
+        needs_greedy_baseline=estimator.needs_greedy_baseline, needs_group=estimator.needs_group,
+        needs_sum_pi_squared=estimator.needs_sum_pi_squared)

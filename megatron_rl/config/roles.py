@@ -12,7 +12,7 @@ class Roles:
 
     Attributes:
         critic, reference, reward_model: whether the run builds one.
-        needs_greedy_baseline, needs_group: of the estimator, see `RegisteredEstimator`.
+        needs_greedy_baseline, needs_group, needs_sum_pi_squared: of the estimator, see `RegisteredEstimator`.
     """
 
     critic: bool = False
@@ -20,6 +20,7 @@ class Roles:
     reward_model: bool = False
     needs_greedy_baseline: bool = False
     needs_group: bool = False
+    needs_sum_pi_squared: bool = False
 
     @property
     def trained(self) -> list[str]:
