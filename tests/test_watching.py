@@ -20,6 +20,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import megatron_rl.trainer as trainer_module
 from distributed import run_ranks
 from megatron_rl.observability import progress, rollout_progress, status
 from rl_runs import overrides_for, train
@@ -91,10 +92,15 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
     assert "samples/4/text_summary" in events.Tags()["tensors"]
 
 
-def test_a_taken_port_ends_the_run_on_every_rank(task: Path, tmp_path: Path) -> None:
+def _start_without_models(rank: int, world_size: int, overrides: list[str]) -> str | None:
+    trainer_module.Trainer._build = None  # building anything would fail otherwise
+    return train(rank, world_size, overrides)
+
+
+def test_a_taken_port_ends_the_run_on_every_rank_before_models_are_built(task: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         overrides = overrides_for(task, tmp_path / "run", f"observability.status_port={port}", "rollout.engine=hf")
-        errors = run_ranks(train, 2, overrides, timeout=150)
-    assert errors[0] == errors[1] and "source:   observability.status_port" in errors[0]
-    assert f"127.0.0.1:{port} cannot be served" in errors[0]
+        errors = run_ranks(_start_without_models, 2, overrides, timeout=150)
+    assert errors[0] == errors[1] and "source:   observability.status_port" in errors[0] and not (tmp_path / "run").exists()
+    assert f"127.0.0.1:{port} cannot be served" in errors[0] and not (tmp_path / "run").exists()

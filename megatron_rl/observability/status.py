@@ -52,6 +52,24 @@ CHARTS: dict[str, Callable[[str], bool]] = {
 Positions = Callable[[], Sequence[Position | None]]
 
 
+def check_address(host: str, port: int) -> None:
+    """Find out early, before models are built, whether the page can be served.
+
+    Raises:
+        UserError: the port is taken, or the host is not one of this machine.
+    """
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        raise _explain(host, port, error) from error
+
+
+def _explain(host: str, port: int, error: Exception) -> UserError:
+    return UserError(
+        f"{host}:{port} cannot be served: {error}", source="observability.status_port",
+        expected="a free port of observability.status_host", hint="choose another one, or 0 for any free port")
+
+
 class StatusPage(Sink):
     """Serves the page of one run until `close`.
 
@@ -79,10 +97,7 @@ class StatusPage(Sink):
             self._server = _Server(
                 (host, port), self._path, self.status, read_template(_PARTS, name, connect="'self'"))
         except (OSError, OverflowError) as error:
-            raise UserError(
-                f"{host}:{port} cannot be served: {error}", source="observability.status_port",
-                expected="a free port of observability.status_host",
-                hint="choose another one, or 0 for any free port") from error
+            raise _explain(host, port, error) from error
         threading.Thread(target=self._server.serve_forever, name="status page", daemon=True).start()
 
     @property

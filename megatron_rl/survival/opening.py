@@ -17,6 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.guard import Guard
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
+from megatron_rl.observability.status import check_address
 from megatron_rl.observability.watchdog import Watchdog, Watched
 from megatron_rl.parallel.collectives import open_store, raise_together, share_object
 from megatron_rl.stop_request import StopRequest
@@ -54,7 +55,8 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
 
     Raises:
         UserError: the directory cannot be written, is in use, holds a finished run or one that must not be resumed,
-            none of its checkpoints is whole, or what it depends on has changed; raised on every rank.
+            none of its checkpoints is whole, what it depends on has changed, or the status page cannot be served;
+            raised on every rank.
     """
     group, error, taken_over = dist.group.WORLD, None, None
     name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -63,6 +65,8 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
     lock = RunLock(run_dir)
     try:
         if group.rank() == 0:
+            if config.observability.status_port is not None:
+                check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()
     except UserError as caught:
