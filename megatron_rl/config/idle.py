@@ -71,6 +71,8 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
     if role.offload_optimizer and config.model.dtype == "float32":
         yield _Idle(f"{section}.offload_optimizer",
                     "model.dtype is 'float32': the optimizer works on the weights themselves, which stay", False)
+    if role.min_lr > role.lr and role.lr_decay_style == "constant":
+        yield _Idle(f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
     for leaf, default in _SHAPE_SETTINGS.items():
         is_used = role.step_mode == "graph" or (role.step_mode == "static" and leaf != "graph_memory_gib")
         if not is_used and getattr(role, leaf) != default:

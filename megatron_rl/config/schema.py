@@ -2,8 +2,8 @@
 """Every setting of a run: nested frozen dataclasses, one section per role or room.
 
 A field is declared with `option(default, "what it does", unit=...)`; `--help` is made from these
-declarations. Checks that need one section only are in `check()`; those that need the world size or
-the model are in `batch_plan.py` and `models/`. Leaves are spelled as Megatron spells them.
+declarations. What the config alone tells is checked in `checks.py`, what takes the world size in
+`batch_plan.py`, what takes the files in `inputs.py`. Leaves are spelled as Megatron spells them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class ActorConfig(TrainableConfig):
 class CriticConfig(TrainableConfig):
     """The value model of PPO, in a layout of its own; it takes the actor's minibatches and passes."""
 
-    enable: bool | None = option(None, "Train a critic; default: when algorithm.adv_estimator needs values (gae).")
+    enable: bool | None = option(
+        None, "Train a critic; default: when algorithm.adv_estimator needs values (gae, or a plugin's that says so).")
     path: str | None = option(
         None, "Directory of its initial weights in HF format (its own score head is used if it has one); "
         "default: model.path with a value head of zeros.")
