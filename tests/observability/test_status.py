@@ -13,8 +13,9 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -156,25 +157,32 @@ def test_a_request_names_one_host(run: tuple[Run, str]) -> None:
             assert b" 421 " in read_all(connection)
 
 
-def test_connections_are_few_and_short(run: tuple[Run, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent connections take neither all threads of the node nor the page from its readers for long."""
+def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections take neither all threads of the node nor, for long, the page from its readers."""
     from megatron_rl.observability import status as module
 
-    address = urlsplit(run[1])
+    page = StatusPage("run", "127.0.0.1", 0, has_token=True, now=dict, positions=tuple)
+    address, threads = urlsplit(page.url), threading.active_count()
     with ExitStack() as stack:
-        threads = threading.active_count()
-        held = [stack.enter_context(socket.create_connection((address.hostname, address.port))) for _ in range(80)]
-        for connection in held:
-            with suppress(OSError):  # refused already
-                connection.sendall(b"GET ")
-        for connection in held[module._MOST_CONNECTIONS:]:
-            assert read_all(connection) == b""
-        assert threading.active_count() <= threads + module._MOST_CONNECTIONS
+        for number in range(1, module._MOST_CONNECTIONS + 1):
+            held = stack.enter_context(socket.create_connection((address.hostname, address.port)))
+            held.sendall(b"GET ")
+            wait_until(lambda number=number: len(page._server._open) == number)
+        for _ in range(8):
+            assert read_all(stack.enter_context(socket.create_connection((address.hostname, address.port)))) == b""
+        assert threading.active_count() == threads + module._MOST_CONNECTIONS
         monkeypatch.setattr(module, "_CONNECTION_SECONDS", 0.2)
-        for connection in held[: module._MOST_CONNECTIONS]:
-            read_all(connection)
+        wait_until(lambda: not page._server._open)
         monkeypatch.undo()
-        assert ask(run[1], "status.json")[0] == 200
+        assert ask(page.url, "status.json")[0] == 200
+    page.close()
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
