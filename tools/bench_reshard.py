@@ -37,28 +37,13 @@ from megatron_rl.resharding.executor import TRANSPORTS, Resharder
 from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.resharding.pull import export_params, map_params
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape, model_shape_from_config
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.placement import Placement, box_shape, box_slices
 from megatron_rl.weights.rollout_layout import vllm_placements
+from tools._layouts import read_layouts, read_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def parse_sizes(text: str) -> dict[str, int]:
-    """`tp=2,pp=2` -> {"tp_size": 2, "pp_size": 2}."""
-    try:
-        return {f"{name.strip()}_size": int(value) for name, value in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise UserError(f"layout {text!r}", source="--source or --destination", expected="tp=2,pp=2",
-                        hint="sizes are tp, pp, vpp for the source and tp for the destination") from None
-
-
-def read_shape(path: Path) -> ModelShape:
-    """From a model directory, or a config.json."""
-    if path.is_dir():
-        return load_model_shape(path)
-    return model_shape_from_config(json.loads(path.read_text()), source=str(path))
 
 
 class Bench:
@@ -287,8 +272,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     process = init_distributed(timeout_minutes=10)
     torch.set_num_threads(1)
     shape = read_shape(options.hf_config)
-    layout = ParallelLayout(process.world_size, **parse_sizes(options.source))
-    rollout_tp = parse_sizes(options.destination).get("tp_size", 1)
+    layout, rollout_tp = read_layouts(shape, options.source, options.destination, process.world_size)
+    if layout.ep_size > 1:
+        raise UserError(f"--source {options.source}", source="command line", expected="ep=1: models without experts",
+                        hint="tools/plan_reshard.py counts the bytes of experts")
     bench = Bench(shape, layout, rollout_tp, DTYPES[options.dtype], not options.no_alias, options.bucket_bytes,
                   options.transport)
     floor = bench.memcpy_floor() if bench.resharder.transport == "pull" else bench.p2p_floor()
@@ -317,8 +304,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
-    parser.add_argument("--source", required=True, help="Megatron layout: tp=2,pp=2[,vpp=2]; DP is the rest")
-    parser.add_argument("--destination", required=True, help="engine layout: tp=1; DP is the rest")
+    parser.add_argument("--source", required=True, help="training layout: tp=2,pp=2 (also vpp, cp; dp is the rest)")
+    parser.add_argument("--destination", required=True, help="engine layout: tp=1 (dp is the rest)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of both sides")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="see hybrid.transport")
     parser.add_argument("--bucket-bytes", type=int, default=32 << 20, help="see hybrid.bucket_bytes")
@@ -334,7 +321,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = run(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks read the same words
+            print(f"error: {error}", file=sys.stderr)
         return 2
     if dist.get_rank() == 0:
         print(json.dumps(result, indent=2))

@@ -27,10 +27,9 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.directory import resolve_weights
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import load_model_shape
-from tools.plan_reshard import SOURCE_SIZES, parse_sizes
+from tools._layouts import read_training_layout
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="model in HF format: the reference")
     parser.add_argument("--checkpoint", type=Path, help="run, training checkpoint or converted checkpoint of it")
-    parser.add_argument("--layout", default="", help="of Megatron: tp=2,pp=2 (also vpp, ep; dp is the rest)")
+    parser.add_argument("--layout", default="tp=1", help="of Megatron: tp=2,pp=2 (also vpp, ep; dp is the rest)")
     parser.add_argument("--sequence-parallel", action="store_true", help="Megatron's TP sequence parallelism")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all models (float32)")
     parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm", help="rollout engine (vllm)")
@@ -49,19 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-length", type=int, default=32, metavar="N", help="tokens that are sampled (32)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here as well")
     return parser
-
-
-def read_layout(options: argparse.Namespace, world_size: int) -> ParallelLayout:
-    """The layout of the Megatron side.
-
-    Raises:
-        UserError: it does not read, or does not fit the number of ranks.
-    """
-    sizes = parse_sizes(options.layout, "--layout", SOURCE_SIZES) if options.layout else {}
-    if sizes.pop("dp", None) is not None:
-        raise UserError("dp in --layout", source="command line", expected="the other sizes",
-                        hint="dp is what they leave of the ranks that torchrun starts")
-    return ParallelLayout(world_size, **{f"{name}_size": size for name, size in sizes.items()})
 
 
 def read_prompts(options: argparse.Namespace) -> list[np.ndarray]:
@@ -92,7 +78,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         UserError: input that cannot be compared.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    layout, prompts = read_layout(options, world_size), read_prompts(options)
+    layout, prompts = read_training_layout(options.layout, "--layout", world_size), read_prompts(options)
     weights = resolve_weights(options.checkpoint) if options.checkpoint else None
     if world_size % options.engine_tp:
         raise UserError(f"--engine-tp {options.engine_tp} with {world_size} ranks", source="command line",

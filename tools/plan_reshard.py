@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.planner import Planner
 from megatron_rl.resharding.summary import (
@@ -33,11 +32,9 @@ from megatron_rl.resharding.summary import (
     summarize_gather,
 )
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape, model_shape_from_config
+from tools._layouts import read_layouts, read_shape
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SOURCE_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
-DESTINATION_SIZES = ("tp", "dp")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,59 +54,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
-    """`tp=2,pp=2` -> {"tp": 2, "pp": 2}.
-
-    Raises:
-        UserError: names the part that does not read.
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = (word.strip() for word in part.partition("="))
-        if name not in known or name in sizes or not value.isdecimal() or int(value) < 1:
-            raise UserError(
-                f"cannot read {part.strip()!r} in {flag} {text}", source="command line",
-                expected=f"sizes of at least 1, each once, of {', '.join(known)}", hint=f"{flag} tp=8,dp=2, say")
-        sizes[name] = int(value)
-    return sizes
-
-
-def read_shape(path: Path) -> ModelShape:
-    """The shape in a model directory or a config.json.
-
-    Raises:
-        UserError: there is none, or it is not served.
-    """
-    if path.is_dir():
-        return load_model_shape(path)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", source="--hf-config",
-                        expected="a model directory or its config.json", hint="check for a typo") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}", source="--hf-config",
-                        expected="a JSON object", hint="pass the config.json of the model")
-    return model_shape_from_config(config, source=str(path))
-
-
-def read_layouts(options: argparse.Namespace, shape: ModelShape) -> tuple[ParallelLayout, int]:
-    """The training layout and the engine's TP size, checked against the model and each other."""
-    sizes = parse_sizes(options.source, "--source", SOURCE_SIZES)
-    world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.pop("dp", 1)
-    layout = ParallelLayout(world, **{f"{name}_size": size for name, size in sizes.items()})
-    shape.check_training_layout(layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
-    wanted = parse_sizes(options.destination, "--destination", DESTINATION_SIZES)
-    rollout_tp = wanted.get("tp", 1)
-    shape.check_rollout_layout(rollout_tp)
-    if world % rollout_tp or wanted.get("dp", world // rollout_tp) * rollout_tp != world:
-        raise UserError(
-            f"--destination {options.destination} does not fill the {world} ranks of --source {options.source}",
-            source="command line", expected=f"tp * dp = {world}",
-            hint="leave dp out of --destination: it is the rest")
-    return layout, rollout_tp
-
-
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """The result as it goes into the JSON file: bytes and seconds.
 
@@ -122,7 +66,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
                             expected="a number greater than 0", hint="leave it out for the default")
     bandwidths = Bandwidths(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9)
     shape = read_shape(options.hf_config)
-    layout, rollout_tp = read_layouts(options, shape)
+    layout, rollout_tp = read_layouts(shape, options.source, options.destination)
     world, itemsize, node = layout.world_size, ITEM_SIZES[options.dtype], options.ranks_per_node
     start = time.perf_counter()
     source, destination = build_shards(shape, layout, rollout_tp)

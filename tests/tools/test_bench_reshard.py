@@ -56,7 +56,23 @@ def test_coinciding_layouts_share_everything(tool: ModuleType, tmp_path: Path) -
     assert codes == [0] * 4 and result["aliased_share"] == 1.0 and result["bytes_moved"] == 0
 
 
-def test_bad_layout_is_one_error(tool: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    codes, result = bench(tool, tmp_path, 2, "--source", "tp:2", "--destination", "tp=1")
-    assert codes == [2, 2] and not result
-    assert "layout 'tp:2'" in capfd.readouterr().err
+@pytest.mark.parametrize("source", ["tp=2,dp=2", "tp=2, cp=2"])
+def test_layouts_read_as_those_of_the_planner(tool: ModuleType, tmp_path: Path, source: str) -> None:
+    codes, result = bench(tool, tmp_path, 4, "--source", source, "--destination", "tp=1,dp=4")
+    assert codes == [0] * 4 and result["destination_tp"] == 1 and result["wrong_elements"] == 0
+
+
+@pytest.mark.parametrize(("source", "destination", "found"), [
+    ("tp:2", "tp=1", "cannot read 'tp:2' in --source tp:2"),
+    ("tp=2,pipeline=2", "tp=1", "cannot read 'pipeline=2' in --source"),
+    ("tp=1,dp=3", "tp=1", "--source tp=1,dp=3 takes 3 ranks, there are 2"),
+    ("tp=2", "tp=1,dp=3", "--destination tp=1,dp=3 does not fill the 2 ranks"),
+    ("tp=2", "pp=2", "cannot read 'pp=2' in --destination"),
+])
+def test_bad_layout_is_one_error(
+    tool: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, destination: str, found: str
+) -> None:
+    codes, result = bench(tool, tmp_path, 2, "--source", source, "--destination", destination)
+    error = capfd.readouterr().err
+    assert codes == [2, 2] and not result and error.count("error:") == 1
+    assert f"error: {found}" in error and "Traceback" not in error

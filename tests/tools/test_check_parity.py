@@ -68,7 +68,7 @@ def test_a_wrong_checkpoint(model: Path, capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("arguments,found", [
     (["--hf", "absent"], "there is no absent/config.json"),
     (["--hf", "{hf}", "--layout", "tp=3"], "tp"),
-    (["--hf", "{hf}", "--layout", "dp=1"], "dp in --layout"),
+    (["--hf", "{hf}", "--layout", "tp=1,dp=2"], "--layout tp=1,dp=2 takes 2 ranks, there are 1"),
     (["--hf", "{hf}", "--checkpoint", "{hf}"], "holds no Megatron distributed checkpoint"),
     (["--hf", "{hf}", "--engine-tp", "2"], "--engine-tp 2 with 1 ranks"),
     (["--hf", "{hf}", "--num-prompts", "0"], "0 prompts"),

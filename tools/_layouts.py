@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tools are told a model's shape and layouts: `--source tp=8,pp=8,dp=16 --destination tp=8`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape, load_model_shape, model_shape_from_config
+
+TRAINING_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
+ENGINE_SIZES = ("tp", "dp")
+
+
+def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
+    """`tp=2,pp=2` -> {"tp": 2, "pp": 2}.
+
+    Raises:
+        UserError: names the part that does not read.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in known or name in sizes or not value.isdecimal() or int(value) < 1:
+            raise UserError(
+                f"cannot read {part.strip()!r} in {flag} {text}", source="command line",
+                expected=f"sizes of at least 1, each once, of {', '.join(known)}", hint=f"{flag} tp=8,dp=2, say")
+        sizes[name] = int(value)
+    return sizes
+
+
+def read_training_layout(text: str, flag: str, num_ranks: int | None = None) -> ParallelLayout:
+    """The layout of the Megatron side.
+
+    Args:
+        text, flag: what was given with which flag.
+        num_ranks: that were started; dp is what the other sizes leave of them. None: dp says it, and is 1 by default.
+
+    Raises:
+        UserError: it does not read, or does not fit the number of ranks.
+    """
+    sizes = parse_sizes(text, flag, TRAINING_SIZES)
+    dp = sizes.pop("dp", 1 if num_ranks is None else None)
+    taken = math.prod(sizes.get(name, 1) for name in ("tp", "pp", "cp")) * (dp or 1)
+    if num_ranks is not None and dp is not None and taken != num_ranks:
+        raise UserError(f"{flag} {text} takes {taken} ranks, there are {num_ranks}", source="command line",
+                        expected=f"tp * pp * cp * dp = {num_ranks}", hint="leave dp out: it is the rest")
+    return ParallelLayout(num_ranks or taken, **{f"{name}_size": size for name, size in sizes.items()})
+
+
+def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
+    """Tensor-parallel ranks of an engine.
+
+    Raises:
+        UserError: it does not read, or does not fill the ranks.
+    """
+    sizes = parse_sizes(text, flag, ENGINE_SIZES)
+    tp = sizes.get("tp", 1)
+    if num_ranks % tp or sizes.get("dp", num_ranks // tp) * tp != num_ranks:
+        raise UserError(f"{flag} {text} does not fill the {num_ranks} ranks of the training layout",
+                        source="command line", expected=f"tp * dp = {num_ranks}", hint="leave dp out: it is the rest")
+    return tp
+
+
+def read_layouts(
+    shape: ModelShape, source: str, destination: str, num_ranks: int | None = None
+) -> tuple[ParallelLayout, int]:
+    """What --source and --destination say, checked against the model and each other: layout and the engine's TP size.
+
+    Args:
+        num_ranks: that were started, None: --source says how many there are.
+    """
+    layout = read_training_layout(source, "--source", num_ranks)
+    shape.check_training_layout(layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
+    rollout_tp = read_engine_tp(destination, "--destination", layout.world_size)
+    shape.check_rollout_layout(rollout_tp)
+    return layout, rollout_tp
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape in a model directory or a config.json.
+
+    Raises:
+        UserError: there is none, or it is not served.
+    """
+    if path.is_dir():
+        return load_model_shape(path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}", source="--hf-config",
+                        expected="a model directory or its config.json", hint="check for a typo") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}", source="--hf-config",
+                        expected="a JSON object", hint="pass the config.json of the model")
+    return model_shape_from_config(config, source=str(path))
