@@ -15,7 +15,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +113,6 @@ def run_command(
             if problem is not None:
                 raise problem
             return 0
-        _silence_libraries()
         run(loaded, recipe)
     except (Exception, KeyboardInterrupt) as error:
         return end_program(error)
@@ -213,12 +211,6 @@ def _render_plan(loaded: LoadedConfig, plan: Plan, memory: str | None, as_json: 
                            "notes": loaded.notes}, indent=2)
     lines = [dump_yaml(loaded.config), "batch plan:", *(f"  {line}" for line in plan.formulas())]
     return "\n".join([*lines, *([memory] if memory else [])])
-
-
-def _silence_libraries() -> None:
-    """Their warnings at import and in the first step concern their developers; ours are logged."""
-    for module in ("megatron", "torch", "transformers", "vllm", "apex"):
-        warnings.filterwarnings("ignore", module=module)
 
 
 def _say_notes(notes: Sequence[str], is_first: bool) -> None:

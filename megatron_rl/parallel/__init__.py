@@ -2,13 +2,16 @@
 """Who computes what with whom: layout arithmetic (pure), process groups, collectives, the CPU runtime.
 
 Importing anything from this room sees to it that the CPU runtime is installed when `megatron.core` is first imported
-(a no-op where CUDA is available). Until then nothing here imports torch: a dry run needs the arithmetic only.
+(a no-op where CUDA is available), and silences what its modules say then. Until then nothing here imports torch: a dry
+run needs the arithmetic only.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
+
+from megatron_rl.parallel import library_warnings
 
 
 class _BeforeMegatron:
@@ -23,6 +26,7 @@ class _BeforeMegatron:
         return cpu_runtime.install_and_find(name, path)
 
 
+library_warnings.silence(library_warnings.KNOWN)
 if "megatron.core" in sys.modules:
     from megatron_rl.parallel import cpu_runtime
 

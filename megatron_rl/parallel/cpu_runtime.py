@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.parallel.library_warnings import KNOWN_ON_CPU, silence
+
 _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
@@ -254,6 +256,7 @@ def install() -> None:
     _Loader.view = _torch_view()
     sys.meta_path.insert(0, _Finder)
     _allow_cuda_call()
+    silence(KNOWN_ON_CPU)
 
 
 def install_and_find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:

@@ -43,13 +43,15 @@ def make_clone(directory: Path, warm_start_steps: int | None = None) -> Path:
     return directory
 
 
-def type_command(command: str, directory: Path, *, timeout: float = 240, **more: str) -> str:
-    """Run it in bash as a user would; returns what it printed."""
+def type_command(
+    command: str, directory: Path, *, timeout: float = 240, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it in bash as a user would."""
     variables = environment(**{"MEGATRON_RL_VENV": sys.prefix} | more)
     done = subprocess.run(["bash", "-c", command], cwd=directory, env=variables, capture_output=True, text=True,
                           timeout=timeout)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return done
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 4, 6, 8])
@@ -76,12 +78,14 @@ def test_the_layout_fits_the_number_of_ranks(
 def test_two_ranks_and_five_steps(tmp_path: Path) -> None:
     """Task, warm start (three steps of it) and GRPO; what was learned is below."""
     clone = make_clone(tmp_path / "clone", warm_start_steps=3)
-    printed = type_command("NPROC=2 bash launch/quickstart.sh trainer.total_steps=5", clone)
+    done = type_command("NPROC=2 bash launch/quickstart.sh trainer.total_steps=5", clone)
     records = (clone / "checkpoints/toy_arithmetic/warm_start/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["sft/loss"] for line in records]
     assert len(losses) == 3 and losses[2] < losses[0]
     [run] = (clone / "checkpoints/runs").iterdir()
-    assert "step 5/5 | reward" in printed and f"quickstart: done; a look at checkpoints/runs/{run.name}/cur" in printed
+    assert "step 5/5 | reward" in done.stdout
+    assert f"quickstart: done; a look at checkpoints/runs/{run.name}/curves.png" in done.stdout
+    assert "Warning" not in done.stdout + done.stderr, "libraries speak between our lines"
     assert json.loads((run / "summary.json").read_text())["steps"] == 5 and (run / "curves.png").is_file()
 
 

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of libraries that tell a user nothing he can act on, by their words; all others are shown.
+
+What is missing and what stands in for it is said once at the start (`training/fast_path.py`), not by every module that
+looks for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+# Beginning of the message (a regular expression), category, and module that it is about ("": any).
+Filters = tuple[tuple[str, type[Warning], str], ...]
+KNOWN: Filters = (
+    ("Transformer Engine and Apex are not installed", UserWarning, "megatron"),
+    ("Apex is not installed", UserWarning, "megatron"),
+    ("full scope is deprecated. Use empty cuda_graph_scope", UserWarning, "megatron"),  # it is megatron's own default
+    ("The .grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning, "megatron"),
+    ("The 'megatron.core.transformer.custom_layers.transformer_engine'", DeprecationWarning, ""),
+    # torch 2.13 has new names for what megatron-core and vLLM call.
+    ("`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor|reduce_op)` is deprecated", FutureWarning, ""),
+)
+# About streams of a GPU.
+KNOWN_ON_CPU: Filters = (
+    ("When using sequence parallelism it is recommended to set the environment variable", UserWarning, "megatron"),
+)
+
+
+def silence(filters: Filters) -> None:
+    """Hide these warnings from here on, in this process."""
+    for message, category, module in filters:
+        warnings.filterwarnings("ignore", message=message, category=category, module=module)
