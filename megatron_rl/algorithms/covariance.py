@@ -24,7 +24,7 @@ _CHOOSING = ("clip_cov", "kl_cov")
 
 
 def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate, and no gradient for the chosen tokens (arXiv 2505.22617, eq. 12)."""
+    """PPO's clipped surrogate, and no gradient for the chosen tokens (Clip-Cov)."""
     token_loss, is_clipped = clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
     if inputs.chosen is None:
         return token_loss, is_clipped
@@ -32,7 +32,7 @@ def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 
 
 def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The surrogate without a clip, and a penalty on the chosen tokens (arXiv 2505.22617, eq. 14).
+    """The surrogate without a clip, and a penalty on the chosen tokens (KL-Cov).
 
         loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| where chosen)
     """

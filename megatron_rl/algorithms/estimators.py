@@ -59,7 +59,7 @@ def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConf
 
 
 def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """On-policy RL with the optimal baseline (arXiv 2505.23585, eq. 8): the mean weighted by length.
+    """On-policy RL with the optimal baseline (arXiv 2505.23585): the mean weighted by length.
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j           l_j the tokens of response j in the loss
 
@@ -80,7 +80,7 @@ def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """A baseline of its own for each place in the responses of a group (OTB, of Liu et al. as in verl).
+    """A baseline of its own for each place in the responses of a group (optimal token baseline, as in verl).
 
         A_t = G_t - sum_j W_jt G_jt / sum_j W_jt        over the responses j of the group that reach t
         G_t = sum_{l >= 0} r_{t+l}

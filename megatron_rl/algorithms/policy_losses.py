@@ -45,7 +45,7 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
 
 
 def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Geometric mean of ratios that are clipped token by token (GMPO, arXiv 2507.20673, eq. 4).
+    """Geometric mean of ratios that are clipped token by token (GMPO, arXiv 2507.20673).
 
         c_t = log ratio_t, at most eps_high where A_t > 0 and at least -eps_low where A_t < 0
         s_i = exp(mean_t c_t)
@@ -63,7 +63,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 
 
 def compute_sapo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """A smooth gate instead of a clip (SAPO, arXiv 2511.20347, eq. 6).
+    """A smooth gate instead of a clip (SAPO, arXiv 2511.20347).
 
         loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos where A_t > 0, else tau_neg
 

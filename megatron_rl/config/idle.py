@@ -51,6 +51,12 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
     for leaf, default in (("kl_controller", "fixed"), ("kl_in", "loss")):
         if getattr(config.algorithm, leaf) != default and config.algorithm.kl_coef == 0:
             yield _Idle(f"algorithm.{leaf}", "algorithm.kl_coef is 0", default)
+    for leaf, default, switch, off in (
+        ("importance_normalize", False, "importance_sampling", "none"),
+        ("dynamic_sampling_metric", None, "dynamic_sampling", False),
+    ):
+        if getattr(config.algorithm, leaf) != default and getattr(config.algorithm, switch) == off:
+            yield _Idle(f"algorithm.{leaf}", f"algorithm.{switch} is {off!r}", default)
     components = config.reward.components
     if config.reward_model.path is not None and components and not any(c.split()[1:] == ["model"] for c in components):
         yield _Idle("reward_model.path", "reward.components does not use 'model'", None)

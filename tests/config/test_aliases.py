@@ -217,11 +217,7 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         (f"{ACTOR}.tau_neg=2", "algorithm.sapo_tau_neg", 2.0),
         (f"{ACTOR}.kl_loss_type=abs", "algorithm.kl_type", "abs"),
         ("algorithm.adv_estimator=optimal_token_baseline", "algorithm.adv_estimator", "optimal_token_baseline"),
-        ("algorithm.filter_groups.metric=acc", "algorithm.dynamic_sampling_metric", "acc"),
-        ("algorithm.filter_groups.metric=score", "algorithm.dynamic_sampling_metric", None),
-        ("algorithm.filter_groups.metric=seq_reward", "algorithm.dynamic_sampling_metric", "reward"),
         ("algorithm.rollout_correction.rollout_is=sequence", "algorithm.importance_sampling", "product-truncate"),
-        ("algorithm.rollout_correction.rollout_is_batch_normalize=true", "algorithm.importance_normalize", True),
         ("algorithm.filter_groups.enable=true", "algorithm.dynamic_sampling", True),
         ("algorithm.filter_groups.max_num_gen_batches=5", "algorithm.max_sampling_rounds", 5),
         ("critic.optim.lr=2e-5", "critic.lr", 2e-5),
@@ -355,6 +351,22 @@ def test_the_sum_by_a_constant_says_by_which_factor_it_differs() -> None:
     assert "larger by the factor the sequences of a micro batch" in note
     assert "factor actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 4" in load(
         mode, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4").notes[0]
+
+
+@pytest.mark.parametrize(("switch", "setting", "name", "expected"), [
+    ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "dynamic_sampling_metric", "acc"),
+    ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score", "dynamic_sampling_metric", None),
+    ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward", "dynamic_sampling_metric",
+     "reward"),
+    ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_batch_normalize=true",
+     "importance_normalize", True),
+])
+def test_settings_that_need_a_switch(switch: str, setting: str, name: str, expected: object) -> None:
+    """With it they count; without it they are put aside with a note."""
+    loaded = load(switch, setting)
+    assert getattr(loaded.config.algorithm, name) == expected and loaded.notes == []
+    loaded = load(setting)
+    assert not getattr(loaded.config.algorithm, name) and len(loaded.notes) == bool(expected)
 
 
 def test_the_share_of_tokens_belongs_to_its_loss() -> None:
