@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 _ALIGNMENT = 512
 
@@ -49,9 +50,10 @@ class HostMemory:
     def _reserve(self, size: int) -> None:
         if size <= len(self._block):
             return
-        is_pinned = self._device.type == "cuda"
-        if is_pinned and len(self._block):
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())))
+        is_gpu = self._device.type == "cuda"
+        if is_gpu and len(self._block):
+            torch.cuda.synchronize(self._device)  # it may still be read
+            unpin_memory(self._block.data_ptr())
         self._block = torch.empty(size, dtype=torch.uint8)
-        if is_pinned:  # torch's own pinned memory is rounded up to a power of two
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), size, 0)))
+        if is_gpu:
+            pin_memory(self._block.data_ptr(), size)  # `Tensor.pin_memory` would round up to a power of two
