@@ -38,7 +38,8 @@ def explain_unusable_gpus() -> UserError | None:
         return None
     driver, name = gpus[0]
     wanted = OLDEST_DRIVERS.get(torch.version.cuda.partition(".")[0])
-    is_old = wanted is not None and int(driver.partition(".")[0]) < int(wanted)
+    major = driver.partition(".")[0]  # "[N/A]" where the driver does not answer
+    is_old = wanted is not None and major.isdigit() and int(major) < int(wanted)
     return UserError(
         f"nvidia-smi lists {len(gpus)} GPUs ({name}, driver {driver}), and torch {torch.__version__} sees none",
         source="the NVIDIA driver" if is_old else "CUDA on this machine",

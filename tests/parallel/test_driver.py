@@ -42,8 +42,9 @@ def test_an_old_driver_ends_the_run_with_both_versions(gpus: Path) -> None:
     assert finding.status == "problem" and "570.86.15" in finding.found and "580 or newer" in finding.advice
 
 
-def test_a_driver_that_is_new_enough_is_not_blamed(gpus: Path) -> None:
-    gpus.write_text("#!/bin/sh\necho '580.65.06, NVIDIA H100 80GB HBM3'\n")
+@pytest.mark.parametrize("version", ["580.65.06", "[N/A]"])
+def test_a_driver_that_is_new_enough_is_not_blamed(version: str, gpus: Path) -> None:
+    gpus.write_text(f"#!/bin/sh\necho '{version}, NVIDIA H100 80GB HBM3'\n")
     error = explain_unusable_gpus()
     assert error is not None and error.source == "CUDA on this machine" and "update" not in error.hint
 
