@@ -83,6 +83,7 @@ def pack_rollouts(
     sequences = [_pack_sequence(rollout, algorithm) for rollout in rollouts]
     weights, plans, metrics, ledgers, sizes = [], [], [], [], []
     group_of = number_groups(rollouts) if config.share_prompts else None
+    constant = algorithm.loss_scale_factor or plan.max_response_length
     for first in range(0, len(sequences), plan.rollouts_per_minibatch):
         part = sequences[first : first + plan.rollouts_per_minibatch]
         lengths = [len(s.tokens) for s in part]
@@ -93,8 +94,8 @@ def pack_rollouts(
             count_multiple=role.microbatch_count_multiple, attention_ratio=role.attention_ratio, shared=shared)
         plans.append((range(first, first + len(part)), layout))
         in_loss = [s.num_loss_tokens for s in part]
-        weights.append(compute_sequence_weights(algorithm.loss_agg_mode, in_loss, plan.max_response_length))
-        ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, plan.max_response_length))
+        weights.append(compute_sequence_weights(algorithm.loss_agg_mode, in_loss, constant))
+        ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, constant))
         metrics.append(packing_metrics(
             layout, lengths, config.max_tokens_per_microbatch, pad_multiple=role.pad_multiple,
             attention_ratio=role.attention_ratio, shared=shared, buckets=role.buckets))

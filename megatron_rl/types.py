@@ -74,17 +74,19 @@ class Prompt:
         prompt_id: index in the data file after filtering; stable across runs and layouts.
         tokens: [s] int32 prompt token ids.
         text: the prompt as text (chat template applied).
-        ground_truth: what the reward rule compares with.
-        data_source: name of the data set (picks the rule where several are mixed).
+        ground_truth: what the reward rule compares with: a text, or a list or dict for a reward function that takes it.
+        data_source: name of the data set (picks the scorer with reward.rule=by_data_source).
         extra_info: further columns, handed to the reward function.
+        row: all columns but the prompt's.
     """
 
     prompt_id: int
     tokens: np.ndarray
     text: str
-    ground_truth: str
+    ground_truth: Any
     data_source: str = "default"
     extra_info: dict[str, Any] = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -7,16 +7,19 @@ The rest of experience.py is tested through whole runs (tests/test_trainer.py, t
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.data.batching import PackedSequence, build_train_batch, expand_to_tokens
-from megatron_rl.experience import gather_token_values
+from megatron_rl.experience import gather_token_values, pack_rollouts
+from reward_samples import make_rollout
 
 # Prompt of 2, responses of 3, 1, 2 and 4 tokens; that of rollout 1 is kept out of the loss.
 RESPONSES = [3, 1, 2, 4]
@@ -58,3 +61,17 @@ def test_every_rank_gets_the_values_of_the_first_rollouts_in_order() -> None:
         assert [x["clipped"].tolist() for x in found["after"]] == [[1, 1, 1], [], [0, 0]], "PPO clips where A > 0"
         assert [x["entropy"].tolist() for x in found["after"]] == [[2, 3, 4], [], [2, 3]]
         assert found["nothing"] == []
+
+
+@pytest.mark.parametrize("factor, denominator", [(None, 4 * 100.0), (32.0, 4 * 32.0)])
+def test_loss_scale_factor_stands_in_for_the_longest_response(factor: float | None, denominator: float) -> None:
+    """Weight of each token of the mode constant; layout and lengths of a role of one rank are written out."""
+    role = SimpleNamespace(
+        groups=SimpleNamespace(layout=SimpleNamespace(dp_size=1), at=SimpleNamespace(dp=0)), pad_multiple=1,
+        microbatch_count_multiple=1, attention_ratio=0.0, buckets=None)
+    plan = SimpleNamespace(rollouts_per_minibatch=4, max_response_length=100, longest_sequence=200)
+    algorithm = AlgorithmConfig(loss_agg_mode="constant", loss_scale_factor=factor)
+    rollouts = [make_rollout("x" * n, prompt_id=n) for n in RESPONSES]
+    batch, _ = pack_rollouts(rollouts, plan, algorithm, role, ActorConfig(), torch.device("cpu"))
+    assert batch.ledgers[0].denominator == denominator
+    assert batch.loss_weights[batch.loss_mask].tolist() == pytest.approx([1 / denominator] * sum(RESPONSES))

@@ -28,6 +28,7 @@ from megatron_rl.types import UserError
 
 _REWARD_PATH, _REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
 _TRUNCATION, _FILTER = "data.truncation", "data.filter_overlong_prompts"
+_REWARD_KEY = "data.reward_fn_key"
 _DO_SAMPLE = "actor_rollout_ref.rollout.val_kwargs.do_sample"
 _VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
 _CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
@@ -95,14 +96,26 @@ def _combine_overlong(parts: Parts) -> Combined:
         return [replace(filtering, name="data.overlong_prompts", value="drop", text=None)], notes
     if truncation is None:
         return [], []
-    policies = {"error": "error", "right": "truncate", "left": "truncate"}
-    if truncation.value not in ("error", "left", "right"):
+    policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
+    if truncation.value not in policies:
         raise UserError(
             f"{_TRUNCATION} = {truncation.value!r} is not known", source=truncation.source,
-            expected="error, left or right", hint="set data.overlong_prompts: error, truncate or drop",
+            expected="error, left, right or middle", hint="set data.overlong_prompts, see --help",
         )
     policy = policies[truncation.value]
     return [replace(truncation, name="data.overlong_prompts", value=policy, text=None)], []
+
+
+def _combine_reward_key(parts: Parts) -> Combined:
+    """verl's own reward, which a reward function or service of the recipe's overrules as it does there."""
+    key = parts[_REWARD_KEY]
+    if key.value is None:
+        return [], []
+    if key.value != "data_source":
+        raise UserError(
+            f"{_REWARD_KEY} = {key.value!r} is not supported", source=key.source,
+            expected="'data_source': it names the column that chooses the reward", hint="rename the column")
+    return [replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)], []
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
@@ -231,6 +244,7 @@ GROUPS: tuple[AliasGroup, ...] = (
     AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
     AliasGroup((_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'",
                _combine_reward_model),
+    AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe says otherwise", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
     AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),

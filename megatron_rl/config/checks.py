@@ -28,7 +28,8 @@ _AT_LEAST_ONE = (
     "data.train_batch_size", "data.validation_batch_size", "data.validation_limit", "data.max_prompt_length",
     "data.max_response_length", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
     "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs", "rollout.validation_n",
-    "reward.service_batch_size", "reward.service_concurrency", "algorithm.max_sampling_rounds",
+    "reward.service_batch_size", "reward.service_concurrency", "reward.service_max_answer_bytes",
+    "algorithm.max_sampling_rounds",
     "trainer.total_steps", "trainer.total_epochs", "trainer.capture_step", "checkpoint.keep_last",
     "checkpoint.max_failed_saves",
     "observability.console_every",
@@ -40,6 +41,7 @@ _POSITIVE = (
     "reward.service_timeout_seconds", "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high",
     "algorithm.kl_target", "algorithm.kl_horizon", "algorithm.importance_high", "algorithm.reject_sequence_above",
     "algorithm.sapo_tau_pos", "algorithm.sapo_tau_neg", "algorithm.cov_ratio", "algorithm.clip_cov_high",
+    "algorithm.loss_scale_factor",
     "critic.value_clip", "actor.graph_memory_gib", "critic.graph_memory_gib", "trainer.collective_timeout",
     "checkpoint.save_every_minutes", *(f"{section}.adam_eps" for section in _TRAINED),
 )

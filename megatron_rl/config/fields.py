@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _REFUSED = object()
 _TYPE_NAMES = {
     int: "integer", float: "number", bool: "true or false", str: "text", list[str]: "list of texts",
-    list[int]: "list of integers"}
+    list[int]: "list of integers", dict[str, Any]: "mapping"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,8 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         return _convert_number(value)
     if kind is str:
         return _convert_text(value, text)
+    if kind == dict[str, Any]:
+        return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED
     return _convert_list(value, *typing.get_args(kind))
 
 

@@ -11,7 +11,7 @@ Nothing here imports torch, so that a dry run starts at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         overrides, fields, _boolean_names(fields),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
     )
-    settings = resolve_references(_without_empty_sections(settings))
+    settings = _gather_mappings(resolve_references(_without_empty_sections(settings)), fields)
     translated, notes = translate(settings, fields)
     chosen = _choose(translated, fields)
     _require_all(chosen, fields, recipe)
@@ -96,6 +96,24 @@ def _without_empty_sections(settings: list[Setting]) -> list[Setting]:
                 expected=f"settings below {setting.name}", hint=f"write {setting.name}.KEY=VALUE, see --help",
             )
     return [setting for setting in settings if setting.name not in sections]
+
+
+def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -> list[Setting]:
+    """`section.mapping.key = value` as a part of the setting `section.mapping`; later keys replace earlier ones."""
+    names = [name for name, info in fields.items() if info.kind == dict[str, Any]]
+    gathered: dict[str, Setting] = {}
+    others = []
+    for setting in settings:
+        name = next((name for name in names if f"{setting.name}.".startswith(f"{name}.")), None)
+        if name is None:
+            others.append(setting)
+        elif setting.name == name:
+            gathered[name] = setting
+        else:
+            before = gathered[name].value if name in gathered and isinstance(gathered[name].value, dict) else {}
+            parts = {**before, setting.name.removeprefix(f"{name}."): setting.value}
+            gathered[name] = replace(setting, name=name, value=parts, text=None)
+    return others + list(gathered.values())
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dict[str, _Chosen]:

@@ -2,12 +2,13 @@
 """A config as people read it: dict, YAML, and the text behind `--help`.
 
 `dump_yaml` writes every setting of every section, so that the file in the run directory states the
-whole run; loading it again gives the same config.
+whole run; loading it again gives the same config, but for credentials in URLs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from typing import Any
 
@@ -28,8 +29,24 @@ Settings are given in the recipe (nested sections) and on the command line, whic
 
 
 def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
-    """The resolved config as section -> key -> value; JSON and YAML can hold all values."""
-    return dataclasses.asdict(cfg)
+    """The resolved config as section -> key -> value; JSON and YAML can hold all values.
+
+    Credentials in URLs are left out: what is made of it is written to files, checkpoints and W&B.
+    """
+    return _redact_all(dataclasses.asdict(cfg))
+
+
+def redact(text: str) -> str:
+    """The text with *** for the credentials of each URL in it, `http://user:token@host`."""
+    return re.sub(r"(https?://)[^/?#\s]+@", r"\1***@", text)
+
+
+def _redact_all(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redact_all(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_redact_all(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def dump_yaml(cfg: RunConfig) -> str:

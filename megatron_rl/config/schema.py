@@ -26,8 +26,8 @@ def option(default: Any, doc: str, unit: str = "") -> Any:
     metadata = {"doc": doc, "unit": unit}
     if default is MISSING:
         return dataclasses.field(metadata=metadata)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -57,8 +57,12 @@ class DataConfig:
     validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
     max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
     max_response_length: int = option(1024, "Longest response.", "tokens")
-    overlong_prompts: Literal["error", "truncate", "drop"] = option(
-        "error", "What to do with a prompt longer than max_prompt_length; truncated and dropped ones are counted.")
+    overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
+        "error", "What to do with a prompt longer than max_prompt_length: refuse it, keep its end (truncate), its "
+        "beginning (truncate_right) or both ends (truncate_middle), or drop it. Of a chat, messages are cut, not the "
+        "template.")
+    apply_chat_template_kwargs: dict[str, Any] = option(
+        {}, "Options of the tokenizer's chat template, such as enable_thinking: false for Qwen3.")
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
     response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")
@@ -193,9 +197,12 @@ class ReferenceConfig:
 class RewardConfig:
     """How responses are scored: a weighted sum of sources, each logged by its name."""
 
-    rule: Literal["exact", "math", "format"] = option(
-        "math", "Rule used when nothing else is given: exact match, math equivalence (math-verify), or whether the "
-        "answer is marked by \\boxed{} or ####.")
+    rule: Literal["exact", "math", "format", "by_data_source"] = option(
+        "math", "Rule used when nothing else is given: exact match, mathematical equality, whether the answer is "
+        "marked by \\boxed{} or ####, or what verl gives on public sets, by the column data_source.")
+    answer: Literal["marked", "any"] = option(
+        "marked", "Answers that the rule math takes: those marked by \\boxed{}, #### or in the data set's own way, or, "
+        "without a mark, the last expression of the response as well.")
     function: str | None = option(
         None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info).")
     components: list[str] = option(
@@ -203,12 +210,15 @@ class RewardConfig:
         "'model'; overrules rule, function and service_url.")
     workers: int = option(
         0, "Processes per rank that compute rules and functions beside generation; 0: in the rank itself.", "processes")
+    worker_secrets: list[str] = option(
+        [], "Variables of the environment that workers get although their names say key, token, secret or password.")
     timeout_seconds: float = option(
         60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds")
     service_url: str | None = option(None, "HTTP reward service: batches of responses are posted to it as JSON.")
     service_batch_size: int = option(64, "Responses per request.", "responses")
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests")
-    service_timeout_seconds: float = option(60.0, "Time limit of one request.", "seconds")
+    service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds")
+    service_max_answer_bytes: int = option(64 << 20, "Largest answer to one request.", "bytes")
     service_retries: int = option(4, "Further attempts after a failed request, with exponential backoff.", "attempts")
     service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds")
     service_on_failure: Literal["stop", "fallback"] = option(
@@ -260,6 +270,9 @@ class AlgorithmConfig:
     kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = option(
         "token-mean", "Denominator of the loss, global over microbatches and ranks.")
+    loss_scale_factor: float | None = option(
+        None, "loss_agg_mode constant: what stands in for max_response_length in the denominator; default: "
+        "data.max_response_length.", "tokens")
     kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")
     kl_type: Literal["k1", "k2", "k3", "abs"] = option(
         "k3", "KL estimator (Schulman, Approximating KL divergence), or the absolute difference of log-probs.")

@@ -3,7 +3,7 @@
 
 Two schemas are read, row by row: the plain one (`prompt`, `answer`; names from the config) and verl's
 (`prompt` as chat messages, `data_source`, `reward_model.ground_truth`, `extra_info`). A text prompt is
-used verbatim; chat messages go through the tokenizer's chat template.
+used verbatim; chat messages go through the tokenizer's chat template, which stays whole when they are cut.
 
 Invariants: `prompt_id` is the index of the row over all files, before anything is dropped; a prompt
 that is too long is refused, cut or dropped as the config says, and counted, never silently;
@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.chat import keep_tokens, read_messages, shorten_messages
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt, UserError
@@ -90,17 +91,15 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
         if limit is not None and len(prompts) >= limit:
             break
         ground_truth = _ground_truth(row, cfg)
-        text, tokens = _tokenize_prompt(row, tokenizer, cfg)
-        fitted = _fit(tokens, row, cfg)
+        fitted = _tokenize_prompt(row, tokenizer, cfg)
         dropped += fitted is None
         if fitted is None:
             continue
-        if len(fitted) < len(tokens):
-            truncated += 1
-            text = tokenizer.decode(fitted)
+        truncated += fitted.is_truncated
         prompts.append(Prompt(
-            prompt_id=row.index, tokens=np.asarray(fitted, dtype=np.int32), text=text, ground_truth=ground_truth,
-            data_source=row.optional("data_source", str, "default"), extra_info=_extra_info(row, cfg)))
+            prompt_id=row.index, tokens=fitted.tokens, text=fitted.text, ground_truth=ground_truth,
+            data_source=row.optional("data_source", str, "default"), extra_info=_extra_info(row, cfg),
+            row={name: value for name, value in row.columns.items() if name != cfg.prompt_key}))
     _refuse_empty(len(prompts), dropped, files, cfg)
     return PromptSet(prompts, truncated, dropped)
 
@@ -125,23 +124,31 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
             raise UserError(f"the response has {len(response)} tokens with its EOS", source=row.location,
                             expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
                             hint="raise data.max_response_length, or shorten the response")
-        _, tokens = _tokenize_prompt(row, tokenizer, cfg)
-        fitted = _fit(tokens, row, cfg)
+        fitted = _tokenize_prompt(row, tokenizer, cfg)
         dropped += fitted is None
         if fitted is None:
             continue
-        truncated += len(fitted) < len(tokens)
-        examples.append(SftExample(
-            row.index, np.asarray(fitted, dtype=np.int32), np.asarray(response, dtype=np.int32)))
+        truncated += fitted.is_truncated
+        examples.append(SftExample(row.index, fitted.tokens, np.asarray(response, dtype=np.int32)))
     _refuse_empty(len(examples), dropped, files, cfg)
     return SftSet(examples, truncated, dropped)
 
 
-def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[str, list[int]]:
-    value = row.require(cfg.prompt_key)
-    if isinstance(value, list):
-        _check_messages(value, row, cfg.prompt_key)
-        text = tokenizer.apply_chat_template(value)
+@dataclass(frozen=True)
+class _Fitted:
+    """A prompt of at most `max_prompt_length` tokens."""
+
+    text: str
+    tokens: np.ndarray
+    is_truncated: bool
+
+
+def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted | None:
+    """The prompt as the policy for long ones leaves it; None where it drops the row."""
+    value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
+    messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
+    if messages is not None:
+        text = tokenizer.apply_chat_template(messages, **cfg.apply_chat_template_kwargs)
     elif isinstance(value, str):
         text = value
     else:
@@ -150,24 +157,31 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> tuple[s
     if not tokens:
         raise UserError(f'the prompt in column "{cfg.prompt_key}" has no tokens', source=row.location,
                         expected="at least one token", hint="mend or remove this row")
-    return text, tokens
+    is_too_long = len(tokens) > limit
+    if is_too_long and cfg.overlong_prompts == "drop":
+        return None
+    if is_too_long and cfg.overlong_prompts == "error":
+        raise UserError(f"the prompt has {len(tokens)} tokens", source=row.location,
+                        expected=f"at most data.max_prompt_length = {limit} tokens",
+                        hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop")
+    if is_too_long and messages is not None:
+        text, tokens = shorten_messages(
+            messages, limit, cfg.overlong_prompts, tokenizer, cfg.apply_chat_template_kwargs, row.location)
+    elif is_too_long:
+        tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
+        text = tokenizer.decode(tokens)
+    return _Fitted(text, np.asarray(tokens, dtype=np.int32), is_too_long)
 
 
-def _check_messages(messages: list[Any], row: Row, column: str) -> None:
-    for message in messages:
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise wrong_type(column, message, row.location, 'chat messages {"role": text, "content": text}')
-    if not messages:
-        raise wrong_type(column, messages, row.location, "at least one chat message")
+def _ground_truth(row: Row, cfg: DataConfig) -> Any:
+    """verl's `reward_model.ground_truth` where the row has it, the plain answer column otherwise.
 
-
-def _ground_truth(row: Row, cfg: DataConfig) -> str:
-    """verl's `reward_model.ground_truth` where the row has it, the plain answer column otherwise."""
-    nested = row.optional("reward_model", dict, {}).get("ground_truth")
-    if nested is not None:
-        return as_text(nested, "reward_model.ground_truth", row.location)
-    return row.scalar_text(cfg.answer_key)
+    Lists and dicts stay as they are, for reward functions that take them.
+    """
+    value, column = row.optional("reward_model", dict, {}).get("ground_truth"), "reward_model.ground_truth"
+    if value is None:
+        value, column = row.require(cfg.answer_key), cfg.answer_key
+    return value if isinstance(value, list | dict) else as_text(value, column, row.location)
 
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
@@ -175,20 +189,6 @@ def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
     known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})
-
-
-def _fit(tokens: list[int], row: Row, cfg: DataConfig) -> list[int] | None:
-    """The tokens that the policy for long prompts keeps; None where it drops the row."""
-    limit = cfg.max_prompt_length
-    if len(tokens) <= limit:
-        return tokens
-    if cfg.overlong_prompts == "truncate":
-        return tokens[-limit:]  # the end of a prompt holds the question
-    if cfg.overlong_prompts == "drop":
-        return None
-    raise UserError(f"the prompt has {len(tokens)} tokens", source=row.location,
-                    expected=f"at most data.max_prompt_length = {limit} tokens",
-                    hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop")
 
 
 def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) -> None:

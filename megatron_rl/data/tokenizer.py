@@ -37,8 +37,8 @@ class Tokenizer(Protocol):
         """Text of `ids` without the special tokens."""
         ...
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        """Text of a conversation, up to where the assistant begins to speak."""
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Text of a conversation, up to where the assistant begins to speak; `options` are of its template."""
         ...
 
 
@@ -76,8 +76,8 @@ class SentencePieceTokenizer:
         """See `Tokenizer.decode`."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        """One "role: content" line per message, then "assistant: "; sentencepiece carries no template."""
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """One "role: content" line per message, then "assistant: "; sentencepiece carries no template with options."""
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
@@ -109,14 +109,15 @@ class HuggingFaceTokenizer:
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The tokenizer's own template with the generation prompt.
 
         Raises:
             UserError: there is no template, or it refuses these messages.
         """
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(
+                messages, **{"tokenize": False, "add_generation_prompt": True, **options})
         except Exception as error:  # jinja raises whatever the template's author chose
             raise UserError(f"the chat template failed: {_first_line(error)}", source=self.source,
                             expected="a tokenizer with a chat template that accepts these messages",

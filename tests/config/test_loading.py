@@ -244,11 +244,31 @@ def test_merge_keys_are_resolved(tmp_path: Path) -> None:
 
 def test_resolved_config_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
     """Does not cover texts that YAML would read as another type; the dumper quotes those."""
-    config = load_config(recipe, ["trainer.run_dir=2024", "actor.adam_eps=1e-20", "data.validation_files=[v]"]).config
+    config = load_config(recipe, ["trainer.run_dir=2024", "actor.adam_eps=1e-20", "data.validation_files=[v]",
+                                  "data.apply_chat_template_kwargs.enable_thinking=false"]).config
     again = tmp_path / "config.yaml"
     again.write_text(dump_yaml(config))
     assert load_config(again).config == config
     assert list(config_to_dict(config)) == list(dict.fromkeys(info.section for info in list_fields().values()))
+
+
+def test_parts_of_a_mapping_are_put_together(recipe: Path) -> None:
+    name = "data.apply_chat_template_kwargs"
+    recipe.write_text(recipe.read_text() + f"{name}: {{enable_thinking: true, style: short}}\n")
+    config = load_config(recipe, [f"{name}.enable_thinking=false", f"{name}.level=3"]).config
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "style": "short", "level": 3}
+    assert load_config(recipe, [f"{name}={{level: 4}}"]).config.data.apply_chat_template_kwargs == {"level": 4}
+    with pytest.raises(UserError, match="data.apply_chat_template_kwargs = 3"):
+        load_config(recipe, [f"{name}=3"])
+
+
+def test_credentials_of_urls_are_in_no_file(recipe: Path) -> None:
+    urls = ["reward.components=[1.0 https://me:hidden@host:80/a@b, 1 math]", "reward.service_url=http://key@host/score"]
+    config = load_config(recipe, urls).config
+    assert "hidden" in config.reward.components[0], "the run itself knows them"
+    text = dump_yaml(config) + str(config_to_dict(config))
+    assert "hidden" not in text and "key@" not in text
+    assert text.count("1.0 https://***@host:80/a@b") == text.count("http://***@host/score") == 2
 
 
 def test_help_names_every_setting_with_type_default_and_unit() -> None:

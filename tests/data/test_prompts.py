@@ -33,8 +33,21 @@ class LetterTokenizer:
     def decode(self, ids) -> str:
         return "".join(chr(i) for i in ids if i)
 
+    def apply_chat_template(self, messages: list[dict[str, Any]], mark: str = "|") -> str:
+        return mark.join(f"{m['role']}>{m['content']}" for m in messages) + mark
+
+
+class PairTokenizer(LetterTokenizer):
+    """Two letters to a token, counted from the start of a text: a cut changes all tokens behind it."""
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        return [ord(text[i]) << 8 | ord((text + "\0")[i + 1]) for i in range(0, len(text), 2)]
+
+    def decode(self, ids) -> str:
+        return "".join(chr(i >> 8) + chr(i & 255) for i in ids).replace("\0", "")
+
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        return "|".join(f"{m['role']}>{m['content']}" for m in messages) + "|"
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>"
 
 
 TOKENIZER = LetterTokenizer()
@@ -96,7 +109,6 @@ BAD_LINES = {
     "null answer": ('{"prompt": "x", "answer": null}', 'column "answer" is null'),
     "number as prompt": ('{"prompt": 5, "answer": "1"}', 'column "prompt" holds 5'),
     "empty prompt": ('{"prompt": "", "answer": "1"}', "no tokens"),
-    "list as answer": ('{"prompt": "x", "answer": ["1"]}', 'column "answer" holds'),
     "bool as answer": ('{"prompt": "x", "answer": true}', 'column "answer" holds True'),
     "NaN as answer": ('{"prompt": "x", "answer": NaN}', 'column "answer" holds nan'),
     "no messages": ('{"prompt": [], "answer": "1"}', 'column "prompt" holds'),
@@ -104,7 +116,6 @@ BAD_LINES = {
     "message of text": ('{"prompt": ["hi"], "answer": "1"}', 'column "prompt" holds'),
     "bad extra_info": ('{"prompt": "x", "answer": "1", "extra_info": "y"}', 'column "extra_info" holds'),
     "bad reward_model": ('{"prompt": "x", "reward_model": "2"}', 'column "reward_model" holds'),
-    "bad ground truth": ('{"prompt": "x", "reward_model": {"ground_truth": {"a": 1}}}', "reward_model.ground_truth"),
     "half a character in a prompt": ('{"prompt": "a\\ud83d", "answer": "1"}', 'column "prompt" holds \\ud83d, half'),
     "half a character in a message": (
         '{"prompt": [{"role": "user", "content": "\\uDE00x"}], "answer": "1"}', 'column "prompt" holds \\ude00, half'),
@@ -115,6 +126,8 @@ BAD_LINES = {
         '{"prompt": "x", "reward_model": {"ground_truth": "\\ud800"}}', 'column "reward_model" holds \\ud800, half'),
     "half a character in a name": (
         '{"prompt": "x", "answer": "1", "\\udfff": 2}', 'column "\\udfff" holds \\udfff, half'),
+    "bad ground truth": ('{"prompt": "x", "reward_model": {"ground_truth": false}}', "reward_model.ground_truth"),
+    "image as part": ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "'image'"),
     "bad data_source": ('{"prompt": "x", "answer": "1", "data_source": 3}', 'column "data_source" holds 3'),
 }
 
@@ -191,13 +204,61 @@ def overlong_file(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("policy, texts, ids, truncated, dropped", [
-    ("truncate", ["def", "abc", "xyz", "xyz"], [0, 1, 2, 3], 2, 0), ("drop", ["abc", "xyz"], [1, 3], 0, 2)])
+    ("truncate", ["def", "abc", "xyz", "xyz"], [0, 1, 2, 3], 2, 0),
+    ("truncate_right", ["abc", "abc", "uvw", "xyz"], [0, 1, 2, 3], 2, 0),
+    ("truncate_middle", ["aef", "abc", "uyz", "xyz"], [0, 1, 2, 3], 2, 0), ("drop", ["abc", "xyz"], [1, 3], 0, 2)])
 def test_overlong_prompts_are_counted_and_ids_stay(tmp_path, policy, texts, ids, truncated, dropped):
     loaded = load_prompts([overlong_file(tmp_path)], TOKENIZER, config(max_prompt_length=3, overlong_prompts=policy))
     assert [p.text for p in loaded.prompts] == texts
     assert [TOKENIZER.decode(p.tokens) for p in loaded.prompts] == texts
     assert [p.prompt_id for p in loaded.prompts] == ids
     assert (loaded.num_truncated, loaded.num_dropped) == (truncated, dropped)
+
+
+@pytest.mark.parametrize("policy, question", [("truncate", "456789"), ("truncate_right", "012345"),
+                                              ("truncate_middle", "012789")])
+def test_a_chat_keeps_its_template_when_it_is_cut(tmp_path, policy, question):
+    """The longest message is cut; the template's opening, the other messages and the generation prompt stay."""
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "0123456789"}]
+    file = write(tmp_path / "f.jsonl", [{"prompt": messages, "answer": "1"}])
+    limit = len("system>add|user>|") + 6
+    (prompt,) = load_prompts([file], TOKENIZER, config(max_prompt_length=limit, overlong_prompts=policy)).prompts
+    assert prompt.text == TOKENIZER.decode(prompt.tokens) == f"system>add|user>{question}|"
+    (prompt,) = load_prompts([file], TOKENIZER, config(max_prompt_length=limit - 5, overlong_prompts=policy)).prompts
+    assert len(prompt.tokens) in (limit - 5, limit - 6) and len(prompt.text.rpartition(">")[2]) == 3
+    with pytest.raises(UserError, match="the chat template alone has 14 tokens") as caught:
+        load_prompts([file], TOKENIZER, config(max_prompt_length=13, overlong_prompts=policy))
+    assert caught.value.source == f"{file}:1"
+
+
+def test_a_chat_with_merged_tokens_fits_when_it_is_cut(tmp_path):
+    """As with a real tokenizer, a cut changes the tokens around it; every limit down to the template."""
+    tokenizer = PairTokenizer()
+    messages = [{"role": "user", "content": "to be or not to be, that is the question: " * 5}]
+    file, bare = write(tmp_path / "f.jsonl", [{"prompt": messages, "answer": "1"}]), "<user><a>"
+    for policy in ("truncate", "truncate_right", "truncate_middle"):
+        for limit in range(len(tokenizer.encode(bare)) + 1, 60):
+            cfg = config(max_prompt_length=limit, overlong_prompts=policy)
+            (prompt,) = load_prompts([file], tokenizer, cfg).prompts
+            assert limit - 3 <= len(prompt.tokens) <= limit
+            assert prompt.text.startswith("<user>") and prompt.text.endswith("<a>")
+
+
+def test_parts_of_a_message_and_options_of_the_template(tmp_path):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    file = write(tmp_path / "f.parquet", [{"prompt": [{"role": "user", "content": parts}], "answer": "2"}])
+    (prompt,) = load_prompts([file], TOKENIZER, config(apply_chat_template_kwargs={"mark": "#"})).prompts
+    assert prompt.text == "user>1+1=#"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("truth", [["1", "one"], {"target": ["1"]}])
+def test_ground_truths_may_be_lists_and_dicts(tmp_path, suffix, truth):
+    rows = [{"prompt": "x", "reward_model": {"style": "rule", "ground_truth": truth}}]
+    (prompt,) = load_prompts([write(tmp_path / f"f.{suffix}", rows)], TOKENIZER, config()).prompts
+    assert prompt.ground_truth == truth and prompt.row == {"reward_model": rows[0]["reward_model"]}
+    rows = [{"prompt": "x", "answer": truth}]
+    assert load_prompts([write(tmp_path / f"g.{suffix}", rows)], TOKENIZER, config()).prompts[0].ground_truth == truth
 
 
 def test_overlong_prompt_is_an_error_by_default(tmp_path):

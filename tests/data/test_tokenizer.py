@@ -103,6 +103,8 @@ def test_chat_templates(tmp_path):
         without.apply_chat_template(messages)
     chat = load_tokenizer(write_hugging_face(tmp_path / "chat", eos_token="</s>", chat_template=TEMPLATE))
     assert chat.apply_chat_template(messages) == "<system>add<user>1+1<a>"
+    assert chat.apply_chat_template(messages, add_generation_prompt=False) == "<system>add<user>1+1"
+    assert plain.apply_chat_template(messages, enable_thinking=False) == plain.apply_chat_template(messages)
 
 
 @pytest.mark.parametrize("files", [{}, {"weights.bin": b""}, {"tokenizer.json": b"{"}, {"tokenizer.model": b"garbage"}])

@@ -44,7 +44,7 @@ class Letters:
     def decode(self, tokens: list[int]) -> str:
         return "".join(map(chr, tokens))
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: str) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
