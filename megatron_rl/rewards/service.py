@@ -7,7 +7,8 @@
 
 Batches are cut in the order in which responses finish, so a service must score each sample on its own.
 A request is tried again after a connection error, a timeout, 429, 5xx and an answer that is not the JSON
-above; not after another status, which says that the request itself is wrong.
+above; not after another status, which says that the request itself is wrong. The pauses are waited for here, not by
+urllib3's `Retry`: that one cannot be interrupted, and does not know a bad answer.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import requests
-
+from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.deadline import DeadlineExceeded, TooLarge, post_within
 from megatron_rl.rewards.plan import SERVICE_FAILURES
 from megatron_rl.rewards.scoring import Sample, Score, parse_score, shorten
 from megatron_rl.types import UserError
 
 _MOST_NAMED_PROMPTS = 8
+_LONGEST_TEXT = 10_000  # bytes of an answer that an error looks at
+_OK, _TOO_MANY_REQUESTS = 200, 429
+_TOLD = ("data_source", "prompt", "response", "ground_truth", "extra_info", "prompt_id", "sample_index")
 
 
 class _RequestFailed(Exception):
@@ -42,8 +46,7 @@ class RewardService:
 
     Args:
         url: where batches are posted.
-        config: the service_* settings. `service_timeout_seconds` bounds the connection and each wait for
-            data, as `requests` defines it.
+        config: the service_* settings.
         setting: where the URL was given, for errors.
     """
 
@@ -102,25 +105,28 @@ class RewardService:
                 return [self._count(score, 0.0) for score in scores]
 
     def _post(self, samples: Sequence[Sample]) -> list[Score]:
-        body = json.dumps({"samples": [vars(sample) for sample in samples]}, default=_to_json)
+        told = [{name: getattr(sample, name) for name in _TOLD} for sample in samples]
+        body = json.dumps({"samples": told}, default=_to_json).encode()
+        config = self._config
         try:
-            response = requests.post(
-                self._url, data=body.encode(), headers={"Content-Type": "application/json"},
-                timeout=self._config.service_timeout_seconds, allow_redirects=False)
-        except requests.RequestException as error:
-            raise _RequestFailed(f"{type(error).__name__}: {shorten(str(error))}", retry=True) from error
-        if response.status_code != requests.codes.ok:
-            retry = response.status_code == requests.codes.too_many_requests or response.status_code >= 500
-            raise _RequestFailed(f"status {response.status_code}: {shorten(repr(response.text))}", retry=retry)
+            status, answer = post_within(
+                self._url, body, config.service_timeout_seconds, config.service_max_answer_bytes)
+        except (DeadlineExceeded, TooLarge) as error:
+            raise _RequestFailed(str(error), retry=True) from error
+        except Exception as error:  # of requests, urllib3 and what they are built on
+            raise _RequestFailed(f"{type(error).__name__}: {shorten(redact(str(error)))}", retry=True) from error
+        if status != _OK:
+            text = shorten(repr(answer[:_LONGEST_TEXT].decode(errors="replace")))
+            raise _RequestFailed(f"status {status}: {text}", retry=status == _TOO_MANY_REQUESTS or status >= 500)
         try:
-            return _parse_answer(response.json(), len(samples))
-        except ValueError as error:  # also what `json` raises
+            return _parse_answer(json.loads(answer), len(samples))
+        except (ValueError, RecursionError) as error:  # of `json` or of `_parse_answer`
             raise _RequestFailed(f"a bad answer: {error}", retry=True) from error
 
     def _give_up(self, samples: Sequence[Sample], attempts: int, failure: _RequestFailed) -> list[Score]:
         ids = sorted({sample.prompt_id for sample in samples})
         named = ", ".join(map(str, ids[:_MOST_NAMED_PROMPTS])) + (", ..." if len(ids) > _MOST_NAMED_PROMPTS else "")
-        found = (f"the reward service {self._url} gave no scores for {len(samples)} responses in {attempts} "
+        found = (f"the reward service {redact(self._url)} gave no scores for {len(samples)} responses in {attempts} "
                  f"attempt(s); the last one: {failure}\n  prompt ids: {named}")
         if self._config.service_on_failure == "stop":
             raise UserError(

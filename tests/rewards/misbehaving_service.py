@@ -6,15 +6,24 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 app = FastAPI()
 requests_seen: Counter[str] = Counter()
 busy: Counter[str] = Counter()
 most_busy: Counter[str] = Counter()
+
+
+async def drip() -> AsyncIterator[bytes]:
+    """An answer that never ends, and never pauses for long."""
+    while True:
+        await asyncio.sleep(0.05)
+        yield b" "
 
 
 @app.get("/seen/{test}")
@@ -42,6 +51,15 @@ async def answer(behaviour: str, test: str, request: Request) -> Any:
             return {"scores": ["good"] * len(scores)}
         case ["nan"]:
             return Response('{"scores": [NaN]}')
+        case ["nested"]:
+            return Response("[" * 100_000)
+        case ["drip"]:
+            return StreamingResponse(drip())
+        case ["large"]:
+            return StreamingResponse(b" " * (1 << 20) for _ in range(1 << 12))
+        case ["user", "token"]:
+            is_authorized = request.headers.get("authorization") == "Basic dXNlcjp0b2tlbg=="
+            return {"scores": [float(is_authorized)] * len(samples)}
         case ["slow", seconds]:
             busy[test] += 1
             most_busy[test] = max(busy[test], most_busy[test])

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ import pytest
 import requests
 
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.deadline import DeadlineExceeded, post_within
 from megatron_rl.rewards.scoring import Sample, Score
 from megatron_rl.rewards.service import RewardService
 from megatron_rl.types import UserError
@@ -117,14 +120,47 @@ def test_pauses_double(service):
     ("status-503", "status 503: 'not today'", 3), ("status-422", "status 422", 1), ("status-404", "status 404", 1),
     ("status-307", "status 307", 1), ("text", "a bad answer", 3), ("short", "0 scores for 1 samples", 3),
     ("words", "'good' \\(str\\) as the score", 3), ("nan", "nan \\(float\\) as the score", 3),
-    ("slow-3", "ReadTimeout", 3)])
+    ("slow-3", "not done within reward.service_timeout_seconds = 0.3", 3), ("nested", "a bad answer", 3),
+    ("drip", "not done within reward.service_timeout_seconds = 0.3", 3),
+    ("large", "more than reward.service_max_answer_bytes = 4,000,000", 3)])
 def test_lasting_trouble_stops_the_run(service, behaviour, message, attempts):
     url = f"{service}/{behaviour}/lasting-{behaviour}"
+    timeout = 0.3 if "0.3" in message else 20.0
     with pytest.raises(UserError, match=message) as caught:
-        ask(url, replace(QUICK, service_timeout_seconds=0.3), [make_sample()])
+        ask(url, replace(QUICK, service_timeout_seconds=timeout, service_max_answer_bytes=4_000_000), [make_sample()])
     assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
     assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.service_url"
     assert seen(service, f"lasting-{behaviour}")["requests"] == attempts
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nx: "])
+def test_headers_that_never_end(head):
+    """A server that sends one byte of its headers every 50 ms; of TLS only the plain half is covered."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def serve() -> None:
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        threading.Thread(target=serve, daemon=True).start()
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"service_timeout_seconds = 0\.5"):
+            post_within(f"http://127.0.0.1:{server.getsockname()[1]}/score", b"{}", 0.5, 1000)
+        assert 0.5 <= time.monotonic() - start < 10
+
+
+def test_credentials_are_sent_and_not_shown(service, caplog):
+    url = service.replace("http://", "http://user:token@")
+    assert ask(f"{url}/user-token/secret", QUICK, samples_of(1)) == [Score(1.0)]
+    config = replace(QUICK, service_on_failure="fallback", service_retries=0)
+    with pytest.raises(UserError) as caught:
+        ask(f"{url}/text/secret", replace(QUICK, service_retries=0), samples_of(1))
+    with caplog.at_level(logging.WARNING, logger="megatron_rl"):
+        ask("http://user:token@127.0.0.1:9/score", config, samples_of(1))
+    for message in (str(caught.value), caplog.text):
+        assert "token" not in message and "http://***@127.0.0.1" in message
 
 
 def test_fallback_is_counted_and_logged(service, caplog):
