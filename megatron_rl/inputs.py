@@ -25,6 +25,7 @@ from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parts import NO_PARTS, Parts
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
+from megatron_rl.rewards.truths import check_truths
 from megatron_rl.rollout.engine import find_engine
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
@@ -57,7 +58,7 @@ class RlInputs:
 
     Attributes:
         plan: batch arithmetic for these prompts.
-        notes: settings that have no effect in this run, one line each.
+        notes: settings that have no effect in this run, and ground truths that a rule cannot read, one line each.
     """
 
     roles: Roles
@@ -126,9 +127,11 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     }
     train = load_prompts(config.data.train_files, model.tokenizer, config.data)
     plan = BatchPlan.build(config, world_size, roles, len(train.prompts))
+    prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
+    notes = _find_idle_settings(config, roles, plan) + check_truths(reward_plan, prompts)
     return RlInputs(
         roles=roles, model=model, train=train, validation=validation, reward_plan=reward_plan, critic=critic,
-        reward_model=reward_model, plan=plan, notes=_find_idle_settings(config, roles, plan))
+        reward_model=reward_model, plan=plan, notes=notes)
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:

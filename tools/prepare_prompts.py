@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.data.rows import Row, read_rows
-from megatron_rl.rewards.rules import extract_answer
+from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.types import UserError
 
 

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from megatron_rl.rewards.rules import marks_answer, math_equal
+from megatron_rl.rewards.rules import marks_answer, score_math
 
 app = FastAPI(title="Reward service")
 
@@ -32,7 +32,7 @@ class Sample(BaseModel):
     data_source: str
     prompt: str
     response: str
-    ground_truth: str
+    ground_truth: str | list[str]
     extra_info: dict[str, Any] = {}
 
 
@@ -44,10 +44,11 @@ class Batch(BaseModel):
 
 @app.post("/score")
 async def score(batch: Batch) -> dict[str, list[dict[str, float]]]:
-    """One score per sample, in order, and whether the answer was marked as a component of its own."""
-    # Async, and so in the main thread: math-verify's time limit is a signal. `uvicorn --workers` adds processes.
+    """One score per sample, in order, with what the rule counts, and the rule `format` as a component."""
+    # One at a time; `uvicorn --workers` adds processes.
     return {"scores": [
-        {"score": math_equal(sample.response, sample.ground_truth), "format": marks_answer(sample.response)}
+        {**score_math(sample.response, sample.ground_truth, sample.data_source),
+         "format": marks_answer(sample.response)}
         for sample in batch.samples]}
 
 

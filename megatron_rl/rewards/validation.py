@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.rewards.rules import extract_answer
+from megatron_rl.rewards.answers import extract_answer
 
 
 def name_answer(response: str) -> str:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""math-verify in a process of its own, so that an answer that takes too long can be stopped.
+
+math-verify bounds itself with a Python signal handler: it works in the main thread only, and not while one operation on
+large integers runs. The kernel ends this process instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import resource
+import signal
+import sys
+import threading
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Literal
+
+from megatron_rl.rewards.child import ChildProcess
+
+Verdict = Literal["equal", "different", "timeout", "unparsable truth"]
+
+_LIMIT_SECONDS = 5.0
+_START_SECONDS = 120.0  # for importing sympy
+_LIMIT_BYTES = 4 << 30
+_REMEMBERED = 4096  # responses of a group often give the same answer
+
+
+class Judge:
+    """Compares two texts with math-verify in a child, which is started when it is needed first; for any thread."""
+
+    def __init__(self, limit_seconds: float = _LIMIT_SECONDS) -> None:
+        self._limit_seconds, self._lock = limit_seconds, threading.Lock()
+        self._child: ChildProcess | None = None
+
+    def compare(self, answer: str, truth: str) -> Verdict:
+        """Whether `answer` equals `truth`; "timeout" where that took too much time or memory."""
+        with self._lock:
+            if self._child is None:
+                self._child = ChildProcess("megatron_rl.rewards.judge")
+                self._child.ask(self._limit_seconds, _START_SECONDS)
+            try:
+                return self._child.ask((answer, truth), 2 * self._limit_seconds)
+            except (TimeoutError, EOFError, OSError):
+                self._end()
+                return "timeout"
+
+    def close(self) -> None:
+        """End the child; the next comparison starts another one."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end(0.0)
+            self._child = None
+
+
+_JUDGE = Judge()
+atexit.register(_JUDGE.close)
+
+
+@lru_cache(_REMEMBERED)
+def judge(answer: str, truth: str) -> Verdict:
+    """`Judge.compare` with the child of this process."""
+    return _JUDGE.compare(answer, truth)
+
+
+def serve(connection: Connection) -> None:
+    """Be the child: the first message is the limit, each further one an (answer, truth)."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that time limits are left to the caller
+    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    limit_seconds = connection.recv()
+    connection.send(None)
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            answer, truth = connection.recv()
+            signal.setitimer(signal.ITIMER_REAL, limit_seconds)  # SIGALRM has no handler here: it ends the process
+            verdict = _compare(math_verify, answer, truth)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.send(verdict)
+
+
+def _compare(math_verify: object, answer: str, truth: str) -> Verdict:
+    try:
+        gold = math_verify.parse(truth, parsing_timeout=None)
+        if all(isinstance(found, str) for found in gold):
+            return "unparsable truth"
+        found = math_verify.parse(answer, parsing_timeout=None)
+        return "equal" if math_verify.verify(gold, found, timeout_seconds=None) else "different"
+    except MemoryError:
+        return "timeout"
+    except Exception:  # of sympy, which meets every text that a policy can write
+        return "different"
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

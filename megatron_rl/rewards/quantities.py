@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Reads one number as people write it: "$1,072.50", "18 dollars", "1 000", "2\frac{1}{2}", "1e3", "50\%".
+
+Units and currencies are skipped, not compared. A dot or comma that could mean both is read as in English ("1.000" is
+1); a comma before other than three digits is a decimal comma only where the caller says so, because "1,5" may be two
+answers. What holds several numbers, a variable or an operator is no quantity.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ROUNDED_FROM = 6  # a decimal of so many places may stand for a number such as 1/3
+_LONGEST = 500  # characters
+
+# How answers are dressed.
+_SPACES = re.compile(r"\\[,;:> ]|[~\s\u200b]")
+_WRAPPED_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|emph|operatorname)\s*\{([^{}]*)\}")
+_NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\\?\$|\*\*|[`\"]|\\(?=[%$])")
+_SUPERSCRIPTS = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207b]+")
+_VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_CHARACTERS = str.maketrans({  # minus, Arabic separators, apostrophe, times, fraction slash, quotes
+    "\u2212": "-", "\u066c": ",", "\u066b": ".", "\u2019": "'", "\u00d7": "*", "\u00b7": "*", "\u2044": "/",
+    "\u201c": "", "\u201d": ""} | {
+    code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)})  # full-width ASCII, but for the exclamation mark
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree")
+_CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|CNY|RMB|JPY|CHF|US|R|CA|AU|HK|NT|Rs\.?)\s*(?=[\d.+-])")
+
+# Numbers.
+_DIGITS = (r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,2}(?:,\d\d)+,\d{3}(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?:[.,]\d+)?"
+           r"|\d{1,3}(?:'\d{3})+(?:\.\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d+(?:\.\d+)?|\.\d+)(?![\d,]*\d)")
+_PLAIN = re.compile(_DIGITS)
+_PLAIN_WITH_COMMA = re.compile(rf"{_DIGITS}|\d+,\d+(?!,?\d)")
+_TIMES_TEN = re.compile(
+    r"[eE]([+-]?\d{1,3})(?!\w)|\s*(?:[*x]|\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d)(?!\d))")
+_FRACTION = re.compile(
+    rf"(?:(\d+)(?:\s+|(?=\\)))?"  # of a mixed number
+    rf"(?:\\[dtc]?frac\s*(?:\{{\s*(-?{_DIGITS})\s*\}}|(\d))\s*(?:\{{\s*({_DIGITS})\s*\}}|(\d))|({_DIGITS})\s*/\s*({_DIGITS}))")
+
+# What may stand around a number.
+_LEFT_SIDE = re.compile(  # of "=": a name (perhaps with arguments), arithmetic, or words
+    r"\s*(?:(?P<name>\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\s*\([^()]*\))?)|[\d\s.,+\-*/()^{}]+|[^\W\d_]+(?:\s+[^\W\d_]+)*)\s*")
+_CJK = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+_WORDS_BEFORE = re.compile(rf"(?:[^\W\d_]+[:,']?\s+|{_CJK}+[:,]?\s*)+")
+_PERCENT = re.compile(r"\s*(?:%|(?:percent|per\s+cent|pct)\b)", re.IGNORECASE)
+_UNIT = re.compile(
+    rf"([\s(/\-]*)(?:per\s+)?({_CJK}|[%\u00b0]|(?:(?!{_CJK})[^\W\d_])+)(?:\s*\^\s*\{{?\s*-?\d\s*\}}?)?(.*)", re.DOTALL)
+_SHORT_UNITS = _words(
+    "m s h g l w v j n k c f b km cm mm nm dm kg mg ml cl dl kw hz kj pa ms hr ft yd mi lb oz ha th st nd rd am pm kb "
+    "mb gb tb rs z\u0142 kr is")
+_NO_UNITS = _words(  # operators, functions and constants in words
+    "or and to plus minus times over mod choose if when where such not than pi tau theta alpha beta gamma lambda phi "
+    "sigma omega sqrt root cbrt sin cos tan cot sec csc log exp infty infinity und oder et ou")
+_UNEQUAL = _words("not less more greater fewer least most under above below between than or and")
+_NUMBER_IN_WORDS_AFTER = re.compile(
+    r"\b(?:for|in|after|of|on|at|by|with|from|per|every|each|within)\s+(?:the\s+)?\d[\d.,]*|\^\s*\{?\s*-?\d\s*\}?")
+_MAGNITUDES = {
+    "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "lakh": 10**5, "crore": 10**7, "\u5343": 10**3, "\u4e07": 10**4, "\u4ebf": 10**8, "\u5104": 10**8, "\ub9cc": 10**4}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One number as it was written.
+
+    Attributes:
+        value: without the scale.
+        scale: 1/100 for percent, 1000 for "thousand", else 1.
+        num_places: decimal places.
+        name: what stands on the left of "=", "" without one.
+    """
+
+    value: Fraction
+    scale: Fraction = Fraction(1)
+    num_places: int = 0
+    name: str = ""
+
+    def equals(self, other: Quantity) -> bool:
+        """Whether both mean the same; where only one has a scale, it may have been left out of the other.
+
+        A decimal of six or more places equals what it is rounded from.
+        """
+        if self.name and other.name and self.name != other.name:
+            return False
+        pairs = [(self.value * self.scale, other.value * other.scale)]
+        if self.scale != other.scale and 1 in (self.scale, other.scale):
+            pairs.append((self.value, other.value))
+        places = max(self.num_places, other.num_places)
+        tolerance = Fraction(1, 10**places) if places >= _ROUNDED_FROM else 0
+        return any(mine == theirs or abs(mine - theirs) < tolerance for mine, theirs in pairs)
+
+
+def clean(text: str) -> str:
+    """The text without fonts, spacing commands and signs of currencies; digits of other scripts in ASCII."""
+    if not text.isascii():
+        text = _SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+        text = _VULGAR_FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
+        text = "".join(map(_to_ascii, text.translate(_CHARACTERS)))
+    text = text.replace("{,}", ",").replace(r"\!", "")
+    text = _WRAPPED_TEXT.sub(r" \1 ", _DEGREES.sub(" degrees ", text))
+    return _NOISE.sub("", _SPACES.sub(" ", text)).strip().rstrip(" .,;:\u3002\u3001")
+
+
+def _to_ascii(character: str) -> str:
+    """A digit of any script as 0 to 9, the sign of a currency as nothing."""
+    category = unicodedata.category(character)
+    return str(unicodedata.digit(character)) if category == "Nd" else "" if category == "Sc" else character
+
+
+def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
+    """The one number that a text means, or None.
+
+    Args:
+        text: an answer, with its unit, currency, name ("x = 5") or words around it.
+        decimal_comma: read "1,5" as one number.
+    """
+    if len(text) > _LONGEST:
+        return None
+    left, equals, text = re.sub(r"(?<=[^\W\d_]) \([^()]*\)$", "", clean(text)).rpartition("=")
+    side = _LEFT_SIDE.fullmatch(left.rpartition("=")[2]) if equals else None
+    if equals and side is None:
+        return None
+    if re.fullmatch(r"\([^(),]*\)", text.strip()):
+        text = text.strip()[1:-1]
+    text = text.strip()
+    words = _WORDS_BEFORE.match(text)
+    if words:
+        if _UNEQUAL & set(words[0].lower().split()) or (len(words[0].split()) == 1 and len(words[0].strip()) == 1):
+            return None
+        text = text[words.end():]
+    sign, text = (-1, text[1:].lstrip()) if text.startswith("-") else (1, text.removeprefix("+"))
+    text = _CURRENCY_CODE.sub("", text, count=1)
+    number = _read_number(text, decimal_comma)
+    scale = number and _read_rest(text[number[2]:])
+    if not number or not scale:
+        return None
+    return Quantity(sign * number[0], scale, number[1], re.sub(r"\s", "", side["name"] or "") if side else "")
+
+
+def _read_number(text: str, decimal_comma: bool) -> tuple[Fraction, int, int] | None:
+    """The number that a text begins with, its decimal places, and where it ends."""
+    match = _FRACTION.match(text)
+    if match:
+        whole, *parts = match.groups()
+        top, bottom = (_to_fraction(part) for part in parts if part)
+        if not bottom:
+            return None
+        return Fraction(whole or 0) + top / bottom, 0, match.end()
+    match = (_PLAIN_WITH_COMMA if decimal_comma else _PLAIN).match(text)
+    if match is None:
+        return None
+    value, places = _to_fraction(match[0]), len(re.split(r"[.,]", match[0])[-1]) if re.search("[.,]", match[0]) else 0
+    power = _TIMES_TEN.match(text, match.end())
+    if power is None:
+        return value, places, match.end()
+    return value * Fraction(10) ** int(power[1] or power[2] or power[3]), 0, power.end()
+
+
+def _to_fraction(text: str) -> Fraction:
+    """A number of the form `_DIGITS`, or with a decimal comma."""
+    sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
+    grouped = re.sub(r"[ ']", "", text)
+    if grouped != text and "," in grouped:
+        grouped = grouped.replace(",", ".")  # 1 000,5
+    elif re.fullmatch(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}", grouped):
+        grouped = grouped.replace(".", "").replace(",", ".")
+    elif re.fullmatch(r"\d+,\d+", grouped) and not re.fullmatch(r"\d{1,3},\d{3}", grouped):
+        grouped = grouped.replace(",", ".")
+    return sign * Fraction(grouped.replace(",", ""))
+
+
+def _read_rest(rest: str) -> Fraction | None:
+    """The scale that the words behind a number give it; None if they are more than a unit."""
+    percent = _PERCENT.match(rest)
+    if percent:
+        return Fraction(1, 100) if _is_unit(rest[percent.end():]) else None
+    unit = _UNIT.fullmatch(rest)
+    word = unit[2].lower().removesuffix("s") if unit else ""
+    if word in _MAGNITUDES:
+        return Fraction(_MAGNITUDES[word]) if _is_unit(unit[3]) else None
+    return Fraction(1) if _is_unit(rest) else None
+
+
+def _is_unit(rest: str) -> bool:
+    """Whether what follows a number is nothing, or a unit with any words behind it, but no second answer."""
+    rest = rest.strip(" .,;:)") if not rest.strip(" .,;:)") else rest
+    unit = _UNIT.fullmatch(rest)
+    if not rest or unit is None:
+        return not rest
+    gap, word, more = unit.groups()
+    is_attached, is_foreign = not gap, not word.isascii()
+    known = word.lower() in _SHORT_UNITS and (len(word) > 1 or not is_attached)
+    if word.lower() in _NO_UNITS or not (known or is_foreign or len(word) >= (4 if is_attached else 3)):
+        return False
+    more = _NUMBER_IN_WORDS_AFTER.sub("", re.sub(r"\([^()]*\)", "", more))
+    return not re.search(r"[\d=+*^\\{}<>]", more)
+
+
+def is_hedged(text: str) -> bool:
+    """Whether words make a text with numbers mean several of them or none: "5 or 6", "at least 5"."""
+    return bool(_UNEQUAL & set(clean(text).lower().split()))

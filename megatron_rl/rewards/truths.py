@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules of a plan can do with the ground truths of a data set, looked at once, before the run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.rewards.answers import extract_answer
+from megatron_rl.rewards.mathematics import is_readable
+from megatron_rl.rewards.plan import RewardPlan
+from megatron_rl.rewards.public_sets import find_scorer
+from megatron_rl.rewards.scoring import shorten
+from megatron_rl.types import Prompt, UserError
+
+_COMPARES_TEXTS = ("math", "exact")
+
+
+def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
+    """Notes for the user about ground truths that can be compared as text only.
+
+    Args:
+        plan: the reward sources.
+        prompts: of all sets.
+
+    Raises:
+        UserError: the rule by_data_source knows no scorer for a data set, or a ground truth is no text where a rule
+            needs one.
+    """
+    targets = {source.target: source.setting for source in plan.sources}
+    if "by_data_source" in targets:
+        for data_source in sorted({prompt.data_source for prompt in prompts}):
+            find_scorer(data_source)
+    for rule in _COMPARES_TEXTS:
+        if rule in targets:
+            _require_texts(rule, targets[rule], prompts)
+    if "math" not in targets:
+        return []
+    unread = [(prompt, truth) for prompt in prompts for truth in _texts(prompt)
+              if not is_readable(extract_answer(truth) or truth.strip())]
+    if not unread:
+        return []
+    prompt, truth = unread[0]
+    return [f"ground truths: {len(unread)} cannot be read as mathematics and are compared as text, the first: "
+            f"prompt_id {prompt.prompt_id}, {shorten(repr(truth))}"]
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return prompt.ground_truth if isinstance(prompt.ground_truth, list) else [prompt.ground_truth]
+
+
+def _require_texts(rule: str, setting: str, prompts: Sequence[Prompt]) -> None:
+    for prompt in prompts:
+        if not all(isinstance(truth, str) for truth in _texts(prompt)):
+            raise UserError(
+                f"the rule {rule} cannot compare with the ground truth {shorten(repr(prompt.ground_truth))} of "
+                f"prompt_id {prompt.prompt_id}, data_source \"{prompt.data_source}\"", source=setting,
+                expected="a text, or a list of texts of which any is right",
+                hint="use reward.function, which gets the ground truth as it is")
