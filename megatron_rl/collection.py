@@ -125,6 +125,7 @@ class Collector:
         self, prompts: Sequence[Prompt], group_size: int, temperature: float, step: int, round: int = 0
     ) -> list[RolloutGroup]:
         """Scored responses, one group per prompt; collective."""
+        self._scorer.step = step
         on_finished = self._scorer.begin if self._scorer.is_concurrent else None
         groups = self._hybrid.generate(
             prompts, group_size=group_size, sampling=self.sampling(temperature), step=step, round=round,

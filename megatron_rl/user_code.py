@@ -6,17 +6,43 @@ Worker processes import this file: it needs nothing but `types.py`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import os
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from megatron_rl.types import UserError
 
 # Modules by file and time of its last change.
 _IMPORTED: dict[tuple[Path, int], ModuleType] = {}
+
+
+class ProcessExit(BaseException):
+    """The user's code called `os._exit`, which would have ended the process without a word."""
+
+
+@contextlib.contextmanager
+def refuse_exit() -> Iterator[None]:
+    """Inside, `os._exit` raises ProcessExit in this thread; other threads, and processes forked here, end as always."""
+    caller, end = (os.getpid(), threading.get_ident()), os._exit
+
+    def raise_or_end(status: int) -> NoReturn:
+        if caller == (os.getpid(), threading.get_ident()):
+            raise ProcessExit(f"os._exit({status})")
+        end(status)
+
+    os._exit = raise_or_end
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
@@ -46,11 +72,12 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     try:
-        spec.loader.exec_module(module)
+        with refuse_exit():
+            spec.loader.exec_module(module)
     except UserError:
         del sys.modules[name]
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, ProcessExit) as error:
         del sys.modules[name]
         raise UserError(f"importing the file raised {type(error).__name__}: {error}",
                         source=f"{setting}, {_locate_import(error, file)}", expected="a file that can be imported",

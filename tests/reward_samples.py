@@ -32,9 +32,11 @@ def decode(tokens: list[int]) -> str:
     return bytes(tokens).decode()
 
 
-def write_function(directory: Path, body: str, name: str = "reward.py", imports: str = "import os, time") -> str:
-    """Write a reward function `f` with that body and return it as path.py:name."""
-    lines = [imports, f"def f({SIGNATURE}):", *(f"    {line}" for line in body.splitlines())]
+def write_function(
+    directory: Path, body: str, name: str = "reward.py", imports: str = "import os, time", further: str = ""
+) -> str:
+    """Write a reward function `f` with that body, perhaps with further parameters, and return it as path.py:name."""
+    lines = [imports, f"def f({SIGNATURE}{further}):", *(f"    {line}" for line in body.splitlines())]
     (directory / name).write_text("\n".join(lines) + "\n")
     return f"{directory / name}:f"
 

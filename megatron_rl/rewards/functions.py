@@ -2,44 +2,48 @@
 """Reward functions by name: a rule of this room, or the user's own code, checked when it is loaded.
 
 A reward function has verl's signature: (data_source, solution_str, ground_truth, extra_info), called by
-keyword, and returns a number, or a dict with "score" whose other numbers are logged one by one.
+keyword, and returns a number, or a dict with "score" whose other numbers are logged one by one. It gets those of
+`FURTHER_ARGUMENTS` as well that its signature names, or all of them as **kwargs.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatron_rl.rewards.rules import RULES
+from megatron_rl.rewards.rules import RULES, AnswerPolicy
 from megatron_rl.types import UserError
 from megatron_rl.user_code import import_file
 
 _SIGNATURE = "def name(data_source, solution_str, ground_truth, extra_info) -> float | dict"
+FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row")
 
 
 class RewardFunction(Protocol):
     """Scores one response."""
 
-    def __call__(self, data_source: str, solution_str: str, ground_truth: str,
-                 extra_info: dict[str, Any]) -> float | dict[str, Any]:
+    def __call__(self, data_source: str, solution_str: str, ground_truth: Any,
+                 extra_info: dict[str, Any], **further: Any) -> float | dict[str, Any]:
         """The score, or {"score": number, component: number, ...}."""
         ...
 
 
-def load_reward_function(name: str, setting: str = "reward.function") -> RewardFunction:
+def load_reward_function(
+    name: str, setting: str = "reward.function", answer: AnswerPolicy = "marked"
+) -> RewardFunction:
     """The rule or the user's function of that name.
 
     Args:
-        name: a rule ("exact", "math", "format"), or "path.py:name" with the path relative to the working directory.
+        name: a rule, or "path.py:name" with the path relative to the working directory.
         setting: where the name was given, for errors.
+        answer: which answers the rule "math" takes.
 
     Raises:
         UserError: the file or the name is missing, the file cannot be imported, or the object cannot be
             called with verl's four arguments.
     """
     if name in RULES:
-        return _as_reward_function(RULES[name])
+        return _as_reward_function(name, answer)
     path, separator, attribute = name.rpartition(":")
     if not separator or not path or not attribute:
         raise UserError(f'"{name}" names no function', source=setting,
@@ -49,9 +53,11 @@ def load_reward_function(name: str, setting: str = "reward.function") -> RewardF
     return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {name}")
 
 
-def _as_reward_function(rule: Callable[[str, str], float]) -> RewardFunction:
-    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-        return rule(solution_str, ground_truth)
+def _as_reward_function(rule: str, answer: AnswerPolicy) -> RewardFunction:
+    def score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    ) -> float | dict[str, Any]:
+        return RULES[rule](solution_str, ground_truth, data_source, answer)
 
     return score
 
@@ -72,11 +78,19 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
                         hint="write a plain function that waits inside")
     try:
         signature = inspect.signature(function)
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={},
+                       **dict.fromkeys(find_further_arguments(function)))
     except (TypeError, ValueError) as error:
         raise UserError(f'"{name}" does not accept the four arguments by name: {error}', source=source,
                         expected=_SIGNATURE, hint="rename the parameters; further ones need defaults") from error
     return function
+
+
+def find_further_arguments(function: RewardFunction) -> list[str]:
+    """Those of `FURTHER_ARGUMENTS` that a function asks for by name or as **kwargs."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in FURTHER_ARGUMENTS if takes_all or name in parameters]
 
 
 def file_of(function: Any) -> str:

@@ -14,17 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.functions import RewardFunction, load_reward_function
-from megatron_rl.rewards.rules import RULES
-from megatron_rl.rewards.scoring import Score
+from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy
+from megatron_rl.rewards.scoring import Sample, Score
 from megatron_rl.types import Rollout, UserError
 
 MODEL = "model"
 OVERLONG = "overlong"
 SERVICE_FAILURES = "service_failures"
+_LARGEST = 1e18  # its square, in the variance of a group, is finite in float32
+# Components that count failures; their names are the same in every sum.
+_COUNTED = (SERVICE_FAILURES, *COUNTS)
 # Names that metrics of other meaning have, as reward/<name>.
-_RESERVED = (MODEL, OVERLONG, SERVICE_FAILURES, "mean")
+_RESERVED = (MODEL, OVERLONG, *_COUNTED, "mean")
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,15 @@ def build_reward_plan(
     for weight, target, setting in weighted:
         if target != MODEL:
             name = _unique_name(_base_name(target), [source.name for source in sources])
-            sources.append(SourceSpec(name, weight, target, setting, function or _load(target, setting)))
+            loaded = function or _load(target, setting, config.answer)
+            sources.append(SourceSpec(name, weight, target, setting, loaded))
     return RewardPlan(
         tuple(sources), next(iter(model_weights), None), bool(config.components), max_response_length,
         config.overlong_buffer_length, config.overlong_penalty)
 
 
 def compute_reward(
-    plan: RewardPlan, scores: Sequence[Score], num_response_tokens: int
+    plan: RewardPlan, scores: Sequence[Score], sample: Sample
 ) -> tuple[float, dict[str, float]]:
     """The reward of one response without the model's part, and what is logged of it.
 
@@ -117,7 +122,10 @@ def compute_reward(
     Args:
         plan: the sum.
         scores: one per local source, in the plan's order.
-        num_response_tokens: length of the response.
+        sample: the response.
+
+    Raises:
+        UserError: the sum is not finite.
     """
     reward, components = 0.0, {}
     for source, score in zip(plan.sources, scores, strict=True):
@@ -125,14 +133,24 @@ def compute_reward(
         if plan.is_sum:
             components[source.name] = score.value
         for name, value in score.components.items():
-            is_bare = name == SERVICE_FAILURES or not plan.is_sum
+            is_bare = name in _COUNTED or not plan.is_sum
             key = name if is_bare else f"{source.name}/{name}"
             components[key] = components.get(key, 0.0) + value
     if plan.overlong_buffer_length:
         components[OVERLONG] = compute_overlong_penalty(
-            num_response_tokens, plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
+            len(sample.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
         reward += components[OVERLONG]
+    _refuse_infinite(reward, sample)
     return reward, components
+
+
+def _refuse_infinite(reward: float, sample: Sample) -> None:
+    """Scores are finite; what is made of them, here and in a group's baseline, must be so, too."""
+    if not abs(reward) <= _LARGEST:
+        raise UserError(
+            f"the reward is {reward:g}\n{sample.describe()}", source="reward",
+            expected=f"at most {_LARGEST:g} in size, so that sums over a batch are finite",
+            hint="scale the scores of the reward sources")
 
 
 def compute_overlong_penalty(
@@ -160,6 +178,7 @@ def add_model_score(plan: RewardPlan, rollout: Rollout, score: float) -> None:
             f"sample_index {rollout.sample_index}", source="reward_model.path", expected="a finite score",
             hint="check the checkpoint with transformers")
     rollout.reward += plan.model_weight * score
+    _refuse_infinite(rollout.reward, Sample.of(rollout))
     rollout.reward_components[MODEL] = score
 
 
@@ -180,11 +199,11 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
     return value, target.strip()
 
 
-def _load(target: str, setting: str) -> RewardFunction | None:
+def _load(target: str, setting: str, answer: AnswerPolicy) -> RewardFunction | None:
     if not is_service(target):
-        return load_reward_function(target, setting)
+        return load_reward_function(target, setting, answer)
     if not urlsplit(target).hostname:
-        raise UserError(f'"{target}" names no host', source=setting, expected="http://host:port/path",
+        raise UserError(f'"{redact(target)}" names no host', source=setting, expected="http://host:port/path",
                         hint="write the whole URL")
     return None
 

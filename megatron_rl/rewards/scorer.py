@@ -9,17 +9,23 @@ Invariant: what a rollout gets does not depend on whether or when `begin` was ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
+
+import psutil
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.functions import RewardFunction
 from megatron_rl.rewards.plan import RewardPlan, compute_reward
+from megatron_rl.rewards.rules import RULES
 from megatron_rl.rewards.scoring import Sample, Score, compute_score
 from megatron_rl.rewards.service import RewardService
 from megatron_rl.rewards.workers import WorkerPool
 from megatron_rl.types import Rollout
+
+_END_SECONDS = 5.0
 
 
 class RewardSource(Protocol):
@@ -68,13 +74,15 @@ class Scorer:
 
     Attributes:
         is_concurrent: whether anything is scored between `begin` and `finish`.
+        step: what reward functions that ask for it are told; 0 in validation.
     """
 
     def __init__(self, plan: RewardPlan, config: RewardConfig, decode: Callable[[Sequence[int]], str]) -> None:
         self._plan, self._decode = plan, decode
         functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
         self._pool = (
-            WorkerPool(functions, config.workers, config.timeout_seconds) if config.workers and functions else None)
+            WorkerPool(functions, config.workers, config.timeout_seconds, answer=config.answer,
+                       secrets=config.worker_secrets) if config.workers and functions else None)
         self._sources: list[RewardSource] = []
         for spec in plan.sources:
             if spec.function is None:
@@ -84,13 +92,16 @@ class Scorer:
             else:
                 self._sources.append(FunctionInWorker(self._pool, functions.index((spec.target, spec.setting))))
         self.is_concurrent = any(not isinstance(source, FunctionInRank) for source in self._sources)
-        self._begun: dict[int, tuple[Rollout, list[Callable[[], Score]]]] = {}
+        self._begun: dict[int, tuple[Rollout, Sample, list[Callable[[], Score]]]] = {}
+        self._runs_users_code = self._pool is None and any(name not in RULES for name, _ in functions)
+        self._left_behind: set[psutil.Process] = set()
+        self.step = 0
 
     def begin(self, rollout: Rollout) -> None:
         """Decode the response and start scoring it; the same object must come to `finish` later."""
         rollout.response = self._decode(rollout.response_tokens.tolist())
-        sample = Sample.of(rollout)
-        self._begun[id(rollout)] = rollout, [source.begin(sample) for source in self._sources]
+        sample = Sample.of(rollout, self.step)
+        self._begun[id(rollout)] = rollout, sample, [source.begin(sample) for source in self._sources]
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Fill `response`, `reward` and `reward_components` in place, without the reward model's part.
@@ -99,18 +110,37 @@ class Scorer:
             rollouts: this rank's share; those that were not begun are begun now.
 
         Raises:
-            UserError: a source has no score for a rollout; the first such one in order.
+            UserError: a source has no score for a rollout, or the sum is not finite; the first such one in order.
         """
         for rollout in rollouts:
             if id(rollout) not in self._begun:
                 self.begin(rollout)
-        for rollout in rollouts:
-            _, waits = self._begun.pop(id(rollout))
-            rollout.reward, rollout.reward_components = compute_reward(
-                self._plan, [wait() for wait in waits], len(rollout.response_tokens))
+        with self._notice_children():
+            for rollout in rollouts:
+                _, sample, waits = self._begun.pop(id(rollout))
+                rollout.reward, rollout.reward_components = compute_reward(
+                    self._plan, [wait() for wait in waits], sample)
+
+    @contextmanager
+    def _notice_children(self) -> Iterator[None]:
+        """Remember the processes that a function of the user's starts in this process and leaves behind."""
+        if not self._runs_users_code:
+            yield
+            return
+        before = {*psutil.Process().children()}
+        try:
+            yield
+        finally:
+            self._left_behind |= {*psutil.Process().children()} - before
 
     def close(self) -> None:
-        """End worker processes and requests."""
+        """End worker processes and requests, and what reward functions left behind."""
+        for left in self._left_behind:
+            with suppress(psutil.NoSuchProcess):
+                for process in [*left.children(recursive=True), left]:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+        psutil.wait_procs(self._left_behind, timeout=_END_SECONDS)
         if self._pool is not None:
             self._pool.close()
         for source in self._sources:

@@ -14,31 +14,43 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.rewards.functions import RewardFunction, file_of
+from megatron_rl.rewards.functions import RewardFunction, file_of, find_further_arguments
 from megatron_rl.types import Rollout, UserError
-from megatron_rl.user_code import locate
+from megatron_rl.user_code import ProcessExit, locate, refuse_exit
 
 _LONGEST_RESPONSE = 200
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward source is told about one rollout; travels to worker processes and services."""
+    """What a reward source is told about one rollout; travels to worker processes and, in part, to services.
+
+    Attributes:
+        row: the columns of the data file, the prompt's excepted.
+        response_tokens: [s] int32.
+        finish_reason: "stop" or "length".
+        step: of the main loop; 0 in validation.
+    """
 
     prompt_id: int
     sample_index: int
     data_source: str
     prompt: str
     response: str
-    ground_truth: str
+    ground_truth: Any
     extra_info: dict[str, Any]
+    row: dict[str, Any] = field(default_factory=dict)
+    response_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    finish_reason: str = "stop"
+    step: int = 0
 
     @classmethod
-    def of(cls, rollout: Rollout) -> Sample:
+    def of(cls, rollout: Rollout, step: int = 0) -> Sample:
         """The sample of a rollout whose response is decoded."""
         prompt = rollout.prompt
         return cls(prompt.prompt_id, rollout.sample_index, prompt.data_source, prompt.text, rollout.response,
-                   prompt.ground_truth, dict(prompt.extra_info))
+                   prompt.ground_truth, dict(prompt.extra_info), prompt.row, rollout.response_tokens,
+                   rollout.finish_reason, step)
 
     def describe(self) -> str:
         """Three lines for an error message; long texts are cut in the middle."""
@@ -62,10 +74,16 @@ def compute_score(function: RewardFunction, sample: Sample) -> Score:
     Raises:
         UserError: the function raised, or returned something that is not a finite score.
     """
+    further = {name: getattr(sample, name) for name in find_further_arguments(function)}
+    if "response_tokens" in further:
+        further["response_tokens"] = sample.response_tokens.tolist()
+    if "row" in further:
+        further["row"] = dict(sample.row)
     try:
-        result = function(data_source=sample.data_source, solution_str=sample.response,
-                          ground_truth=sample.ground_truth, extra_info=dict(sample.extra_info))
-    except (Exception, SystemExit) as error:
+        with refuse_exit():
+            result = function(data_source=sample.data_source, solution_str=sample.response,
+                              ground_truth=sample.ground_truth, extra_info=dict(sample.extra_info), **further)
+    except (Exception, SystemExit, ProcessExit) as error:
         place = locate(error, file_of(function))
         raise _failure(f"raised {type(error).__name__}: {error}", sample, place) from error
     try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes of a rank that compute rules and the user's functions while the rank does other things.
 
-A worker is a new Python interpreter, not a fork: forking a process in which gloo, vLLM or CUDA have
-threads is not safe. It imports this file, the rules and the user's file, nothing else of the package,
-and keeps what the user's module keeps between calls. In the rank, one thread per worker hands it one
-sample at a time and waits for the answer.
+A worker is a new Python interpreter (`child.py`). It imports this file, the rules and the user's file, nothing
+else of the package, and keeps what the user's module keeps between calls. In the rank, one thread per worker
+hands it one sample at a time and waits for the answer.
 
 Invariants: a sample gets a score or a UserError that names it, also when the function hangs (its worker
 is killed, with the processes that it started) or the worker dies; a worker never outlives its rank.
@@ -17,16 +16,15 @@ import faulthandler
 import os
 import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.rewards.scoring import Sample, Score, compute_score
 from megatron_rl.types import UserError
@@ -42,13 +40,19 @@ class WorkerPool:
         functions: (name, setting) pairs as `load_reward_function` takes them.
         num_workers: processes.
         timeout_seconds: longest time for one sample.
+        answer: as `load_reward_function` takes it.
+        secrets: as `ChildProcess` takes them.
     """
 
-    def __init__(self, functions: Sequence[tuple[str, str]], num_workers: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, functions: Sequence[tuple[str, str]], num_workers: int, timeout_seconds: float, *,
+        answer: str = "marked", secrets: Collection[str] = (),
+    ) -> None:
         self._functions, self._timeout_seconds = list(functions), timeout_seconds
+        self._answer, self._secrets = answer, secrets
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward-worker")
         self._of_this_thread = threading.local()
-        self._workers: set[_Worker] = set()
+        self._workers: set[ChildProcess] = set()
         self._lock, self._is_closed = threading.Lock(), False
 
     def submit(self, function: int, sample: Sample) -> Future[Score]:
@@ -82,14 +86,14 @@ class WorkerPool:
             raise reply
         return reply
 
-    def _start_worker(self) -> _Worker:
+    def _start_worker(self) -> ChildProcess:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the pool is closed")
-            worker = _Worker()
+            worker = ChildProcess("megatron_rl.rewards.workers", self._secrets)
             self._workers.add(worker)
         try:
-            error = worker.ask(self._functions, _START_SECONDS)
+            error = worker.ask((self._functions, self._answer), _START_SECONDS)
         except (TimeoutError, EOFError, OSError) as caught:
             code = self._end(worker, _GRACE_SECONDS)
             error = UserError(f"a worker process did not start: {type(caught).__name__}, {_describe_end(code)}",
@@ -100,13 +104,13 @@ class WorkerPool:
             raise error
         return worker
 
-    def _end(self, worker: _Worker, grace: float) -> int:
+    def _end(self, worker: ChildProcess, grace: float) -> int:
         code = worker.end(grace)
         with self._lock:
             self._workers.discard(worker)
         return code
 
-    def _give_up(self, worker: _Worker, function: int, sample: Sample, what: str, grace: float) -> UserError:
+    def _give_up(self, worker: ChildProcess, function: int, sample: Sample, what: str, grace: float) -> UserError:
         self._of_this_thread.worker = None  # the thread's next sample gets a new one
         code = self._end(worker, grace)
         name, setting = self._functions[function]
@@ -115,40 +119,6 @@ class WorkerPool:
             f"the reward function {what}{how}\n{sample.describe()}", source=f"{setting} = {name}",
             expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
             hint="make the function accept every text that a policy can write, and bound what it waits for")
-
-
-class _Worker:
-    """The parent's end of one worker process."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # In a session of its own, so that what the user's function starts can be killed with it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megatron_rl.rewards.workers", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-        self._connection = Connection(ours.detach())
-
-    def ask(self, message: Any, seconds: float) -> Any:
-        """Send and wait; raises TimeoutError, or EOFError or OSError when the process is gone."""
-        self._connection.send(message)
-        if not self._connection.poll(seconds):
-            raise TimeoutError
-        return self._connection.recv()
-
-    def dismiss(self) -> None:
-        """Ask the process to leave; an idle one does so at once."""
-        with contextlib.suppress(OSError):
-            self._connection.send(None)
-
-    def end(self, grace: float) -> int:
-        """Wait `grace` seconds for the end of the process, then kill it and what it started; its exit code."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(grace, 0.0))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
 
 
 def _describe_end(code: int) -> str:
@@ -162,7 +132,8 @@ def serve(connection: Connection) -> None:
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
     try:
-        functions = [load_reward_function(name, setting) for name, setting in messages.get()]
+        named, answer = messages.get()
+        functions = [load_reward_function(name, setting, answer) for name, setting in named]
     except UserError as error:
         connection.send(error)
         return

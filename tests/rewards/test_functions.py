@@ -28,10 +28,24 @@ def call(function, response: str = "82"):
 
 
 @pytest.mark.parametrize("rule, response, expected", [
-    ("exact", " 82 ", 1.0), ("exact", "82.0", 0.0), ("math", "82.0", 1.0), ("math", "83", 0.0),
-    ("format", "#### 83", 1.0), ("format", "82", 0.0)])
+    ("exact", " 82 ", 1.0), ("exact", "82.0", 0.0), ("format", "#### 83", 1.0), ("format", "82", 0.0)])
 def test_rules(rule, response, expected):
     assert call(load_reward_function(rule), response) == expected
+
+
+@pytest.mark.parametrize("answer, scores", [("marked", [1.0, 0.0, 0.0]), ("any", [1.0, 1.0, 0.0])])
+def test_the_rule_math_takes_the_answers_it_is_told_to(answer, scores):
+    rule = load_reward_function("math", answer=answer)
+    assert [call(rule, response)["score"] for response in ("#### 82.0", "82.0", "83")] == scores
+    assert [call(rule, response)["unmarked_answers"] for response in ("#### 82.0", "82.0")] == [0.0, 1.0]
+
+
+def test_a_function_may_require_further_arguments(tmp_path):
+    """Those that a run knows; any other one without a default is refused when the function is loaded."""
+    function = load(tmp_path, f"def f({SIGNATURE}, finish_reason, step): return step")
+    assert function("", "", "", {}, "stop", 3) == 3
+    with pytest.raises(UserError, match="missing a required argument: 'weather'"):
+        load_reward_function(f"{write_module(tmp_path / '..', f'def f({SIGNATURE}, weather): return 1')}:f")
 
 
 def test_user_function_with_further_defaults(tmp_path):

@@ -7,17 +7,21 @@ That scoring overlaps a real generation: tests/test_hybrid_streaming.py.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.plan import build_reward_plan
+from megatron_rl.rewards.rules import COUNTS
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.types import Rollout, UserError
-from reward_samples import decode, make_rollout, wait_for_file, write_function
+from reward_samples import decode, make_rollout, wait_for_end, wait_for_file, write_function
 
 
 @contextmanager
@@ -44,7 +48,7 @@ def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_be
     function = write_function(tmp_path, "return {'score': len(solution_str), 'level': extra_info['level']}")
     components = ["1 math", "0.5 format", f"-0.1 {function}"]
     rollouts = make_rollouts()
-    with open_scorer(components=components, workers=workers, overlong_buffer_length=4) as scorer:
+    with open_scorer(components=components, workers=workers, overlong_buffer_length=4, answer="any") as scorer:
         assert scorer.is_concurrent == (workers > 0)
         for rollout in reversed(rollouts[:num_begun]):  # responses finish in any order
             scorer.begin(rollout)
@@ -52,7 +56,8 @@ def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_be
     assert [r.response for r in rollouts] == ["82", "#### 82", "83", "", "0082"]
     assert [r.reward for r in rollouts] == pytest.approx([1 - 0.2, 1 + 0.5 - 0.7 - 0.25, -0.2, 0.0, 1 - 0.4])
     assert rollouts[1].reward_components == {
-        "math": 1.0, "format": 1.0, "f": 7.0, "f/level": 3.0, "overlong": -0.25}
+        "math": 1.0, "format": 1.0, "f": 7.0, "f/level": 3.0, "overlong": -0.25, **dict.fromkeys(COUNTS, 0.0)}
+    assert [r.reward_components["unmarked_answers"] for r in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_single_source_keeps_its_own_components(tmp_path):
@@ -61,6 +66,62 @@ def test_single_source_keeps_its_own_components(tmp_path):
     with open_scorer(function=function) as scorer:
         scorer.finish(rollouts)
     assert (rollouts[0].reward, rollouts[0].reward_components) == (2.0, {"level": 3.0})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_are_told_more_where_they_ask_for_it(tmp_path, workers):
+    """By name or as **kwargs; the four arguments of verl's are those of every function."""
+    named = write_function(
+        tmp_path, "return {'score': len(response_tokens), 'step': step, 'cut': finish_reason == 'length',\n"
+        "        'row': row['reward_model']['style'] == 'rule', 'first': response_tokens[0]}", name="named.py",
+        further=", response_tokens, finish_reason, step, row")
+    every = write_function(tmp_path, "return len(further)", name="every.py", further=", **further")
+    rollout = make_rollout("82")
+    rollout.prompt, rollout.finish_reason = replace(rollout.prompt, row={"reward_model": {"style": "rule"}}), "length"
+    with open_scorer(components=[f"1 {named}", f"10 {every}"], workers=workers) as scorer:
+        scorer.step = 7
+        scorer.finish([rollout])
+    assert rollout.reward == 52.0
+    assert rollout.reward_components == {
+        "f": 2.0, "f/step": 7.0, "f/cut": 1.0, "f/row": 1.0, "f/first": 56.0, "f_2": 5.0}
+
+
+@pytest.mark.parametrize("settings", [dict(components=["{f}", "{f}"]), dict(function="{f}")])
+def test_a_reward_too_large_to_sum_is_an_error_that_names_the_response(tmp_path, settings):
+    function = write_function(tmp_path, "return 1e308")
+    settings = {name: [f"1 {function}"] * 2 if name == "components" else function for name in settings}
+    with open_scorer(**settings) as scorer, pytest.raises(UserError, match="the reward is (inf|1e.308)") as caught:
+        scorer.finish([make_rollout("82")])
+    assert "prompt_id 17, sample_index 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("imports, body", [
+    ("import os", "os._exit(0)"), ("from os import _exit", "_exit(0)"),
+    ("import os", "if os.fork() == 0: os._exit(0)\nos.wait()\nos._exit(0)")])
+def test_a_function_cannot_end_the_rank_without_a_word(tmp_path, imports, body):
+    """Children that the function forks end as always; threads that it starts are not covered."""
+    exit_of_the_process = os._exit
+    with open_scorer(function=write_function(tmp_path, body, imports=imports)) as scorer:
+        with pytest.raises(UserError, match=r"raised ProcessExit: os\._exit\(0\)") as caught:
+            scorer.finish([make_rollout("82")])
+    assert "prompt_id 17" in str(caught.value) and os._exit is exit_of_the_process
+
+
+def test_what_a_function_leaves_behind_ends_with_the_run(tmp_path):
+    """With workers: 0, children of the rank and theirs; other children stay."""
+    function = write_function(
+        tmp_path, "child = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $! > pid; wait'], cwd=data_source)\n"
+        "open(data_source + '/child', 'w').write(str(child.pid))\nreturn 1", imports="import subprocess")
+    rollout = make_rollout("82")
+    rollout.prompt = replace(rollout.prompt, data_source=str(tmp_path))
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        with open_scorer(function=function) as scorer:
+            scorer.finish([rollout])
+            grandchild = int(wait_for_file(tmp_path / "pid"))
+        for pid in (grandchild, int((tmp_path / "child").read_text())):
+            wait_for_end(pid)
+        assert other.poll() is None
+        other.kill()
 
 
 def test_only_a_model_leaves_the_reward_to_it():
@@ -110,7 +171,7 @@ def test_first_failure_in_order_is_raised(tmp_path, workers):
 def test_unreachable_service_stops_or_falls_back():
     """Port 9 (discard) of the loopback: nothing listens there."""
     settings = dict(
-        components=["1 math", "2 http://127.0.0.1:9/score"], service_retries=1, service_backoff_seconds=0.01)
+        components=["1 exact", "2 http://127.0.0.1:9/score"], service_retries=1, service_backoff_seconds=0.01)
     rollouts = make_rollouts()
     with open_scorer(**settings) as scorer, pytest.raises(UserError, match="in 2 attempt"):
         scorer.finish(rollouts)
@@ -118,4 +179,4 @@ def test_unreachable_service_stops_or_falls_back():
     with open_scorer(**settings, service_on_failure="fallback", service_fallback_reward=-0.5) as scorer:
         scorer.finish(rollouts)
     assert rollouts[0].reward == 0.0
-    assert rollouts[0].reward_components == {"math": 1.0, "service": -0.5, "service_failures": 1.0}
+    assert rollouts[0].reward_components == {"exact": 1.0, "service": -0.5, "service_failures": 1.0}

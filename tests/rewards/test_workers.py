@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,8 +28,10 @@ SETTING = "reward.function"
 
 
 @contextmanager
-def open_pool(*functions: str, num_workers: int = 1, timeout: float = 20.0) -> Iterator[WorkerPool]:
-    pool = WorkerPool([(name, SETTING) for name in functions], num_workers, timeout)
+def open_pool(
+    *functions: str, num_workers: int = 1, timeout: float = 20.0, secrets: Sequence[str] = ()
+) -> Iterator[WorkerPool]:
+    pool = WorkerPool([(name, SETTING) for name in functions], num_workers, timeout, secrets=secrets)
     try:
         yield pool
     finally:
@@ -74,10 +76,12 @@ def test_hanging_function_is_killed_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("body, message", [
-    ("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    ("threading.Thread(target=os._exit, args=[3]).start(); time.sleep(100)", "exit code 3"),
+    ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV")])
 def test_dying_worker_is_named(tmp_path, body, message):
-    with open_pool(write_function(tmp_path, body)) as pool, pytest.raises(UserError, match=message) as caught:
+    function = write_function(tmp_path, body, imports="import os, threading, time")
+    with open_pool(function) as pool, pytest.raises(UserError, match=message) as caught:
         pool.submit(0, make_sample()).result()
     assert "ended its process" in str(caught.value) and "prompt_id 17, sample_index 5" in str(caught.value)
 
@@ -99,9 +103,22 @@ def test_file_that_loads_in_the_rank_only(tmp_path):
 
 
 def test_file_that_ends_the_process_on_import(tmp_path):
-    with open_pool(write_function(tmp_path, "return 1", imports="import os\nos._exit(5)")) as pool:
-        with pytest.raises(UserError, match="did not start: EOFError, exit code 5"):
-            pool.submit(0, make_sample()).result()
+    """Also where it says os._exit, which is refused in the importing thread."""
+    for end, message in (("os._exit(5)", r"raised ProcessExit: os\._exit\(5\)"),
+                         ("os.kill(os.getpid(), 9)", "did not start: EOFError, killed by SIGKILL")):
+        with open_pool(write_function(tmp_path, "return 1", imports=f"import os\n{end}")) as pool:
+            with pytest.raises(UserError, match=message):
+                pool.submit(0, make_sample()).result()
+
+
+def test_workers_do_not_inherit_secrets(tmp_path, monkeypatch):
+    names = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "KEYBOARD")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    function = write_function(tmp_path, f"return {{'score': 1, **{{n: 1 for n in {names} if n in os.environ}}}}")
+    with open_pool(function, secrets=["OPENAI_API_KEY"]) as pool:
+        assert pool.submit(0, make_sample()).result().components.keys() == {
+            "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "KEYBOARD"}
 
 
 def test_close_ends_idle_and_busy_workers(tmp_path):
