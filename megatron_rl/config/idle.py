@@ -74,9 +74,6 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
 def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
     role = getattr(config, section)
     mode = f"{section}.step_mode is {role.step_mode!r}"
-    if role.offload_optimizer and config.model.dtype == "float32":
-        yield _Idle(f"{section}.offload_optimizer",
-                    "model.dtype is 'float32': the optimizer works on the weights themselves, which stay", False)
     if role.min_lr > role.lr and role.lr_decay_style == "constant":
         yield _Idle(f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
     for leaf, default in _SHAPE_SETTINGS.items():

@@ -105,8 +105,8 @@ class TrainableConfig(LayoutConfig):
     clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.")
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
-        False, "Keep optimizer states and float32 weights on the host while the engine generates (bfloat16; has "
-        "no effect with float32).")
+        False, "Keep optimizer states, and the float32 weights of a bfloat16 model, on the host while the engine "
+        "generates.")
     overlap_grad_reduce: bool = option(
         False, "Reduce gradients over DP while the backward of the last microbatch goes on (step_mode eager, dense).")
     step_mode: Literal["eager", "static", "graph"] = option(

@@ -18,7 +18,6 @@ from megatron_rl.config.loading import check_config
 from megatron_rl.planning.cluster import GIB, Job, build_layout
 from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
 from megatron_rl.planning.memory import Phase, RankMemory, compute_memory
-from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.planning.steptime import Assumptions, predict_step
 from megatron_rl.types import UserError
 
@@ -227,10 +226,9 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 
 def _offload_settings(job: Job) -> list[str]:
-    """The switches that give memory back while others work; optimizer states only where main weights are separate."""
-    settings = [f"{section}.offload_gradients" for section in job.roles.trained]
-    if DTYPE_BYTES[job.config.model.dtype] < 4:
-        settings += [f"{section}.offload_optimizer" for section in job.roles.trained]
+    """The switches that give memory back while others work."""
+    settings = [f"{section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer")
+                for section in job.roles.trained]
     if job.roles.reference:
         settings.append("reference.offload")
     if job.roles.reward_model:

@@ -78,7 +78,6 @@ def test_refusals_name_the_setting_and_its_place(overrides: list[str], name: str
     ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", None),
     ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
     ([STATIC, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", False),
-    (["actor.offload_optimizer=true", "model.dtype=float32"], "actor.offload_optimizer", False),
 ])
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:
     """And with nothing else: the one note names the setting, its value and, where it was given, its place."""
