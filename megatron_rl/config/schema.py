@@ -52,17 +52,14 @@ class DataConfig:
         [], "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
         "or gsm8k-test beside another test).")
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
-    validation_batch_size: int | None = option(
-        None, "Validation prompts generated at once; default: all.", "prompts")
+    validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
     validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
     max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
     max_response_length: int = option(1024, "Longest response.", "tokens")
     overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
-        "error", "What to do with a prompt longer than max_prompt_length: refuse it, keep its end (truncate), its "
-        "beginning (truncate_right) or both ends (truncate_middle), or drop it. Of a chat, messages are cut, not the "
-        "template.")
-    apply_chat_template_kwargs: dict[str, Any] = option(
-        {}, "Options of the tokenizer's chat template, such as enable_thinking: false for Qwen3.")
+        "error", "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
+        "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.")
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "Options of the chat template, such as enable_thinking.")
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
     response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")
@@ -81,10 +78,8 @@ class LayoutConfig:
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
-    logprob_chunk_tokens: int = option(
-        512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
-    share_prompts: bool = option(
-        True, "Compute the prompt of a group once per microbatch instead of once per response.")
+    logprob_chunk_tokens: int = option(512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
+    share_prompts: bool = option(True, "Compute a group's prompt once per microbatch instead of once per response.")
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers.")
 
@@ -198,11 +193,9 @@ class RewardConfig:
     """How responses are scored: a weighted sum of sources, each logged by its name."""
 
     rule: Literal["exact", "math", "format", "by_data_source"] = option(
-        "math", "Rule used when nothing else is given: exact match, mathematical equality, whether the answer is "
-        "marked by \\boxed{} or ####, or what verl gives on public sets, by the column data_source.")
+        "math", "Rule used when nothing else is given; by_data_source: what verl gives on public sets.")
     answer: Literal["marked", "any"] = option(
-        "marked", "Answers that the rule math takes: those marked by \\boxed{}, #### or in the data set's own way, or, "
-        "without a mark, the last expression of the response as well.")
+        "marked", "Rule math: only an answer marked by \\boxed{}, #### or in the data set's own way, or any last one.")
     function: str | None = option(
         None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info).")
     components: list[str] = option(
@@ -210,8 +203,7 @@ class RewardConfig:
         "'model'; overrules rule, function and service_url.")
     workers: int = option(
         0, "Processes per rank that compute rules and functions beside generation; 0: in the rank itself.", "processes")
-    worker_secrets: list[str] = option(
-        [], "Variables of the environment that workers get although their names say key, token, secret or password.")
+    worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
         60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds")
     service_url: str | None = option(None, "HTTP reward service: batches of responses are posted to it as JSON.")
@@ -271,8 +263,7 @@ class AlgorithmConfig:
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = option(
         "token-mean", "Denominator of the loss, global over microbatches and ranks.")
     loss_scale_factor: float | None = option(
-        None, "loss_agg_mode constant: what stands in for max_response_length in the denominator; default: "
-        "data.max_response_length.", "tokens")
+        None, "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.", "tokens")
     kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")
     kl_type: Literal["k1", "k2", "k3", "abs"] = option(
         "k3", "KL estimator (Schulman, Approximating KL divergence), or the absolute difference of log-probs.")
