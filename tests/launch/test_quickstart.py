@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from launch_runs import ROOT, environment
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.loading import load_config
+from megatron_rl.inputs import plan_rl
 
 # Instead of starting ranks it appends how it was called.
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$*" >> torchrun_calls\n'
@@ -66,7 +66,7 @@ def test_the_layout_fits_the_number_of_ranks(nproc: int, tmp_path: Path) -> None
     words = shlex.split((clone / "torchrun_calls").read_text().splitlines()[-1])
     assert words[:4] == ["--standalone", "--nproc-per-node", str(nproc), "launch/pretrain_grpo.py"]
     config = load_config(ROOT / words[4], words[5:]).config
-    actor, plan = config.actor, BatchPlan.build(config, nproc)
+    actor, plan = config.actor, plan_rl(config, nproc)
     assert plan.dp_size * actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size == nproc
 
 
