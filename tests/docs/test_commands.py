@@ -88,7 +88,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     (directory / "gsm8k").mkdir()
     for split in ("train", "test"):
         row = {"question": "How much is 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}
-        (directory / f"gsm8k/{split}.jsonl").write_text(json.dumps(row) + "\n")
+        (directory / f"gsm8k/{split}.jsonl").write_text((json.dumps(row) + "\n") * (256 if split == "train" else 1))
     for name in ("RUN", "first", "second"):
         run = directory / "checkpoints/runs" / name
         (run / "rollouts").mkdir(parents=True)
