@@ -47,6 +47,7 @@ PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core": ("cleanup_dist_env_and_memory",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
+    "vllm.logging_utils.dump_input": ("logger",),
 }
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
@@ -208,6 +209,8 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         torch._dynamo.config.disable = True
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    # An error in a step would be preceded by the state of the engine, 10 kB of it from each rank.
+    logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     import vllm
     from vllm.v1.engine import core
 
