@@ -59,7 +59,7 @@ def assert_same(run_dir: Path, whole: Path) -> None:
 
 @dataclass(frozen=True)
 class Killed:
-    """A run that is killed: its last recorded step then, the checkpoint that it goes on from, steps that are redone."""
+    """A run that is killed: its last recorded step then, the checkpoint that it resumes from, steps that are redone."""
 
     blow: Blow
     recorded: int
@@ -119,7 +119,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     reasons = run_ranks(train_under, 2, overrides, blow, timeout=150)
     directory = run_dir / f"checkpoints/step_{saved}"
     name = signal.Signals(blow.number).name
-    assert reasons == [f"preempted: {name} after step {saved}; start the same command again to go on from {directory}"
+    assert reasons == [f"preempted: {name} after step {saved}; start the same command again to resume from {directory}"
                        ] * 2
     assert find_problems(directory) == [] and [step for step, _ in list_steps(directory.parent)] == [saved]
     assert '"exit_code": 75' in (run_dir / "stopped.json").read_text()

@@ -88,7 +88,7 @@ def read_split(files: list[Path]) -> Iterator[Row]:
             columns = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {file}: {error}", source=str(file), expected="one JSON object",
-                            hint="mend or remove this file") from None
+                            hint="correct or remove this file") from None
         yield Row(index, str(file), columns)
 
 
@@ -102,7 +102,7 @@ def build_prompt(row: Row, dataset: Dataset, split: str, instruction: str) -> di
     answer = extract_answer(solution)
     if not answer:
         raise UserError("the solution names no final answer", source=row.location,
-                        expected='"#### ANSWER" or \\boxed{ANSWER}', hint="mend or remove this row")
+                        expected='"#### ANSWER" or \\boxed{ANSWER}', hint="correct or remove this row")
     further = {name: value for name, value in row.columns.items()
                if name not in (dataset.question, dataset.solution) and isinstance(value, str | int | float)}
     return {

@@ -26,7 +26,7 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
         k3 = r - 1 - log r     unbiased, low variance, never negative
         abs = |log r|          a distance, no estimate of the divergence
 
-    Beyond log r = 20 k3 goes on as a straight line (r as its tangent there): value and gradient stay finite and
+    Beyond log r = 20 k3 continues as a straight line (r as its tangent there): value and gradient stay finite and
     keep their direction, where float32 would overflow at log r = 89. The gradient on the log-prob, 1 - r, is at most
     e^20 in size.
 

@@ -338,13 +338,13 @@ class CheckpointConfig:
     """Training checkpoints (written every trainer.save_freq steps) and what a run does with those it finds."""
 
     resume: str = option(
-        "auto", "auto: go on from the newest valid checkpoint in trainer.run_dir, if there is one; must: end the run "
-        "where there is none; never: start anew; or the directory of a checkpoint to start from.")
+        "auto", "auto: resume from the newest valid checkpoint in trainer.run_dir, if there is one; must: end the run "
+        "where there is none; never: begin a new run; or the directory of a checkpoint to start from.")
     save_optimizer: bool = option(
         True, "Save optimizer states, schedule, random numbers and data position; false: weights only, no resume.")
     save_huggingface: bool = option(
         True, "Write the policy in HF format as well, into step_<N>/huggingface (not when a signal ends the run).")
-    async_save: bool = option(True, "Write in the background while training goes on (one copy in host memory).")
+    async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
         30.0, "Save also when the last save is so long ago, so that a crash loses no more; without the HF format, and "
         "gone when the next checkpoint is there; null: off.", "minutes")

@@ -156,7 +156,7 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted
     tokens = tokenizer.encode(text)
     if not tokens:
         raise UserError(f'the prompt in column "{cfg.prompt_key}" has no tokens', source=row.location,
-                        expected="at least one token", hint="mend or remove this row")
+                        expected="at least one token", hint="correct or remove this row")
     is_too_long = len(tokens) > limit
     if is_too_long and cfg.overlong_prompts == "drop":
         return None

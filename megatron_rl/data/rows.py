@@ -55,7 +55,7 @@ class Row:
             raise UserError(
                 f'column "{column}" {state}; the row has {", ".join(sorted(self.columns)) or "no columns"}',
                 source=self.location, expected=f'a row with the column "{column}"',
-                hint="set data.prompt_key, data.answer_key or data.response_key, or mend the row")
+                hint="set data.prompt_key, data.answer_key or data.response_key, or correct the row")
         return self.columns[column]
 
     def optional(self, column: str, kind: type, default: Any) -> Any:
@@ -81,7 +81,7 @@ def as_text(value: Any, column: str, location: str) -> str:
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
     """The error for a value of the wrong type or shape."""
     return UserError(f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})', source=location,
-                     expected=expected, hint="mend this row, or write lists and objects as JSON text")
+                     expected=expected, hint="correct this row, or write lists and objects as JSON text")
 
 
 def excerpt(text: str) -> str:
@@ -136,7 +136,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse_line(line: bytes, location: str) -> dict[str, Any]:
     shown = excerpt(line.decode("utf-8", errors="backslashreplace").strip())
-    hint = "mend or remove this line"
+    hint = "correct or remove this line"
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -128,7 +128,7 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
     return UserError(
         f"{who} left the job, or is stopped, and gives no sign of life; last seen: {seen}",
         source=f"{scene}: {what}", expected="ranks that stay until the end",
-        hint=f"look at the end of {logs}, and for the OOM killer in dmesg; start the same command again to go on from "
+        hint=f"look at the end of {logs}, and for the OOM killer in dmesg; start the same command again to resume from "
              "the newest checkpoint (trainer.save_freq, trainer.run_dir), or let MAX_RESTARTS or torchrun's "
              "--max-restarts do it")
 

@@ -52,7 +52,7 @@ class MetricsFile(Sink):
 
     Args:
         run_dir: run directory; made if it is not there.
-        continues: go on with the records that are there (see `set_aside`).
+        continues: keep the records that are there (see `set_aside`).
 
     Raises:
         UserError: `run_dir` holds the metrics of another run.

@@ -118,7 +118,7 @@ class Run:
         """Open the sinks.
 
         Args:
-            after_step: go on with the run that is there, after this step (-1: from its beginning); what it wrote about
+            after_step: continue the run that is there after this step (-1: from its beginning); what it wrote about
                 later steps goes to `attempt-<n>/`. None: a new run.
 
         Raises:

@@ -70,7 +70,7 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
         raise UserError(
             f"the content of what the run depends on has changed: {'; '.join(lines[name] for name in refused)}",
             source=str(checkpoint), expected="what the run behind the checkpoint had",
-            hint=f"restore it, or go on with the new one by checkpoint.allow_changes=[{','.join(refused)}]")
+            hint=f"restore it, or accept the new one by checkpoint.allow_changes=[{','.join(refused)}]")
     return list(lines.values())
 
 

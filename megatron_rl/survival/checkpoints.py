@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run saves, how it goes on from a checkpoint, and how it follows a signal.
+"""When a run saves, how it resumes from a checkpoint, and how it follows a signal.
 
 A checkpoint holds the end of a step. A run that is stopped before it has learned anything in a step saves the end of
 the step before and does the step again; one that is stopped later finishes the step. Either way the resumed run
@@ -204,7 +204,7 @@ class Checkpoints:
         if self._last.error:
             raise self._last.error
         self._run.note_stop({"signal": received, "step": step, "exit_code": EXIT_PREEMPTED})
-        raise Preempted(f"{received} after step {step}; start the same command again to go on from "
+        raise Preempted(f"{received} after step {step}; start the same command again to resume from "
                         f"{self._last.directory}")
 
     def commit(self) -> None:

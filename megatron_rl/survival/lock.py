@@ -123,7 +123,7 @@ class RunLock:
             raise UserError(
                 f"the run directory was taken over by {self._lost_to}", source=str(self.path),
                 expected="one job that writes to it",
-                hint=f"this process gave no sign of life for {self._dead_seconds:.0f} s; let the other job go on")
+                hint=f"this process gave no sign of life for {self._dead_seconds:.0f} s; let the other job continue")
 
     def release(self) -> None:
         """Give the lock back; may be called again."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a run: whose directory it is, which checkpoint it goes on from, and whether that still fits."""
+"""The start of a run: whose directory it is, which checkpoint it resumes from, and whether that still fits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OpenedRun:
     """A run whose directory is open and whose sinks are not.
 
     Attributes:
-        checkpoint: whole, to go on from; None: the run begins.
+        checkpoint: whole, to resume from; None: the run begins.
         is_known: something of this run is in the directory already.
         dependencies: what the run depends on and its checkpoints do not contain.
         stop: what signals ask for.
@@ -51,7 +51,7 @@ class OpenedRun:
 
 
 def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> OpenedRun:
-    """Open `trainer.run_dir` (or a new name that rank 0 chooses) and choose what to go on from; collective.
+    """Open `trainer.run_dir` (or a new name that rank 0 chooses) and choose what to resume from; collective.
 
     Raises:
         UserError: the directory cannot be written, is in use, holds a finished run or one that must not be resumed,
@@ -170,7 +170,7 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
     if found.directory is None and found.skipped:
         raise UserError(
             f"none of the checkpoints is whole; the newest: {found.skipped[0]}", source=str(run.checkpoints),
-            expected="one whole checkpoint", hint="restore one, or choose another trainer.run_dir to begin anew")
+            expected="one whole checkpoint", hint="restore one, or choose another trainer.run_dir to begin a new run")
     if resume in _MODES:
         if found.directory is None and resume == "must":
             raise UserError("there is no checkpoint", source=f"checkpoint.resume=must, {run.checkpoints}",
@@ -196,7 +196,7 @@ def _step_directory(path: Path) -> Path:
 
 
 def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
-    """Refuse to go on where no step is left (one that was cut off after its last step has its end to write)."""
+    """Refuse to resume where no step is left (one that was cut off after its last step has its end to write)."""
     error = None
     try:
         step = read_manifest(checkpoint).get("step", 0)
@@ -204,7 +204,7 @@ def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: d
             error = UserError(
                 f"the run has taken {step} steps, {total_steps} are asked for", source=str(checkpoint),
                 expected="steps that are left to take",
-                hint="raise trainer.total_steps (or total_epochs) to go on, or choose another trainer.run_dir")
+                hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir")
     except UserError as caught:
         error = caught
     raise_together(error, group)
