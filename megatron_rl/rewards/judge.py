@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import resource
 import signal
 import sys
@@ -52,6 +53,10 @@ class Judge:
         with self._lock:
             self._end()
 
+    def forget(self) -> None:
+        """Leave the child to the process that this one was forked from: two must not talk to one child."""
+        self._lock, self._child = threading.Lock(), None
+
     def _end(self) -> None:
         if self._child is not None:
             self._child.end(0.0)
@@ -60,6 +65,7 @@ class Judge:
 
 _JUDGE = Judge()
 atexit.register(_JUDGE.close)
+os.register_at_fork(after_in_child=_JUDGE.forget)
 
 
 @lru_cache(_REMEMBERED)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.rewards import mathematics
 from megatron_rl.rewards.answers import extract_answer
-from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.judge import Judge, judge
 from megatron_rl.rewards.rules import COUNTS, exact_match, marks_answer, math_equal, score_math
 
 
@@ -139,18 +140,32 @@ def test_towers_of_powers_are_refused_before_they_are_computed():
 
 def test_time_is_bounded_in_any_thread():
     """By a child that the kernel ends; the next comparison gets a new one. The upper bound is generous."""
-    judge, found = Judge(limit_seconds=1.0), []
+    one, found = Judge(limit_seconds=1.0), []
     slow, equal = (r"\boxed{2^{9999} + \sin(\cos(x))^{99}}", "5"), (r"\boxed{\frac{2}{4}}", r"\boxed{1/2}")
 
     def compare() -> None:
         start = time.monotonic()
-        found.extend([judge.compare(*slow), judge.compare(*equal), time.monotonic() - start])
+        found.extend([one.compare(*slow), one.compare(*equal), time.monotonic() - start])
 
     thread = threading.Thread(target=compare)
     thread.start()
     thread.join()
-    judge.close()
+    one.close()
     assert found[:2] == ["timeout", "equal"] and found[2] < 60
+
+
+def test_a_forked_process_has_a_child_of_its_own():
+    """With one socket for both, each would read the other's answers."""
+    pairs = [(rf"\boxed{{\sqrt{{{n}}}}}", rf"\boxed{{\sqrt{{{n + n % 2}}}}}") for n in range(2, 42)]
+    expected = ["equal" if n % 2 == 0 else "different" for n in range(2, 42)]
+    assert judge(*pairs[0]) == "equal"  # the child is there
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    other = context.Process(target=lambda: results.put([judge(*pair) for pair in pairs]))
+    other.start()
+    assert [judge(*pair) for pair in pairs] == expected
+    assert results.get() == expected
+    other.join()
 
 
 def test_numbers_need_no_parser(monkeypatch):
