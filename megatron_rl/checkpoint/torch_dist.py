@@ -19,6 +19,7 @@ import json
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,17 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _find_member  # Python 3.11.0 to 3.11.3 pickles the member of an enum as getattr(enum, name)
         if module.startswith("megatron.core.dist_checkpointing."):
             return type(name, (), {})  # megatron-core's notes to itself; nothing here reads them
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def _find_member(owner: Any, name: str) -> Enum:
+    if isinstance(owner, EnumMeta) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError("it asks for builtins.getattr, which no checkpoint needs")
 
 
 class ChunkReader:

@@ -7,9 +7,12 @@ uses `dist_checkpointing` as it comes. Not covered: Transformer Engine's modules
 
 from __future__ import annotations
 
+import enum
+import io
 import pickle
 import queue
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +166,30 @@ class _Evil:
         return print, ("this must never run",)
 
 
+class _EvilAttribute:
+    """A method of an allowed class, by the name under which members of enums come."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+class _OldPickler(pickle.Pickler):
+    """Members of enums as Python 3.11.0 to 3.11.3 pickles them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_an_early_python_3_11_is_read(tmp_path: Path):
+    write_example(tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    content = io.BytesIO()
+    _OldPickler(content).dump(metadata)
+    assert b"getattr" in content.getvalue()
+    (tmp_path / ".metadata").write_bytes(content.getvalue())
+    assert ChunkReader(tmp_path).tensors["x"][0] == (6, 5)
+
+
 def test_metadata_names_files_beside_it_only(tmp_path: Path):
     write_example(tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
@@ -175,9 +202,10 @@ def test_metadata_names_files_beside_it_only(tmp_path: Path):
 
 @pytest.mark.parametrize("content,found", [
     (pickle.dumps(_Evil()), "it asks for builtins.print, which no checkpoint needs"),
+    (pickle.dumps(_EvilAttribute()), "it asks for builtins.getattr, which no checkpoint needs"),
     (pickle.dumps({"a": 1}), "it does not hold the metadata of a checkpoint"),
     (b"", "Ran out of input"),
-], ids=["code", "other", "empty"])
+], ids=["code", "attribute", "other", "empty"])
 def test_metadata_runs_no_code(content: bytes, found: str, tmp_path: Path, capsys):
     write_example(tmp_path)
     (tmp_path / ".metadata").write_bytes(content)
