@@ -103,10 +103,10 @@ def test_what_is_missing_is_said(environment: dict[str, str], script: str, more:
 
 
 def test_dry_run_starts_nothing(environment: dict[str, str]) -> None:
-    """The plan is for all ranks of all nodes; the toy task was not made, so the run would not start."""
-    result = run("train_multi_node.sh", RECIPE, "--dry-run", environment=environment, NPROC="8", NNODES="4",
-                 MASTER_ADDR="node07", RUN_DIR="/shared/runs/a")
-    assert result.returncode == 2 and "config.json" in result.stderr
+    """The plan is for all ranks of all nodes; there is no such model, so the run would not start."""
+    result = run("train_multi_node.sh", RECIPE, "--dry-run", "model.path=absent", environment=environment, NPROC="8",
+                 NNODES="4", MASTER_ADDR="node07", RUN_DIR="/shared/runs/a")
+    assert result.returncode == 2 and "absent/config.json" in result.stderr
     assert "num_engines = world_size / rollout_tp = 32 / 1 = 32" in result.stdout
     assert not Path(environment["RECORD"]).exists()
 
