@@ -75,7 +75,7 @@ def soak(recipe: Path, overrides: Sequence[str], steps: int) -> dict[str, Any]:
     return {
         "recipe": recipe.name, "overrides": list(overrides), "steps": len(samples[0]),
         "seconds_per_step": (seconds["last"] - seconds["first"]) / max(1, steps - 1), "ranks": ranks,
-        "resident_mib_of_rank_0": [round(sample["resident_mib"], 3) for sample in samples[0]]}
+        "resident_mib_of_ranks": [[round(sample["resident_mib"], 3) for sample in mine] for mine in samples]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

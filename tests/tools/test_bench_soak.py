@@ -43,7 +43,7 @@ def test_figures_of_a_run(task: Path, tmp_path: Path, vllm_imported: None) -> No
 
     assert run_ranks(work, 1, timeout=150) == [0]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["steps"] == len(found["resident_mib_of_rank_0"]) == 6 and found["seconds_per_step"] > 0
+    assert found["steps"] == len(found["resident_mib_of_ranks"][0]) == 6 and found["seconds_per_step"] > 0
     (rank,) = found["ranks"]
     assert set(rank) == {"resident_mib", "open_files", "threads", "children", "shm_files", "shm_mib"}
     assert rank["open_files"]["slope_per_step"] == pytest.approx(16), "16 responses per step, a file each"
