@@ -147,3 +147,21 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
         assert sum(result is not None for result in found) == 1, found
         for job in jobs:
             job.join()
+
+
+def test_an_unexpected_error_does_not_end_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    """It is said in the log, and the lock is kept fresh when the cause is gone."""
+    lock = RunLock(tmp_path, beat_seconds=0.02)
+    lock.acquire()
+    with monkeypatch.context() as broken:
+        broken.setattr(lock, "_read", lambda: 1 / 0)
+        deadline = time.monotonic() + 30
+        while "ZeroDivisionError" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "no heartbeat: ZeroDivisionError" in caplog.text
+    os.utime(lock.path, (1, 1))
+    while lock.path.stat().st_mtime == 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lock.path.stat().st_mtime > 1
+    lock.check()
+    lock.release()

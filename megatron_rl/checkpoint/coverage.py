@@ -58,7 +58,7 @@ def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: boo
 def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
     """Whether boxes with as many elements as `whole` cover it.
 
-    Corners that an even number of boxes share cancel out. If those of the whole are left, every element of it is
+    Corners that an even number of boxes share cancel out. If the corners of the whole are left, every element of it is
     covered an odd number of times, hence once. (Comparing all pairs takes minutes for the experts of a large model.)
     """
     corners: set[tuple[int, ...]] = set()

@@ -2,8 +2,8 @@
 """Reward functions by name: a rule of this room, or the user's own code, checked when it is loaded.
 
 A reward function has verl's signature: (data_source, solution_str, ground_truth, extra_info), called by
-keyword, and returns a number, or a dict with "score" whose other numbers are logged one by one. It gets those of
-`FURTHER_ARGUMENTS` as well that its signature names, or all of them as **kwargs.
+keyword, and returns a number, or a dict with "score" whose other numbers are logged one by one. It also gets the
+`FURTHER_ARGUMENTS` that its signature names, or all of them as **kwargs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
 
 
 def find_further_arguments(function: RewardFunction) -> list[str]:
-    """Those of `FURTHER_ARGUMENTS` that a function asks for by name or as **kwargs."""
+    """The `FURTHER_ARGUMENTS` that a function asks for by name or as **kwargs."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in FURTHER_ARGUMENTS if takes_all or name in parameters]

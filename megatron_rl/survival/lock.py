@@ -28,6 +28,7 @@ from megatron_rl.types import UserError
 
 LOCK_FILE = "run.lock"
 BEAT_SECONDS, DEAD_SECONDS = 5.0, 30.0
+_READS = 25
 _LOG = logging.getLogger(__name__)
 
 
@@ -108,7 +109,7 @@ class RunLock:
                 continue  # released in this moment
             if self._is_alive(owner):
                 raise self._refuse(owner)
-            if self._set_aside(owner):
+            if self._remove(owner):
                 taken_over = f"{self.path.parent} was held by {owner}, which is gone: its lock was taken over"
         self._thread.start()
         return taken_over
@@ -145,14 +146,16 @@ class RunLock:
             return False
         return True
 
-    def _read(self, path: Path | None = None) -> Owner | None:
-        """Whose the lock is; None if there is none."""
-        try:
-            return Owner(**json.loads((path or self.path).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError):
-            return _UNKNOWN
+    def _read(self) -> Owner | None:
+        """Whose the lock is; None if there is none. One that is being written is read again."""
+        for _ in range(_READS):
+            try:
+                return Owner(**json.loads(self.path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                return None
+            except (ValueError, TypeError):
+                time.sleep(0.02)
+        return _UNKNOWN
 
     def _is_alive(self, owner: Owner) -> bool:
         if owner.machine == self._me.machine:
@@ -183,19 +186,27 @@ class RunLock:
         with tempfile.TemporaryFile(dir=self.path.parent) as probe:
             return max(0.0, os.fstat(probe.fileno()).st_mtime - moment)
 
-    def _set_aside(self, dead: Owner) -> bool:
-        """Remove the lock of a dead owner; False if it was another's by then."""
-        aside = self.path.with_name(f"{LOCK_FILE}.{self._me.token}")
+    def _remove(self, dead: Owner) -> bool:
+        """Remove the lock of a dead owner; False if it is another's by now, or somebody else is removing it.
+
+        One job at a time may, and it reads the lock again first: a new owner's lock is never touched.
+        """
+        claim = self.path.with_name(f"{LOCK_FILE}.takeover")
         try:
-            self.path.rename(aside)
-        except FileNotFoundError:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                if self._age(claim.stat().st_mtime) > self._dead_seconds:  # of a job that died with it
+                    claim.unlink()
+            time.sleep(0.01)
             return False
-        is_dead_one = self._read(aside) == dead
-        if not is_dead_one:
-            with suppress(OSError):  # its owner makes it again with its next heartbeat
-                os.link(aside, self.path)
-        aside.unlink()
-        return is_dead_one
+        try:
+            is_dead_one = self._read() == dead
+            if is_dead_one:
+                self.path.unlink(missing_ok=True)
+            return is_dead_one
+        finally:
+            claim.unlink(missing_ok=True)
 
     def _keep_fresh(self) -> None:
         while not self._end.wait(self._beat_seconds):
@@ -208,8 +219,8 @@ class RunLock:
                 else:
                     self._lost_to = owner
                     return
-            except OSError as error:  # a file system that does not answer now may do so later
-                _LOG.warning("%s: no heartbeat: %s", self.path, error)
+            except Exception as error:  # the thread must not end without a word, and the next beat may work
+                _LOG.warning("%s: no heartbeat: %r", self.path, error)
 
     def _refuse(self, owner: Owner) -> UserError:
         beat = self._last_beat()

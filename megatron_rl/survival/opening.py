@@ -116,7 +116,7 @@ def _explain_unwritable(error: OSError) -> UserError:
 
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
-    """Read by rank 0 and compared with those of the checkpoint; collective."""
+    """Read by rank 0 and compared with what the checkpoint records; collective."""
     found, error = {}, None
     if group.rank() == 0:
         try:

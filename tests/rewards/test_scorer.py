@@ -70,7 +70,7 @@ def test_single_source_keeps_its_own_components(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_are_told_more_where_they_ask_for_it(tmp_path, workers):
-    """By name or as **kwargs; the four arguments of verl's are those of every function."""
+    """By name or as **kwargs; every function gets verl's four."""
     named = write_function(
         tmp_path, "return {'score': len(response_tokens), 'step': step, 'cut': finish_reason == 'length',\n"
         "        'row': row['reward_model']['style'] == 'rule', 'first': response_tokens[0]}", name="named.py",

@@ -131,7 +131,7 @@ def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: s
 
 
 def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
-    """Those of a GPU as well, where no test of ours gives them to vLLM."""
+    """Includes the GPU's, which no test gives to vLLM."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
