@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.schema import RunConfig  # noqa: E402
-from megatron_rl.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
 
 
 def check_memory(

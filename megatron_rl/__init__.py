@@ -15,7 +15,7 @@ __all__ = ["Trainer", "UserError"]
 def __getattr__(name: str) -> Any:
     """Import on first use: a dry run imports this package, and no torch."""
     if name == "Trainer":
-        from megatron_rl.trainer import Trainer
+        from megatron_rl.trainer.grpo import Trainer
 
         return Trainer
     if name == "UserError":

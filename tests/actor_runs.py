@@ -17,15 +17,15 @@ import torch
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
-from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
-from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.families import Head, load_model_shape, model_shape_from_config
-from megatron_rl.weights.placement import box_slices
+from megatron_rl.weights.shard_box import box_slices
 from tiny_models import VOCAB_SIZE, draw_tokens
 
 LENGTHS = [10, 7, 23, 5, 16, 9, 12, 30]

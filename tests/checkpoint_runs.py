@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.checkpoint.side_files import list_side_files
 from megatron_rl.training.actor import Actor
 from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.placement import box_slices
+from megatron_rl.weights.shard_box import box_slices
 
 State = dict[str, Any]  # {"epoch": 1, ...}
 STATE: State = {"prompts": {"epoch": 1, "offset": 6, "num_prompts": 16}, "kl_coef": 0.1 + 0.2, "best": None}

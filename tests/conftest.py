@@ -19,7 +19,7 @@ def vllm_imported() -> None:
     """Import vllm and what its engine imports lazily; forked ranks inherit all of it."""
     import importlib
 
-    from megatron_rl.rollout.vllm_engine import prepare_vllm
+    from megatron_rl.engines.vllm import prepare_vllm
 
     prepare_vllm(torch.device("cpu"))
     for name in ("entrypoints.llm", "v1.worker.cpu_worker", "v1.engine.core", "model_executor.models.qwen2",

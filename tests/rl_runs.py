@@ -11,7 +11,7 @@ from typing import Any
 
 import sentencepiece
 
-import megatron_rl.trainer as trainer_module  # heavy imports once, in the parent
+import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the parent
 from megatron_rl.config.loading import load_config
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model

@@ -14,8 +14,8 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
-from megatron_rl.weights.placement import Box, Placement, box_slices
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
+from megatron_rl.weights.shard_box import Box, ShardBox, box_slices
 
 UNTOUCHED = -7.0  # what a parameter holds where nothing is placed; no full tensor contains it
 
@@ -41,7 +41,7 @@ def make_full_tensors(shape: ModelShape, dtype: torch.dtype = torch.float32, see
     }
 
 
-def find_sizes(placements: Iterable[Placement], padding_rows: int = 0) -> dict[str, tuple[int, ...]]:
+def find_sizes(placements: Iterable[ShardBox], padding_rows: int = 0) -> dict[str, tuple[int, ...]]:
     """Parameter sizes that hold all local boxes; vocabulary parameters get `padding_rows` more."""
     sizes: dict[str, tuple[int, ...]] = {}
     for p in placements:
@@ -54,7 +54,7 @@ def find_sizes(placements: Iterable[Placement], padding_rows: int = 0) -> dict[s
 
 
 def make_empty_shards(
-    placements: Sequence[Placement], dtype: torch.dtype = torch.float32, padding_rows: int = 0,
+    placements: Sequence[ShardBox], dtype: torch.dtype = torch.float32, padding_rows: int = 0,
     fill: float = UNTOUCHED,
 ) -> dict[str, torch.Tensor]:
     """Parameters of one rank, filled with one number."""
@@ -63,7 +63,7 @@ def make_empty_shards(
 
 
 def cut_shards(
-    placements: Sequence[Placement], full: dict[str, torch.Tensor], padding_rows: int = 0, fill: float = UNTOUCHED
+    placements: Sequence[ShardBox], full: dict[str, torch.Tensor], padding_rows: int = 0, fill: float = UNTOUCHED
 ) -> dict[str, torch.Tensor]:
     """Parameters of one rank as the placements say; `fill` elsewhere."""
     shards = make_empty_shards(placements, next(iter(full.values())).dtype, padding_rows, fill)
@@ -89,7 +89,7 @@ def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     )
 
 
-def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[Placement]]:
+def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[ShardBox]]:
     """Tables of all ranks that train with this layout."""
     ranks = map(layout.expert_coordinates, range(layout.world_size))
     return [
@@ -100,11 +100,11 @@ def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[Place
     ]
 
 
-def place_vllm(shape: ModelShape, world_size: int, tp_size: int) -> list[list[Placement]]:
+def place_vllm(shape: ModelShape, world_size: int, tp_size: int) -> list[list[ShardBox]]:
     """Tables of all ranks that run world_size / tp_size engines on neighbouring ranks."""
     return [vllm_placements(shape, tp_size=tp_size, tp_rank=rank % tp_size) for rank in range(world_size)]
 
 
-def place_on_rank_0(shape: ModelShape, world_size: int) -> list[list[Placement]]:
+def place_on_rank_0(shape: ModelShape, world_size: int) -> list[list[ShardBox]]:
     """The HF tensors on rank 0, nothing elsewhere."""
     return [huggingface_placements(shape), *([] for _ in range(world_size - 1))]

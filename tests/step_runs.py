@@ -13,10 +13,10 @@ import torch
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, ModelConfig
-from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
-from megatron_rl.data.buckets import Buckets
-from megatron_rl.data.packing import plan_microbatches
-from megatron_rl.data.prefix import SharedPrompts
+from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.buckets import Buckets
+from megatron_rl.packing.microbatches import plan_microbatches
+from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.actor import Actor

@@ -32,10 +32,10 @@ from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
 from megatron_rl.algorithms.value_loss import compute_value_loss
-from megatron_rl.config.alias_kl import KL_TYPES
-from megatron_rl.config.alias_losses import AGGREGATIONS, ESTIMATORS, LOSS_MODES
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.verl.kl import KL_TYPES
+from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS, LOSS_MODES
 from megatron_rl.types import UserError
 from tools._verl_checkout import load_verl
 

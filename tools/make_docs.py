@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
-from megatron_rl.config import alias_docs, key_docs
+from megatron_rl.config import key_docs
+from megatron_rl.config.verl import docs as verl_docs
 from tools import _error_page
 
 
@@ -27,7 +28,7 @@ def make_pages() -> dict[Path, str]:
     return {
         docs / "config.md": key_docs.format_page(),
         docs / "errors.md": _error_page.format_page(ROOT),
-        docs / "verl_keys.md": alias_docs.format_page(),
+        docs / "verl_keys.md": verl_docs.format_page(),
     }
 
 

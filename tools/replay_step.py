@@ -29,10 +29,10 @@ from megatron_rl.capsule.replaying import Capsule, is_same_layout, make_config, 
 from megatron_rl.capsule.rollouts import RecordedRollouts
 from megatron_rl.checkpoint.manifest import list_packages
 from megatron_rl.config.command_line import end_program
-from megatron_rl.data.batching import TrainBatch
-from megatron_rl.experience import Collected
+from megatron_rl.experience.collected import Collected
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import raise_together, share_object
-from megatron_rl.parts import Parts
+from megatron_rl.roles.parts import Parts
 from megatron_rl.types import UserError
 
 

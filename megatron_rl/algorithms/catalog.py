@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.registry import Deferred, add_entry, find_entry
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 
 if TYPE_CHECKING:
     import torch

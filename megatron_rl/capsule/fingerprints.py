@@ -38,7 +38,7 @@ from megatron_rl.resharding.certificate import compute_digest
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.placement import Placement, box_shape, box_slices, box_volume, full_box
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, box_volume, full_box
 
 NUM_SAMPLES = 64
 _STATES = (*MOMENTS, MAIN_PARAM)
@@ -111,7 +111,7 @@ class StoredRole:
         box = full_box(size if is_state else self._shapes[name])
         tensor = torch.empty(box_shape(box), dtype=dtype)
         pieces = [Piece(key, size, (0,) * len(size), tensor)] if is_state else make_weight_pieces(
-            self._table, [Placement(name, box, name, box)], {name: tensor})
+            self._table, [ShardBox(name, box, name, box)], {name: tensor})
         for piece in pieces:
             self._reader.read(piece.key, piece.box, piece.data)
         return tensor

@@ -17,8 +17,9 @@ from safetensors.numpy import save as to_safetensors
 
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
 from megatron_rl.checkpoint.pieces import TrainedRole
-from megatron_rl.data.batching import TrainBatch
-from megatron_rl.experience import Collected, gather_columns
+from megatron_rl.experience.collected import Collected
+from megatron_rl.experience.columns import gather_columns
+from megatron_rl.packing.batch import TrainBatch
 
 # Columns of a batch, by the section that they are computed in.
 _FORWARD = ("old_logprobs", "ref_logprobs", "values")

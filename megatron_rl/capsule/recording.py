@@ -34,9 +34,9 @@ from megatron_rl.checkpoint.pieces import TrainedRole
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.batching import TrainBatch
-from megatron_rl.experience import Collected
+from megatron_rl.experience.collected import Collected
 from megatron_rl.observability.run import Run
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.types import UserError
 
 CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "values.safetensors", "state"

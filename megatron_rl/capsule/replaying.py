@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.experience import Collected
+from megatron_rl.experience.collected import Collected
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import load_model_shape

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.checkpoint.files import FileRecord, write_file
-from megatron_rl.experience import Collected
+from megatron_rl.experience.collected import Collected
 from megatron_rl.resharding.executor import ReshardStats
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
 

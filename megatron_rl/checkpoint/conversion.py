@@ -40,7 +40,7 @@ from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forg
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
-from megatron_rl.weights.placement import Box, box_shape, box_slices, box_volume
+from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.placement import Box, box_volume, full_box
+from megatron_rl.weights.shard_box import Box, box_volume, full_box
 
 
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:

@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.pieces import make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.placement import Placement
+from megatron_rl.weights.shard_box import ShardBox
 
 
 def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
@@ -32,7 +32,7 @@ def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection
 
 
 def load_weights(
-    directory: Path, shape: ModelShape, placements: Iterable[Placement], params: Mapping[str, torch.Tensor],
+    directory: Path, shape: ModelShape, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
     *, may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint, whichever is there.
@@ -48,7 +48,7 @@ def load_weights(
 
 @torch.no_grad()
 def load_distributed(
-    directory: Path, shape: ModelShape, placements: Iterable[Placement], params: Mapping[str, torch.Tensor],
+    directory: Path, shape: ModelShape, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
     *, may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place, converting to their dtype; padding becomes zero.

@@ -28,7 +28,7 @@ from megatron_rl.resharding.executor import Resharder
 from megatron_rl.resharding.planner import Shard, plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
-from megatron_rl.weights.placement import Placement, box_slices, full_box
+from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
 
 T = TypeVar("T")
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
@@ -93,7 +93,7 @@ def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, m
 
 @torch.no_grad()
 def load_huggingface(
-    directory: str | Path, placements: Iterable[Placement], params: Mapping[str, torch.Tensor],
+    directory: str | Path, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
     *, may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
@@ -105,7 +105,7 @@ def load_huggingface(
         may_lack: tensors that become zero when the checkpoint does not have them.
     """
     files = index_safetensors(Path(directory))
-    by_file: dict[Path, list[Placement]] = {}
+    by_file: dict[Path, list[ShardBox]] = {}
     for placement in placements:
         if placement.hf_name in may_lack and placement.hf_name not in files:
             continue
@@ -207,7 +207,7 @@ def _collect(
 ) -> None:
     """Bring whole logical tensors to `tensors` of rank 0."""
     wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in source]
-    whole = tuple(Placement(name, full_box(size), name, full_box(size)) for name, size in batch.items())
+    whole = tuple(ShardBox(name, full_box(size), name, full_box(size)) for name, size in batch.items())
     plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
     dtype = next(iter(params.values())).dtype
     Resharder(plan, params, tensors, group, dtype=dtype, bucket_bytes=bucket_bytes).run()

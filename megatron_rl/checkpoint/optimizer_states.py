@@ -18,7 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, TrainedRole
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, intersect
+from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def make_state_pieces(role: TrainedRole, rank: int, saved_by: Holders | None) ->
         saved_by: holders of all boxes: only what this rank saves; None: all that it has (to load).
     """
     shapes = role.shape.logical_tensors()
-    by_param: dict[str, list[Placement]] = {}
+    by_param: dict[str, list[ShardBox]] = {}
     for placement in role.placements(rank):
         by_param.setdefault(placement.param, []).append(placement)
     for shard in list_state_shards(role):
@@ -116,7 +116,7 @@ def make_state_pieces(role: TrainedRole, rank: int, saved_by: Holders | None) ->
 
 
 def _cut(
-    start: int, flat: Mapping[str, torch.Tensor], placements: Sequence[Placement], param_shape: tuple[int, ...],
+    start: int, flat: Mapping[str, torch.Tensor], placements: Sequence[ShardBox], param_shape: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Piece]:
     """Cut flat states, which begin at element `start` of a parameter, along its placements."""
@@ -154,7 +154,7 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
     return boxes
 
 
-def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: Placement, *, is_sharded: bool) -> bool:
+def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: ShardBox, *, is_sharded: bool) -> bool:
     """Whether `rank` saves the state of a box that `first_holder` is the first rank to hold.
 
     Under ZeRO the data parallel replicas have the state in parts; without it each has all of it. Replicas of

@@ -17,7 +17,7 @@ import torch
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table
-from megatron_rl.weights.placement import Box, Placement, box_slices, box_volume, intersect, localize
+from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
 
 if TYPE_CHECKING:  # tools that convert checkpoints do without megatron-core
     from megatron.core.optimizer import MegatronOptimizer
@@ -47,7 +47,7 @@ class TrainedRole(Protocol):
     params: Mapping[str, torch.Tensor]
     trainable: Trainable
     optimizer_steps: int
-    placements: Callable[[int], list[Placement]]
+    placements: Callable[[int], list[ShardBox]]
     shard_key: Callable[[int], Hashable]
 
 
@@ -74,7 +74,7 @@ class Piece:
 
 
 def make_weight_pieces(
-    table: Table, placements: Sequence[Placement], params: Mapping[str, torch.Tensor]
+    table: Table, placements: Sequence[ShardBox], params: Mapping[str, torch.Tensor]
 ) -> Iterator[Piece]:
     """The weights that `placements` speak of, as pieces of megatron-core's global tensors."""
     for placement in placements:
@@ -102,7 +102,7 @@ def find_holders(role: TrainedRole) -> Holders:
     return holders
 
 
-def choose_saved(role: TrainedRole, holders: Holders, rank: int) -> list[Placement]:
+def choose_saved(role: TrainedRole, holders: Holders, rank: int) -> list[ShardBox]:
     """The placements of `rank` that it saves: each box is saved once, and the replicas share the bytes."""
     loads, mine = [0] * role.groups.layout.world_size, set()
     for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):

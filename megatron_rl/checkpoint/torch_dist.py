@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.checkpoint.files import FileRecord, HashingFile
 from megatron_rl.types import UserError
-from megatron_rl.weights.placement import Box, box_shape, box_slices, intersect
+from megatron_rl.weights.shard_box import Box, box_shape, box_slices, intersect
 
 METADATA_FILE = ".metadata"
 MAX_CHUNK_BYTES = 64 << 20

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.aliases import alias_names, alias_target, find_ranks, translate
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
 from megatron_rl.config.idle import put_aside
@@ -23,6 +22,7 @@ from megatron_rl.config.references import resolve_references
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sources import RECIPE, Setting, read_mapping, read_overrides, read_recipe
+from megatron_rl.config.verl.aliases import alias_names, alias_target, find_ranks, translate
 from megatron_rl.types import UserError
 
 __all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config"]

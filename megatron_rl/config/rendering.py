@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.alias_groups import GROUPS
-from megatron_rl.config.aliases import ALIASES, Renamed
 from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.verl.aliases import ALIASES, Renamed
+from megatron_rl.config.verl.groups import GROUPS
 
 _SYNTAX = """\
 Settings are given in the recipe (nested sections) and on the command line, which wins:

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalVariant
 
-from megatron_rl.data.prefix import SegmentKeys
 from megatron_rl.models.trial import find_failure
+from megatron_rl.packing.prefix import SegmentKeys
 
 # The backends with a kernel over all segments, fastest first, and where they come from.
 KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.data.batching import MicrobatchSlice
 from megatron_rl.models.attention_backends import Segments, build_segments
 from megatron_rl.models.rotary import compute_rotary_table
+from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.weights.families import RopeScaling
 

@@ -32,7 +32,7 @@ _NO_PEER = re.compile(
     r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout", re.I)
 # Room of the package, or phase -> what frees memory there.
 _MEMORY_HINTS = {
-    "rollout": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
+    "engines": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
                "rollout.tensor_model_parallel_size",
     "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
     "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
@@ -40,7 +40,7 @@ _MEMORY_HINTS = {
         "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
         "python tools/plan.py shows what fits",
 }
-_ROOM_OF_PHASE = {"reshard": "resharding", "verify": "resharding"}
+_ROOM_OF_PHASE = {"rollout": "engines", "reshard": "resharding", "verify": "resharding"}
 _CRITIC_PHASES = ("values", "update_critic")
 
 

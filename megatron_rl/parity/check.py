@@ -21,16 +21,16 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
-from megatron_rl.data.batching import PackedSequence, build_train_batch
-from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.engines.protocol import EngineSpec, build_engine
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.packing.batch import PackedSequence, build_train_batch
+from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.collectives import Process, share_object
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
-from megatron_rl.rollout.engine import EngineSpec, build_engine
-from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.training.policy import Policy
 from megatron_rl.weights.families import ModelShape, load_model_shape
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.batching import PackedSequence, build_train_batch
+from megatron_rl.packing.batch import PackedSequence, build_train_batch
 from megatron_rl.training.policy import Policy
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.checkpoint.safetensors_index import index_safetensors
-from megatron_rl.weights.placement import Placement, box_slices, box_volume
+from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WrongTensor:
 
 
 def compare_weights(
-    directory: Path, placements: Sequence[Placement], params: Mapping[str, torch.Tensor]
+    directory: Path, placements: Sequence[ShardBox], params: Mapping[str, torch.Tensor]
 ) -> list[WrongTensor]:
     """Tensors whose pieces on this rank differ from the files (after conversion to their type), in table order."""
     files, wrong = index_safetensors(directory), {}
@@ -44,12 +44,12 @@ def compare_weights(
     return list(wrong.values())
 
 
-def _read(files: Mapping[str, Path], placement: Placement, name: str) -> torch.Tensor:
+def _read(files: Mapping[str, Path], placement: ShardBox, name: str) -> torch.Tensor:
     with safe_open(files[name], "pt") as handle:
         return handle.get_slice(name)[box_slices(placement.hf_box)]
 
 
-def _explain(files: Mapping[str, Path], placement: Placement, held: torch.Tensor) -> str:
+def _explain(files: Mapping[str, Path], placement: ShardBox, held: torch.Tensor) -> str:
     """Whether what a rank holds is nothing, or another tensor of the same layer and shape."""
     if not held.any():
         return "is zero"

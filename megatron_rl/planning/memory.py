@@ -22,8 +22,8 @@ from megatron_rl.planning.parameters import DTYPE_BYTES, RoleBytes, compute_engi
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
-from megatron_rl.weights.placement import Placement
 from megatron_rl.weights.rollout_layout import vllm_placements
+from megatron_rl.weights.shard_box import ShardBox
 
 # vLLM's own default for the tokens of one engine step, and what it keeps of each besides the KV cache.
 ENGINE_BATCH_TOKENS = 8192
@@ -237,7 +237,7 @@ def _count_aliased_blocks(
 
 
 @lru_cache(maxsize=64)
-def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tuple[list[Placement], dict[str, int]]:
+def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tuple[list[ShardBox], dict[str, int]]:
     """The engine's table, and the elements of its parameters."""
     table, sizes = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank), defaultdict(int)
     for placement in table:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from megatron_rl.weights.placement import Box, Placement
+from megatron_rl.weights.shard_box import Box, ShardBox
 
 
-def find_aliases(source: Iterable[Placement], destination: Iterable[Placement]) -> dict[str, str]:
+def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) -> dict[str, str]:
     """Destination parameter -> source parameter that holds the same pieces at the same places.
 
     Only layouts are compared; that shapes (vocabulary padding) and dtypes agree as well is for the one who
@@ -27,7 +27,7 @@ def find_aliases(source: Iterable[Placement], destination: Iterable[Placement]) 
     return {name: match for name, match in matches.items() if match is not None}
 
 
-def _contents(placements: Iterable[Placement]) -> dict[str, frozenset[tuple[Box, str, Box]]]:
+def _contents(placements: Iterable[ShardBox]) -> dict[str, frozenset[tuple[Box, str, Box]]]:
     contents: dict[str, set[tuple[Box, str, Box]]] = defaultdict(set)
     for p in placements:
         contents[p.param].add((p.local_box, p.hf_name, p.hf_box))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.resharding.planner import TransferOp
-from megatron_rl.weights.placement import Box, box_shape, box_slices
+from megatron_rl.weights.shard_box import Box, box_shape, box_slices
 
 Bucket = list[TransferOp]
 

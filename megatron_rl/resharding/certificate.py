@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights.placement import Box, Placement, box_slices, box_volume
+from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20
@@ -65,11 +65,11 @@ class Side:
     """
 
     params: Mapping[str, torch.Tensor]
-    counted: Sequence[Placement]
+    counted: Sequence[ShardBox]
     params_with_padding: Sequence[str]
 
 
-def count_once(placements: Sequence[Sequence[Placement]], rank: int) -> list[Placement]:
+def count_once(placements: Sequence[Sequence[ShardBox]], rank: int) -> list[ShardBox]:
     """The placements of `rank` whose box no earlier rank (or earlier placement) holds."""
     seen = {(p.hf_name, p.hf_box) for earlier in placements[:rank] for p in earlier}
     counted = []
@@ -125,11 +125,11 @@ class Certificate:
         self._raise_if_wrong(wrong, digests, names, padding)
         return len(names)
 
-    def _digests(self, side: Side, wanted: Mapping[str, int]) -> list[tuple[Placement, torch.Tensor]]:
+    def _digests(self, side: Side, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:
         return [(p, compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]))
                 for p in side.counted if p.hf_name in wanted]
 
-    def _piece(self, side: Side, placement: Placement) -> torch.Tensor:
+    def _piece(self, side: Side, placement: ShardBox) -> torch.Tensor:
         return side.params[placement.param][box_slices(placement.local_box)].to(self._dtype)
 
     def _dirty_padding(self, side: Side, name: str) -> list[str]:

@@ -20,7 +20,7 @@ from megatron_rl.resharding.buckets import BucketTransport
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import Export, export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
-from megatron_rl.weights.placement import box_slices
+from megatron_rl.weights.shard_box import box_slices
 
 log = logging.getLogger(__name__)
 

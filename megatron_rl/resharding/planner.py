@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.resharding.replicas import SourceChoice, choose_sources
-from megatron_rl.weights.placement import Box, Placement, box_volume, find_overlap, intersect, localize
+from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
 
 _Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
 
@@ -56,7 +56,7 @@ class Shard:
     """
 
     ranks: tuple[int, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[ShardBox, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Piece:
     """A distinct box of a logical tensor on the source side, and where each source shard keeps it."""
 
     box: Box
-    holders: dict[int, Placement]
+    holders: dict[int, ShardBox]
     route: _Route | None = None  # None: nobody needs it
 
 
@@ -98,7 +98,7 @@ class _Route:
 
 
 def group_shards(
-    placements_of: Callable[[int], Sequence[Placement]], key_of: Callable[[int], Hashable], num_ranks: int
+    placements_of: Callable[[int], Sequence[ShardBox]], key_of: Callable[[int], Hashable], num_ranks: int
 ) -> list[Shard]:
     """Group the ranks of a layout.
 
@@ -241,7 +241,7 @@ class Planner:
                 found.setdefault(self._destination_of[other], []).append(other)
         return found
 
-    def _make_op(self, piece: _Piece, source: int, target: Placement, part: Box, rank: int) -> TransferOp:
+    def _make_op(self, piece: _Piece, source: int, target: ShardBox, part: Box, rank: int) -> TransferOp:
         origin = piece.holders[self._source_of[source]]
         return TransferOp(target.hf_name, source, origin.param, localize(part, origin),
                           rank, target.param, localize(part, target))
@@ -298,7 +298,7 @@ class Planner:
             self._elements[key] = demand
         return self._elements[key]
 
-    def _check_cover(self, parts: tuple[Box, ...], target: Placement, rank: int) -> None:
+    def _check_cover(self, parts: tuple[Box, ...], target: ShardBox, rank: int) -> None:
         """Raise unless the parts fill the target, each element once."""
         if (target.hf_box, parts) in self._covered:
             return

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_rl.resharding.planner import RankPlan, Shard
 from megatron_rl.types import UserError
-from megatron_rl.weights.placement import Box, box_volume
+from megatron_rl.weights.shard_box import Box, box_volume
 
 Flow = tuple[int, int, int]  # source rank, destination rank, elements
 

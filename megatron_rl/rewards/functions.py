@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 from typing import Any, Protocol
 
+from megatron_rl.extension.user_code import import_file
 from megatron_rl.rewards.rules import RULES, AnswerPolicy
 from megatron_rl.types import UserError
-from megatron_rl.user_code import import_file
 
 _SIGNATURE = "def name(data_source, solution_str, ground_truth, extra_info) -> float | dict"
 FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row")

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.extension.user_code import ProcessExit, locate, refuse_exit
 from megatron_rl.rewards.functions import RewardFunction, file_of, find_further_arguments
 from megatron_rl.types import Rollout, UserError
-from megatron_rl.user_code import ProcessExit, locate, refuse_exit
 
 _LONGEST_RESPONSE = 200
 

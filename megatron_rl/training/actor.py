@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss, compute_sft_loss
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.step import StepLoss

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithms.value_loss import compute_value_loss, finish_explained_variance
 from megatron_rl.config.schema import CriticConfig, ModelConfig
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.step import StepLoss
 from megatron_rl.training.trainable import TrainedModel, describe_ledgers

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_all_rng_states, model_parallel_cuda_manual_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shape, find_shape
 from megatron_rl.types import UserError
 

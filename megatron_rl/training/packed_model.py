@@ -21,19 +21,19 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, TrainableConfig
-from megatron_rl.data.batching import TrainBatch
-from megatron_rl.data.buckets import Buckets, build_buckets
-from megatron_rl.data.packing import compute_attention_ratio
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.packing.buckets import Buckets, build_buckets
+from megatron_rl.packing.microbatches import compute_attention_ratio
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.ulysses import combine_shards, shard_rows
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements
-from megatron_rl.weights.placement import Placement, check_placements
+from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 # (microbatch, *what the role reads out [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -87,8 +87,8 @@ class PackedModel:
         return build_buckets(
             config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs)
 
-    def placements(self, rank: int) -> list[Placement]:
-        """Placement table of any rank of the layout."""
+    def placements(self, rank: int) -> list[ShardBox]:
+        """ShardBox table of any rank of the layout."""
         layout = self.groups.layout
         at = layout.coordinates(rank)
         return megatron_placements(

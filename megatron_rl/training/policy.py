@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import LayoutConfig, ModelConfig
-from megatron_rl.data.batching import TrainBatch
 from megatron_rl.models.heads import gather_for_vocab_shards
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy, compute_linear_sum_pi_squared
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.packed_model import PackedModel

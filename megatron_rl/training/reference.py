@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.policy import Policy
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ModelConfig, RewardModelConfig
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weights.families import ModelShape

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_rl.config.schema import TrainableConfig
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:

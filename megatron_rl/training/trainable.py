@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.ledger import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainableConfig
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object
 from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import build_trainable

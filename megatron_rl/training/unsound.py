@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.placement import Placement, columns, full_box, rows
+from megatron_rl.weights.shard_box import ShardBox, columns, full_box, rows
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
 
 def megatron_expert_placements(
     shape: ModelShape, param: str, hf: str, *, tp_size: int, tp_rank: int, ep_size: int, ep_rank: int
-) -> list[Placement]:
+) -> list[ShardBox]:
     """Router and experts of one layer; `param` and `hf` are the prefixes of the layer."""
     per_rank = shape.num_experts // ep_size
     placements = [_router(shape, f"{param}mlp.router.weight", hf)]
@@ -71,7 +71,7 @@ def megatron_expert_placements(
     return placements
 
 
-def vllm_expert_placements(shape: ModelShape, prefix: str, *, tp_size: int, tp_rank: int) -> list[Placement]:
+def vllm_expert_placements(shape: ModelShape, prefix: str, *, tp_size: int, tp_rank: int) -> list[ShardBox]:
     """Router and experts of one layer, named as `split_experts` names vLLM's fused parameters."""
     block = f"{prefix}{_block(shape)}."
     placements = [_router(shape, f"{block}gate.weight", prefix)]
@@ -88,14 +88,14 @@ def _block(shape: ModelShape) -> str:
     return names.block
 
 
-def _router(shape: ModelShape, param: str, hf: str) -> Placement:
+def _router(shape: ModelShape, param: str, hf: str) -> ShardBox:
     box = full_box((shape.num_experts, shape.hidden_size))
-    return Placement(param, box, f"{hf}{_block(shape)}.gate.weight", box)
+    return ShardBox(param, box, f"{hf}{_block(shape)}.gate.weight", box)
 
 
 def _expert(
     shape: ModelShape, into: str, out: str, hf: str, expert: int, tp_size: int, tp_rank: int
-) -> list[Placement]:
+) -> list[ShardBox]:
     """One expert: parameter `into` is `[gate; up]` of this rank's columns, `out` its part of down."""
     names = FAMILIES[shape.family].experts
     assert names is not None, f"{shape.family} is dense"
@@ -103,10 +103,10 @@ def _expert(
     start, stop = tp_rank * width, (tp_rank + 1) * width
     matrices = f"{hf}{names.block}.experts.{expert}."
     placements = [
-        Placement(into, rows(half * width, (half + 1) * width, size),
+        ShardBox(into, rows(half * width, (half + 1) * width, size),
                   f"{matrices}{name}.weight", rows(start, stop, size))
         for half, name in enumerate((names.gate, names.up))
     ]
-    placements.append(Placement(
+    placements.append(ShardBox(
         out, columns(0, width, size[::-1]), f"{matrices}{names.down}.weight", columns(start, stop, size[::-1])))
     return placements

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.placement import Box, full_box, rows
+from megatron_rl.weights.shard_box import Box, full_box, rows
 
 Table = dict[str, tuple["GlobalPlacement", ...]]
 

@@ -18,7 +18,7 @@ import math
 
 from megatron_rl.weights.experts import megatron_expert_placements
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
-from megatron_rl.weights.placement import Placement, columns, full_box, rows
+from megatron_rl.weights.shard_box import ShardBox, columns, full_box, rows
 
 VOCAB_MULTIPLE = 64
 PADDED_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -40,9 +40,9 @@ def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chu
 def megatron_placements(
     shape: ModelShape, *, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, vpp_size: int = 1,
     ep_size: int = 1, ep_rank: int = 0,
-) -> list[Placement]:
+) -> list[ShardBox]:
     """Placements of all parameters of one rank's model chunks."""
-    placements: list[Placement] = []
+    placements: list[ShardBox] = []
     for chunk in range(vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
@@ -59,31 +59,31 @@ def megatron_placements(
                 placements += _feed_forward(shape, param, hf, tp_size, tp_rank)
         if is_last:
             norm = full_box((shape.hidden_size,))
-            placements.append(Placement(f"{chunk}.decoder.final_layernorm.weight", norm, "model.norm.weight", norm))
+            placements.append(ShardBox(f"{chunk}.decoder.final_layernorm.weight", norm, "model.norm.weight", norm))
             if shape.has_score_head:
                 score = full_box((1, shape.hidden_size))
-                placements.append(Placement(f"{chunk}.{SCORE_HEAD}", score, SCORE_HEAD, score))
+                placements.append(ShardBox(f"{chunk}.{SCORE_HEAD}", score, SCORE_HEAD, score))
             elif not (shape.tied_embeddings and is_first):
                 source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
                 placements.append(_vocab_rows(shape, f"{chunk}.output_layer.weight", source, tp_size, tp_rank))
     return placements
 
 
-def _vocab_rows(shape: ModelShape, param: str, hf_name: str, tp_size: int, tp_rank: int) -> Placement:
+def _vocab_rows(shape: ModelShape, param: str, hf_name: str, tp_size: int, tp_rank: int) -> ShardBox:
     per_rank = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
     start = min(tp_rank * per_rank, shape.vocab_size)
     stop = min(start + per_rank, shape.vocab_size)
     size = (shape.vocab_size, shape.hidden_size)
-    return Placement(param, rows(0, stop - start, size), hf_name, rows(start, stop, size))
+    return ShardBox(param, rows(0, stop - start, size), hf_name, rows(start, stop, size))
 
 
-def _attention(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[Placement]:
+def _attention(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[ShardBox]:
     """Self-attention and both norms of a layer."""
     h, d = shape.hidden_size, shape.head_dim
 
-    def whole(name: str, hf_name: str, size: int) -> Placement:
+    def whole(name: str, hf_name: str, size: int) -> ShardBox:
         box = full_box((size,))
-        return Placement(param + name, box, hf + hf_name, box)
+        return ShardBox(param + name, box, hf + hf_name, box)
 
     placements = [
         whole("input_layernorm.weight", "input_layernorm.weight", h),
@@ -99,21 +99,21 @@ def _attention(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: in
         placements += _qkv(shape, param, hf, "bias", (), tp_size, tp_rank)
 
     q_cols, o_size = shape.num_heads * d // tp_size, (h, shape.num_heads * d)
-    placements.append(Placement(
+    placements.append(ShardBox(
         param + "self_attention.linear_proj.weight", columns(0, q_cols, o_size),
         hf + "self_attn.o_proj.weight", columns(tp_rank * q_cols, (tp_rank + 1) * q_cols, o_size)))
     return placements
 
 
-def _feed_forward(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[Placement]:
+def _feed_forward(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[ShardBox]:
     """The dense MLP of a layer."""
     ffn, size = shape.ffn_hidden_size // tp_size, (shape.ffn_hidden_size, shape.hidden_size)
     start, stop = tp_rank * ffn, (tp_rank + 1) * ffn
-    placements = [Placement(
+    placements = [ShardBox(
         param + "mlp.linear_fc2.weight", columns(0, ffn, size[::-1]),
         hf + "mlp.down_proj.weight", columns(start, stop, size[::-1]))]
     for half, name in enumerate(("gate", "up")):
-        placements.append(Placement(
+        placements.append(ShardBox(
             param + "mlp.linear_fc1.weight", rows(half * ffn, (half + 1) * ffn, size),
             hf + f"mlp.{name}_proj.weight", rows(start, stop, size)))
     return placements
@@ -121,12 +121,12 @@ def _feed_forward(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank:
 
 def _qkv(
     shape: ModelShape, param: str, hf: str, what: str, rest: tuple[int, ...], tp_size: int, tp_rank: int
-) -> list[Placement]:
+) -> list[ShardBox]:
     """`[q; k; v]` of this rank; `rest` are the dimensions after the first (none for a bias)."""
     base, placements = 0, []
     for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
         size = heads // tp_size * shape.head_dim
-        placements.append(Placement(
+        placements.append(ShardBox(
             f"{param}self_attention.linear_qkv.{what}", rows(base, base + size, (0, *rest)),
             f"{hf}self_attn.{name}_proj.{what}", rows(tp_rank * size, (tp_rank + 1) * size, (0, *rest))))
         base += size

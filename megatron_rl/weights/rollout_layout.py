@@ -11,18 +11,18 @@ from __future__ import annotations
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import vllm_expert_placements
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.placement import Placement, columns, full_box, rows
+from megatron_rl.weights.shard_box import ShardBox, columns, full_box, rows
 
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def huggingface_placements(shape: ModelShape) -> list[Placement]:
+def huggingface_placements(shape: ModelShape) -> list[ShardBox]:
     """The identity: one rank that holds whole HF tensors under their own names."""
-    return [Placement(name, full_box(size), name, full_box(size)) for name, size in shape.logical_tensors().items()]
+    return [ShardBox(name, full_box(size), name, full_box(size)) for name, size in shape.logical_tensors().items()]
 
 
-def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> list[Placement]:
+def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> list[ShardBox]:
     """Placements of all parameters of one vLLM TP rank (unquantised; fused experts seen as matrices).
 
     Raises:
@@ -43,27 +43,27 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> list[Pl
         else:
             placements += _feed_forward(shape, prefix, tp_size, tp_rank)
     norm = full_box((shape.hidden_size,))
-    placements.append(Placement("model.norm.weight", norm, "model.norm.weight", norm))
+    placements.append(ShardBox("model.norm.weight", norm, "model.norm.weight", norm))
     if not shape.tied_embeddings:
         placements.append(_vocab_rows(shape, "lm_head.weight", padded // tp_size, tp_rank))
     return placements
 
 
-def _vocab_rows(shape: ModelShape, name: str, per_rank: int, tp_rank: int) -> Placement:
+def _vocab_rows(shape: ModelShape, name: str, per_rank: int, tp_rank: int) -> ShardBox:
     start = min(tp_rank * per_rank, shape.vocab_size)
     stop = min(start + per_rank, shape.vocab_size)
     size = (shape.vocab_size, shape.hidden_size)
-    return Placement(name, rows(0, stop - start, size), name, rows(start, stop, size))
+    return ShardBox(name, rows(0, stop - start, size), name, rows(start, stop, size))
 
 
-def _attention(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[Placement]:
+def _attention(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[ShardBox]:
     """Self-attention and both norms of a layer."""
     h, d = shape.hidden_size, shape.head_dim
     whole = {"input_layernorm.weight": h, "post_attention_layernorm.weight": h}
     if shape.qk_norm:
         whole |= {"self_attn.q_norm.weight": d, "self_attn.k_norm.weight": d}
     placements = [
-        Placement(prefix + name, full_box((size,)), prefix + name, full_box((size,))) for name, size in whole.items()
+        ShardBox(prefix + name, full_box((size,)), prefix + name, full_box((size,))) for name, size in whole.items()
     ]
     q_rows = shape.num_heads // tp_size * d
     kv_heads = max(shape.num_kv_heads // tp_size, 1)
@@ -73,7 +73,7 @@ def _attention(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> li
     for what, rest in (("weight", (h,)), *((("bias", ()),) if shape.qkv_bias else ())):
         base = 0
         for name, start, size in (("q", tp_rank * q_rows, q_rows), ("k", kv_start, kv_rows), ("v", kv_start, kv_rows)):
-            placements.append(Placement(
+            placements.append(ShardBox(
                 f"{prefix}self_attn.qkv_proj.{what}", rows(base, base + size, (0, *rest)),
                 f"{prefix}self_attn.{name}_proj.{what}", rows(start, start + size, (0, *rest))))
             base += size
@@ -81,20 +81,20 @@ def _attention(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> li
     return placements
 
 
-def _feed_forward(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[Placement]:
+def _feed_forward(shape: ModelShape, prefix: str, tp_size: int, tp_rank: int) -> list[ShardBox]:
     """The dense MLP of a layer."""
     h, ffn = shape.hidden_size, shape.ffn_hidden_size // tp_size
     placements = []
     for half, name in enumerate(("gate", "up")):
         size = (shape.ffn_hidden_size, h)
-        placements.append(Placement(
+        placements.append(ShardBox(
             prefix + "mlp.gate_up_proj.weight", rows(half * ffn, (half + 1) * ffn, size),
             f"{prefix}mlp.{name}_proj.weight", rows(tp_rank * ffn, (tp_rank + 1) * ffn, size)))
     placements.append(_columns(prefix + "mlp.down_proj.weight", (h, shape.ffn_hidden_size), tp_size, tp_rank))
     return placements
 
 
-def _columns(name: str, size: tuple[int, int], tp_size: int, tp_rank: int) -> Placement:
+def _columns(name: str, size: tuple[int, int], tp_size: int, tp_rank: int) -> ShardBox:
     """A matrix under its own name whose columns are split evenly."""
     width = size[1] // tp_size
-    return Placement(name, columns(0, width, size), name, columns(tp_rank * width, (tp_rank + 1) * width, size))
+    return ShardBox(name, columns(0, width, size), name, columns(tp_rank * width, (tp_rank + 1) * width, size))

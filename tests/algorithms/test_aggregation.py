@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
-from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.packing.microbatches import plan_microbatches
 
 MAX_RESPONSE_LENGTH = 16
 LENGTHS = [3, 16, 1, 7, 5]
@@ -48,7 +48,7 @@ def test_mode_equals_its_definition(mode: str) -> None:
 def test_sum_is_independent_of_the_split(mode: str, dp_size: int, max_tokens: int) -> None:
     """Weights are made once for the minibatch; partial sums over any microbatches add up to the same loss.
 
-    Does not cover the tensors of a batch (tests/data/test_batching.py) nor real ranks (tests/training).
+    Does not cover the tensors of a batch (tests/packing/test_batch.py) nor real ranks (tests/training).
     """
     losses = make_losses(LENGTHS)
     weights = compute_sequence_weights(mode, LENGTHS, MAX_RESPONSE_LENGTH)

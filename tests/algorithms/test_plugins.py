@@ -13,8 +13,8 @@ import torch
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
-from megatron_rl.algorithms.plugins import load_plugins
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.types import UserError
 
 PLUGIN = '''\

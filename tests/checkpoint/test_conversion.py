@@ -32,13 +32,13 @@ from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.protocol import EngineSpec, build_engine
+from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.engine import EngineSpec, build_engine
-from megatron_rl.rollout.sampling import SamplingConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, load_model_shape
-from megatron_rl.weights.placement import box_slices
+from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences, make_empty_shards, place_megatron
 from tiny_models import ENGINE_SIZES, draw_tokens, save_tiny_model
 

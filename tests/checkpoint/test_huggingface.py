@@ -36,7 +36,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, Head, ModelShape, load_model_shape
-from megatron_rl.weights.placement import box_volume
+from megatron_rl.weights.shard_box import box_volume
 from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 
 SMALL_FILE = 10_000  # bytes; the models below are 40 to 50 kB

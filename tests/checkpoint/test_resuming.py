@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training states survive a save and a load, in the same layout bit by bit and in any other layout.
 
-Not covered: CUDA generators, apex's and Transformer Engine's Adam, runs of a whole trainer (tests/test_trainer.py).
+Not covered: CUDA generators, apex's and Transformer Engine's Adam, runs of a whole trainer
+(tests/trainer/test_trainer.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.critic import Critic
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import load_model_shape
-from megatron_rl.weights.placement import box_slices
+from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences
 from tiny_models import save_tiny_model
 

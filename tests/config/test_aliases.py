@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.alias_docs import format_page
-from megatron_rl.config.alias_groups import GROUPS
-from megatron_rl.config.aliases import ALIASES, PATTERNS, Renamed, SameAs, alias_names
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.loading import LoadedConfig, load_config
-from megatron_rl.inputs import plan_rl
+from megatron_rl.config.verl.aliases import ALIASES, PATTERNS, Renamed, SameAs, alias_names
+from megatron_rl.config.verl.docs import format_page
+from megatron_rl.config.verl.groups import GROUPS
+from megatron_rl.roles.inputs import plan_rl
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of docs/extending.md, as they stand there, in one run of the whole program.
 
-Not covered: an engine with a layout of its own (tests/test_hybrid_engine.py has vLLM's), and the model family
-(tests/weights).
+Not covered: an engine with a layout of its own (tests/weight_sync/test_hybrid_engine.py has vLLM's), and the model
+family (tests/weights).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from distributed import run_ranks
 from megatron_rl.algorithms.advantages import AdvantageInputs
 from megatron_rl.algorithms.catalog import find_advantage_estimator, find_policy_loss
 from megatron_rl.algorithms.losses import PolicyLossInputs
-from megatron_rl.algorithms.plugins import load_plugins
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.rewards.functions import load_reward_function
 from rl_runs import make_task, overrides_for, train
 

@@ -2,7 +2,7 @@
 """The commands that users type: torchrun, help, and one error in the job.
 
 Bad input and the dry run are in test_dry_run.py. Not covered: several nodes, and what a run computes
-(tests/test_trainer.py).
+(tests/trainer/test_trainer.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from launch.pretrain_grpo import train
 from megatron_rl.config.command_line import run_command
-from megatron_rl.inputs import plan_rl, read_rl_inputs
+from megatron_rl.roles.inputs import plan_rl, read_rl_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"

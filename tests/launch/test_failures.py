@@ -74,7 +74,7 @@ FAILURES = [
     Failure("run_out_of_memory_in_update",
             r"out of memory: 131072.00 GiB asked for \(\d+.\d\d GiB in use by this rank, .* left on the host\)\n"
             r"  source:   rank 1, step 2, phase update, .*faulty_program.py:\d+ in <lambda>, called from "
-            r"megatron_rl/trainer.py:\d+ in train\n  expected: .*\n"
+            r"megatron_rl/trainer/grpo.py:\d+ in train\n  expected: .*\n"
             r"  hint:     lower actor.max_tokens_per_microbatch or ",
             1, "RuntimeError: [enforce fail at alloc_cpu.cpp"),
     Failure("vanish",
@@ -82,7 +82,7 @@ FAILURES = [
             r"  source:   rank 0, step 2, phase rollout: .*\n  expected: .*\n"
             r"  hint:     look at the end of .*/logs/rank1.log, and for the OOM killer in dmesg; .*--max-restarts",
             1, "RuntimeError: ", rank=0),
-    Failure("sleep_in_reward", STALLED.format(phase="reward", where="collection.py"), 70, "tests/faulty_program.py",
+    Failure("sleep_in_reward", STALLED.format(phase="reward", where="collector.py"), 70, "tests/faulty_program.py",
             settings=("trainer.collective_timeout=4",)),
     Failure("sleep_in_reshard", STALLED.format(phase="reshard", where="executor.py"), 70, "tests/faulty_program.py",
             settings=("trainer.collective_timeout=4",)),
@@ -94,12 +94,12 @@ MORE_FAILURES = [
             1, "RuntimeError: "),
     Failure("run_out_of_memory_at_start",
             r"out of memory: 131072.00 GiB asked for .*\n  source:   rank 1, before the first step, .*, called from "
-            r"megatron_rl/rollout/engine.py:\d+ in build_engine\n  expected: .*\n"
+            r"megatron_rl/engines/protocol.py:\d+ in build_engine\n  expected: .*\n"
             r"  hint:     lower rollout.gpu_memory_utilization, ",
             1, "RuntimeError: [enforce fail at alloc_cpu.cpp"),
     Failure("raise_something",
             r"KeyError: 'no such key'\n  source:   rank 1, step 2, .*faulty_program.py:\d+ in <lambda>, called from "
-            r"megatron_rl/collection.py:\d+ in generate\n  expected: .*\n"
+            r"megatron_rl/rollout/collector.py:\d+ in generate\n  expected: .*\n"
             r"  hint:     the traceback is in .*/logs/rank1.log; ",
             1, "KeyError: 'no such key'"),
     Failure("run_out_of_memory_in_sft",

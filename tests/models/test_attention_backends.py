@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.data.prefix import build_segment_keys
 from megatron_rl.models.attention_backends import (
     Segments,
     attend,
@@ -26,6 +25,7 @@ from megatron_rl.models.attention_backends import (
     choose_attention_backend,
     find_kernel_failure,
 )
+from megatron_rl.packing.prefix import build_segment_keys
 
 HEAD_DIM = 16
 CPU = torch.device("cpu")

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, ModelConfig
-from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch
-from megatron_rl.data.packing import plan_microbatches
-from megatron_rl.data.prefix import SharedPrompts
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
+from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.packing.microbatches import plan_microbatches
+from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout

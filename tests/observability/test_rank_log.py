@@ -37,8 +37,8 @@ def test_rank_zero_also_prints(
 
 def test_loggers_of_modules_reach_the_file(tmp_path: Path) -> None:
     open_rank_log(tmp_path, 1)
-    logging.getLogger("megatron_rl.trainer").warning("late")
-    assert "WARNING megatron_rl.trainer: late" in (tmp_path / "logs" / "rank1.log").read_text()
+    logging.getLogger("megatron_rl.trainer.grpo").warning("late")
+    assert "WARNING megatron_rl.trainer.grpo: late" in (tmp_path / "logs" / "rank1.log").read_text()
 
 
 def test_opening_again_leaves_the_first_run_alone(tmp_path: Path) -> None:

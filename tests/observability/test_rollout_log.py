@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of single tokens out of real tokenizers, and per-token values as a row holds them.
 
-The gathering of the values over ranks is tested in tests/test_experience.py, whole runs in tests/test_trainer.py.
+The gathering of the values over ranks is tested in tests/experience/test_experience.py, whole runs in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.capsule.rollouts import read_rollouts, write_rollouts
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.experience import Collected
+from megatron_rl.experience.collected import Collected
 from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.observability.rollout_page import write_page

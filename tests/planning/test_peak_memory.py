@@ -27,8 +27,8 @@ from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.batching import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
-from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.training.actor import Actor

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.resharding.buckets import bucket_elements, cut_into_buckets, split_op
 from megatron_rl.resharding.planner import TransferOp
-from megatron_rl.weights.placement import box_shape
+from megatron_rl.weights.shard_box import box_shape
 from shards import count_writes
 
 

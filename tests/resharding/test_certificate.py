@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import Certificate, CertificateError, Side, compute_digest, count_once
-from megatron_rl.weights.placement import full_box
+from megatron_rl.weights.shard_box import full_box
 from shards import cut_shards, make_full_tensors, make_shape, place_megatron, place_vllm
 
 SHAPE = make_shape("qwen2", tied_embeddings=False)

@@ -20,7 +20,7 @@ from megatron_rl.resharding import buckets, executor
 from megatron_rl.resharding.executor import Resharder
 from megatron_rl.resharding.planner import RankPlan, group_shards, plan_rank
 from megatron_rl.types import UserError
-from megatron_rl.weights.placement import Placement, rows
+from megatron_rl.weights.shard_box import ShardBox, rows
 from shards import (
     cut_shards,
     find_differences,
@@ -56,7 +56,7 @@ def spy_on_rounds(rounds: list[tuple[int, int]]) -> None:
     buckets.dist.batch_isend_irecv = counted
 
 
-def plan_tables(rank: int, source: list[list[Placement]], destination: list[list[Placement]]) -> RankPlan:
+def plan_tables(rank: int, source: list[list[ShardBox]], destination: list[list[ShardBox]]) -> RankPlan:
     """This rank's plan; every rank is a shard of its own."""
     sides = (group_shards(lambda r, t=table: t[r], lambda r: r, len(table)) for table in (source, destination))
     return plan_rank(rank, *sides, ranks_per_node=len(source))
@@ -210,8 +210,8 @@ def test_ranks_of_a_plan_are_those_of_its_group() -> None:
         if rank == 0:
             return []
         box = rows(0, 2, (2,))
-        source = [[Placement("p", box, "t0", box)], [Placement("p", box, "t1", box)]]
-        destination = [[Placement("q", box, "t1", box)], [Placement("q", box, "t0", box)]]
+        source = [[ShardBox("p", box, "t0", box)], [ShardBox("p", box, "t1", box)]]
+        destination = [[ShardBox("q", box, "t1", box)], [ShardBox("q", box, "t0", box)]]
         plan = plan_tables(group.rank(), source, destination)
         held = torch.nn.Parameter(torch.full((2,), float(rank)))
         filled = torch.nn.Parameter(torch.zeros(4))

@@ -16,7 +16,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.planner import Planner, RankPlan, Shard, TransferOp, group_shards, plan_all, plan_rank
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.placement import Box, Placement, box_shape, box_slices, box_volume, intersect, rows
+from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
 from shards import (
     cut_shards,
     find_differences,
@@ -29,7 +29,7 @@ from shards import (
     place_vllm,
 )
 
-Tables = list[list[Placement]]
+Tables = list[list[ShardBox]]
 WORLD = 8
 PADDING_ROWS = 3
 SHAPES = {
@@ -71,7 +71,7 @@ def incoming(plan: RankPlan) -> list[TransferOp]:
     return [*plan.local, *(op for ops in plan.receives.values() for op in ops)]
 
 
-def check_written_once(plan: RankPlan, table: list[Placement]) -> None:
+def check_written_once(plan: RankPlan, table: list[ShardBox]) -> None:
     """The placed elements are written exactly once, by the boxes of the plan."""
     writes = {name: torch.zeros(size, dtype=torch.int32) for name, size in find_sizes(table, PADDING_ROWS).items()}
     for op in incoming(plan):
@@ -91,7 +91,7 @@ def check_both_ends(plans: list[RankPlan]) -> None:
     assert all(box_shape(op.src_box) == box_shape(op.dst_box) for plan in plans for op in incoming(plan))
 
 
-def count_missing(held: list[Placement], wanted: list[Placement]) -> int:
+def count_missing(held: list[ShardBox], wanted: list[ShardBox]) -> int:
     """Elements that a rank needs and does not hold: no plan can move fewer."""
     boxes: dict[str, set[Box]] = {}
     for placement in held:
@@ -196,9 +196,9 @@ def test_a_rank_alone_plans_what_all_plan_together() -> None:
 def test_groups_are_made_from_one_table_each() -> None:
     asked: list[int] = []
 
-    def table(rank: int) -> list[Placement]:
+    def table(rank: int) -> list[ShardBox]:
         asked.append(rank)
-        return [Placement(f"p{rank}", ((0, 1),), "t", ((0, 1),))]
+        return [ShardBox(f"p{rank}", ((0, 1),), "t", ((0, 1),))]
 
     shards = group_shards(table, lambda rank: rank % 3, 8)
     assert [shard.ranks for shard in shards] == [(0, 3, 6), (1, 4, 7), (2, 5)]
@@ -221,7 +221,7 @@ def test_replicas_share_the_load(num_replicas: int, num_receivers: int, lengths:
 
     Nodes of 3 ranks are excluded from that: there the nearest owner comes before the even load.
     """
-    table = tuple(Placement(f"p{i}", ((0, n),), f"t{i}", ((0, n),)) for i, n in enumerate(lengths))
+    table = tuple(ShardBox(f"p{i}", ((0, n),), f"t{i}", ((0, n),)) for i, n in enumerate(lengths))
     source, receivers = range(num_replicas), range(num_replicas, num_replicas + num_receivers)
     shards = [Shard(tuple(source), table)], [Shard(tuple(receivers), table)]
     world = num_replicas + num_receivers
@@ -303,9 +303,9 @@ def test_empty_placements_are_skipped() -> None:
     assert min(op.num_elements for op in ops) > 0
 
 
-def rows_of(start: int, stop: int) -> Placement:
+def rows_of(start: int, stop: int) -> ShardBox:
     """Rows of tensor `t`, two columns wide, at the start of parameter `p`."""
-    return Placement("p", rows(0, stop - start, (0, 2)), "t", rows(start, stop, (0, 2)))
+    return ShardBox("p", rows(0, stop - start, (0, 2)), "t", rows(start, stop, (0, 2)))
 
 
 @pytest.mark.parametrize(("source", "reason"), [

@@ -18,7 +18,7 @@ from megatron_rl.resharding.summary import (
 )
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.placement import Placement, box_volume, rows
+from megatron_rl.weights.shard_box import ShardBox, box_volume, rows
 from shards import make_shape, place_megatron, place_vllm
 
 BUCKET = 1 << 20
@@ -33,9 +33,9 @@ def make_sides(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tu
         for tables in (source, destination))
 
 
-def hold(tensor: str, start: int, stop: int) -> Placement:
+def hold(tensor: str, start: int, stop: int) -> ShardBox:
     """Ten columns of some rows of a tensor."""
-    return Placement(tensor, rows(0, stop - start, (0, 10)), tensor, rows(start, stop, (0, 10)))
+    return ShardBox(tensor, rows(0, stop - start, (0, 10)), tensor, rows(start, stop, (0, 10)))
 
 
 @pytest.mark.parametrize("rollout_tp", [1, 2, 4])

@@ -32,7 +32,7 @@ from actor_runs import (
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
 from megatron_rl.config.schema import CriticConfig, ModelConfig
-from megatron_rl.data.batching import TrainBatch
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards

@@ -22,7 +22,7 @@ from megatron_rl.weights.megatron_layout import (
     padded_vocab_size,
     stage_layers,
 )
-from megatron_rl.weights.placement import Placement, box_shape, check_placements
+from megatron_rl.weights.shard_box import ShardBox, box_shape, check_placements
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
 ROUTERS = ("mlp.gate.weight", "moe.gate.weight")
@@ -35,7 +35,7 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
 
 def place_replica(
     shape: ModelShape, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1
-) -> list[list[Placement]]:
+) -> list[list[ShardBox]]:
     """Placements of all ranks that hold the experts once (and everything else `ep_size` times)."""
     return place_megatron(shape, ParallelLayout(
         tp_size * pp_size * ep_size, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size))
@@ -181,7 +181,7 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
     first = table[-2].param
     for spoilt in (
         [p for p in table if p.param != first],
-        [*table, Placement("0.decoder.extra.weight", ((0, 1),), "extra", ((0, 1),))],
+        [*table, ShardBox("0.decoder.extra.weight", ((0, 1),), "extra", ((0, 1),))],
     ):
         with pytest.raises(ValueError) as caught:
             check_placements(spoilt, params, where="here", padded=padded)

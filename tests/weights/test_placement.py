@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.weights.placement import (
+from megatron_rl.weights.shard_box import (
     Box,
-    Placement,
+    ShardBox,
     box_shape,
     box_slices,
     box_volume,
@@ -89,7 +89,7 @@ def test_localize_finds_the_same_elements_in_the_parameter(pair: tuple[Box, Box]
     local_box = tuple((at, at + stop - start) for (start, stop), at in zip(hf_box, offsets))
     param = np.full([stop + 1 for _, stop in local_box], -1)
     param[box_slices(local_box)] = full[box_slices(hf_box)]
-    local = localize(part, Placement("p", local_box, "t", hf_box))
+    local = localize(part, ShardBox("p", local_box, "t", hf_box))
     assert np.array_equal(param[box_slices(local)], full[box_slices(part)])
 
 
@@ -102,10 +102,10 @@ def test_rows_and_columns() -> None:
         intersect(((0, 1),), ((0, 1), (0, 1)))
 
 
-def place(param: str, start: int, stop: int, hf_start: int = 0, hf_stop: int | None = None) -> Placement:
+def place(param: str, start: int, stop: int, hf_start: int = 0, hf_stop: int | None = None) -> ShardBox:
     """Rows of a matrix with two columns."""
     hf_stop = hf_start + stop - start if hf_stop is None else hf_stop
-    return Placement(param, rows(start, stop, (0, 2)), f"hf.{param}", rows(hf_start, hf_stop, (0, 2)))
+    return ShardBox(param, rows(start, stop, (0, 2)), f"hf.{param}", rows(hf_start, hf_stop, (0, 2)))
 
 
 def test_a_table_that_fits_is_accepted() -> None:
@@ -123,14 +123,14 @@ def test_a_table_that_fits_is_accepted() -> None:
         ([place("a", 0, 5)], r"rank 3: .* does not fit parameter a of shape \(4, 2\)"),
         ([place("a", -1, 3)], r"rank 3: .* does not fit parameter a"),
         ([place("a", 0, 4, 0, 3)], r"rank 3: .* does not fit parameter a"),
-        ([Placement("a", ((0, 8),), "t", ((0, 8),))], r"rank 3: .* does not fit parameter a"),
+        ([ShardBox("a", ((0, 8),), "t", ((0, 8),))], r"rank 3: .* does not fit parameter a"),
         ([place("a", 0, 4), place("a", 2, 4)], r"rank 3: \[\(2, 4\), \(0, 2\)\] of a is placed twice"),
         ([place("a", 0, 3), place("a", 2, 3)], "rank 3: .* of a is placed twice"),
     ],
     ids=["unknown too", "unknown", "missing", "incomplete", "too large", "negative", "sizes", "dims", "twice",
          "twice and incomplete"],
 )
-def test_a_table_that_does_not_fit_is_refused(table: list[Placement], message: str) -> None:
+def test_a_table_that_does_not_fit_is_refused(table: list[ShardBox], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_placements(table, {"a": (4, 2)}, where="rank 3")
 

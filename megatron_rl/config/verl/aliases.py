@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn the names that verl users know into ours.
+
+The tables are in `alias_tables.py` (one name at a time) and `alias_groups.py` (names that are read together);
+`docs/verl_keys.md` is made from both. Invariant: nothing is dropped silently; whatever has no effect comes back as a
+note, and whatever would change the result is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron_rl.config.fields import FieldInfo, unknown_key_error
+from megatron_rl.config.sources import Setting
+from megatron_rl.config.verl.groups import GROUPS, own_name, take_parts
+from megatron_rl.config.verl.kl import describe, note
+from megatron_rl.config.verl.losses import find_defaults
+from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
+from megatron_rl.types import UserError
+
+__all__ = ["ALIASES", "GROUPS", "PATTERNS", "Ignored", "Only", "Renamed", "SameAs", "alias_names", "alias_target",
+           "find_ranks", "translate"]
+
+# Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
+_NOTHING = ("???", {})
+
+
+def alias_names() -> list[str]:
+    """Every accepted verl name, those read in groups included."""
+    return [*ALIASES, *(name for group in GROUPS for name in group.names)]
+
+
+def alias_target(name: str) -> str | None:
+    """Our name of a verl name that is simply renamed, else None."""
+    alias = ALIASES.get(name)
+    return alias.target if isinstance(alias, Renamed) else own_name(name)
+
+
+def find_ranks(settings: Sequence[Setting]) -> int | None:
+    """The ranks that a verl recipe asks for, `trainer.nnodes * trainer.n_gpus_per_node`, or None."""
+    values = {setting.name: setting.value for setting in settings}
+    nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
+    counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
+    return nodes * gpus if counted else None
+
+
+def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> tuple[list[Setting], list[str]]:
+    """Turn verl names into ours.
+
+    Args:
+        settings: settings in order; of two with the same name the later one is valid.
+        fields: our settings by full name.
+
+    Returns:
+        Settings with our names only, and one note for each setting that has no effect.
+
+    Raises:
+        UserError: an unknown name, or a value that means something this program does not do.
+    """
+    latest: dict[str, Setting] = {}
+    for setting in settings:
+        latest.pop(setting.name, None)  # the later one also takes the later place
+        if setting.value not in _NOTHING:
+            latest[setting.name] = replace(setting, value=_expand_home(setting.value))
+    for default in find_defaults(settings):
+        latest.setdefault(default.name, default)
+    translated: list[Setting] = []
+    notes: list[str] = []
+    for group in GROUPS:
+        parts = take_parts(group, latest)
+        if parts:
+            more, more_notes = group.combine(parts)
+            translated += more
+            notes += more_notes
+    repeated: list[tuple[Setting, SameAs]] = []
+    below: dict[str, list[Setting]] = {}
+    for setting in latest.values():
+        alias = ALIASES.get(setting.name)
+        if isinstance(alias, Renamed):
+            translated += _rename(setting, alias, fields)
+        elif isinstance(alias, SameAs):
+            repeated.append((setting, alias))
+        elif alias is not None:
+            notes += _ignore(setting, alias)
+        elif setting.name in fields:
+            translated.append(setting)
+        else:
+            pattern = _find_pattern(setting, fields)
+            if setting.value is not None:
+                below.setdefault(pattern, []).append(setting)
+    notes += [text for setting, alias in repeated for text in _compare(setting, alias, translated)]
+    notes += [_ignore_all(pattern, members) for pattern, members in below.items()]
+    return translated, _find_contradictions(translated) + notes
+
+
+def _expand_home(value: Any) -> Any:
+    """`~/data` names a file of the user's in verl's recipes."""
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -> list[Setting]:
+    for theirs, ours in alias.values:
+        if _same(setting.value, theirs):
+            return [replace(setting, name=alias.target, value=ours, text=None)]
+    if setting.value is None and setting.name != alias.target and not fields[alias.target].accepts_none:
+        return []  # verl's "not given"
+    if alias.closed:
+        known = ", ".join(repr(theirs) for theirs, _ in alias.values)
+        raise UserError(
+            f"{setting.name} = {setting.value!r} is not known", source=setting.source,
+            expected=f"one of {known} (read as {alias.target})", hint=f"set {alias.target} instead, see --help",
+        )
+    return [replace(setting, name=alias.target)]
+
+
+def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
+    if setting.value is None:
+        return []
+    if isinstance(alias, Ignored):
+        return [note(setting, alias.reason)]
+    if any(_same(setting.value, allowed) for allowed in alias.allowed):
+        return []
+    accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))
+    raise UserError(
+        f"{setting.name} = {setting.value!r} is not supported", source=setting.source,
+        expected=f"{accepted}: {alias.reason}", hint=f"remove {setting.name}",
+    )
+
+
+def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> list[str]:
+    """Accept a repetition; refuse a contradiction."""
+    value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
+    strongest = max((other for other in translated if other.name == alias.target),
+                    key=lambda other: (other.layer, not other.weak), default=None)
+    if value is None or (strongest is not None and _same(value, strongest.value)):
+        return []
+    if strongest is None or strongest.layer != setting.layer:
+        return [note(setting, f"{alias.target} decides")]
+    raise UserError(
+        f"{setting.name} = {setting.value!r}, but {describe(strongest)}", source=setting.source,
+        expected=f"the value of {alias.target}: both mean the same here", hint=f"remove {setting.name}",
+    )
+
+
+def _find_pattern(setting: Setting, fields: Mapping[str, FieldInfo]) -> str:
+    for pattern in PATTERNS:
+        if fnmatchcase(setting.name, pattern):
+            return pattern
+    raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+
+
+def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
+    if len(members) == 1:
+        return note(members[0], PATTERNS[pattern].reason)
+    return f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {PATTERNS[pattern].reason}"
+
+
+def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
+    """GAE needs a critic; groups of responses without a section critic, or critic.enable off, speak against one."""
+    values = {setting.name: setting for setting in translated}
+    estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
+    if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
+        return []
+    if critic is not None and critic.value is False:
+        sign = f"{describe(critic)} switches it off"
+    elif isinstance(n and n.value, int) and n.value > 1 and not any(name.startswith("critic.") for name in values):
+        sign = f"{describe(n)} asks for groups, as runs without a critic do"
+    else:
+        return []
+    return [f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
+            "run without a critic, or critic.enable=true to train one (the default with gae)"]
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality in which True is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other

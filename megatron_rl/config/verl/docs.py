@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page `docs/verl_keys.md`: every verl name that is understood, ignored or refused, made from the tables."""
+
+from __future__ import annotations
+
+from megatron_rl.config.fields import list_fields
+from megatron_rl.config.verl.groups import GROUPS
+from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
+
+_INTRODUCTION = """\
+# verl's names
+
+A recipe written for verl, or its command-line overrides, can be given as they are:
+
+    python launch/pretrain_grpo.py verl_recipe.yaml --dry-run          # what it means here, and the batch arithmetic
+    torchrun --nproc-per-node 8 launch/pretrain_grpo.py verl_recipe.yaml actor_rollout_ref.rollout.n=16
+
+Every name is understood, ignored with a notice, or refused with the reason; an unknown one is an error.
+`${section.key}`, `${.key}` and `${oc.select:section.key,default}` are resolved, `~/` is your home, `null` and `???`
+mean "not given".
+Keys that this program spells in the same way (`data.train_batch_size`, `trainer.total_epochs`, ...) are simply its own.
+A dry run without `--world-size` plans for `trainer.nnodes` x `trainer.n_gpus_per_node` ranks.
+
+This page is made by `python tools/make_docs.py`; a test keeps it in step.
+"""
+_UNDERSTOOD = """
+## Understood
+
+| verl | here | values |
+|---|---|---|
+"""
+_TOGETHER = """
+## Understood together
+
+Names in one row are read together: what each means depends on the others.
+
+| verl | here |
+|---|---|
+"""
+_ONLY = """
+## Accepted with the values that mean what is done anyway, refused with others
+
+`null` is always accepted.
+
+| verl | accepted | why others are refused |
+|---|---|---|
+"""
+_IGNORED = """
+## Ignored, with a notice
+
+None of these changes what is computed.
+
+| verl | why |
+|---|---|
+"""
+
+
+def format_page() -> str:
+    """The page as Markdown."""
+    own = list_fields()
+    understood, accepted, ignored = [], [], []
+    for name, alias in sorted(ALIASES.items()):
+        if isinstance(alias, Renamed):
+            understood.append((f"`{name}`", f"`{alias.target}`", _describe_values(alias)))
+        elif isinstance(alias, SameAs):
+            accepted.append((f"`{name}`", f"the value of `{alias.target}`", "both mean the same here"))
+        elif isinstance(alias, Only):
+            values = ", ".join(f"`{_yaml(value)}`" for value in alias.allowed) or "`null`"
+            accepted.append((f"`{name}`", values, alias.reason))
+        else:
+            assert isinstance(alias, Ignored)
+            ignored.append((f"`{name}`", alias.reason))
+    ignored += [(f"`{pattern}`", alias.reason) for pattern, alias in PATTERNS.items()]
+    together = [(", ".join(f"`{name}`" for name in group.names), group.meaning) for group in GROUPS]
+    shared = [name for name in sorted(own) if name in ALIASES]
+    note = f"\nOf these, {', '.join(f'`{name}`' for name in shared)} are also names of this program's own.\n"
+    return (_INTRODUCTION + _UNDERSTOOD + _rows(understood) + note + _TOGETHER + _rows(together) + _ONLY
+            + _rows(accepted) + _IGNORED + _rows(ignored))
+
+
+def _describe_values(alias: Renamed) -> str:
+    pairs = [f"`{_yaml(theirs)}`" if theirs == ours and isinstance(theirs, bool) == isinstance(ours, bool)
+             else f"`{_yaml(theirs)}` is `{_yaml(ours)}`" for theirs, ours in alias.values]
+    return ", ".join(pairs) + ("; others are refused" if alias.closed else "")
+
+
+def _yaml(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _rows(rows: list[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

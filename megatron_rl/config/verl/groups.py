@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl settings that only have a meaning together, and what each combination means here.
+
+A group takes the settings of its names that were given and returns ours, plus notes. The rules follow what verl
+does with the combination: `kl_loss_coef` counts with `use_kl_loss`, `filter_overlong_prompts` runs before
+`truncation`, `do_sample=False` overrules the validation temperature, and a micro batch counted in sequences holds
+at most that many of the longest ones. KL is in `alias_kl.py`, losses are in `alias_losses.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.sources import Setting
+from megatron_rl.config.verl.kl import (
+    KL_NAMES,
+    Combined,
+    Parts,
+    combine_kl,
+    describe,
+    note,
+    read_boolean,
+)
+from megatron_rl.config.verl.losses import AGGREGATION, LOSS_NAMES, LOSS_READS, combine_policy_loss
+from megatron_rl.types import UserError
+
+_REWARD_PATH, _REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
+_TRUNCATION, _FILTER = "data.truncation", "data.filter_overlong_prompts"
+_REWARD_KEY = "data.reward_fn_key"
+_DO_SAMPLE = "actor_rollout_ref.rollout.val_kwargs.do_sample"
+_VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
+_CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
+_MODEL_REWARD, _MODEL_REWARD_PATH = "reward_model.enable", "reward_model.model.path"
+_RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
+_PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
+_VERL_REWARD_NAME = "compute_score"
+
+
+@dataclass(frozen=True)
+class AliasGroup:
+    """Names that are read together; `combine` gets those that were given.
+
+    Attributes:
+        names: verl names.
+        meaning: what they become, for `--help` and the table of names.
+        combine: the rule.
+        reads: names that `combine` looks at as well, and that keep their own meaning.
+        targets: our setting of a name that means one, for flags without a value.
+    """
+
+    names: tuple[str, ...]
+    meaning: str
+    combine: Callable[[Parts], Combined]
+    reads: tuple[str, ...] = ()
+    targets: Mapping[str, str] = field(default_factory=dict)
+
+
+def _combine_reward(parts: Parts) -> Combined:
+    path, name = parts.get(_REWARD_PATH), parts.get(_REWARD_NAME)
+    if path is None or path.value is None:
+        given = [setting for setting in parts.values() if setting.value is not None]
+        return [], [note(setting, "no custom_reward_function.path is given") for setting in given]
+    function = _VERL_REWARD_NAME if name is None else name.value
+    for setting, value in ((path, path.value), (name, function)):
+        if not isinstance(value, str):
+            assert setting is not None  # the default name is text
+            raise UserError(
+                f"{setting.name} = {value!r} is not accepted", source=setting.source, expected="text",
+                hint="give the file in custom_reward_function.path and the function in custom_reward_function.name",
+            )
+    latest = path if name is None else max(path, name, key=lambda setting: setting.layer)
+    return [replace(latest, name="reward.function", value=f"{path.value}:{function}", text=None)], []
+
+
+def _combine_reward_model(parts: Parts) -> Combined:
+    enable, path = parts.get(_MODEL_REWARD), parts.get(_MODEL_REWARD_PATH)
+    if enable is None or not read_boolean(enable):
+        unused = path is not None and path.value is not None
+        return [], [note(path, f"{_MODEL_REWARD} is not true")] if unused else []
+    if path is None or path.value is None:
+        raise UserError(
+            f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}", source=enable.source,
+            expected="the directory of a reward model in HF format", hint=f"give {_MODEL_REWARD_PATH}",
+        )
+    components = replace(enable, name="reward.components", value=["1.0 model"], text=None, weak=True)
+    return [replace(path, name="reward_model.path"), components], []
+
+
+def _combine_overlong(parts: Parts) -> Combined:
+    """Filtering runs before truncation, so with it no prompt is ever truncated or refused."""
+    truncation, filtering = parts.get(_TRUNCATION), parts.get(_FILTER)
+    if filtering is not None and read_boolean(filtering):
+        notes = [] if truncation is None else [note(truncation, f"{_FILTER} drops long prompts first")]
+        return [replace(filtering, name="data.overlong_prompts", value="drop", text=None)], notes
+    if truncation is None:
+        return [], []
+    policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
+    if truncation.value not in policies:
+        raise UserError(
+            f"{_TRUNCATION} = {truncation.value!r} is not known", source=truncation.source,
+            expected="error, left, right or middle", hint="set data.overlong_prompts, see --help",
+        )
+    policy = policies[truncation.value]
+    return [replace(truncation, name="data.overlong_prompts", value=policy, text=None)], []
+
+
+def _combine_reward_key(parts: Parts) -> Combined:
+    """verl's own reward, which a reward function or service of the recipe's overrules as it does there."""
+    key = parts[_REWARD_KEY]
+    if key.value is None:
+        return [], []
+    if key.value != "data_source":
+        raise UserError(
+            f"{_REWARD_KEY} = {key.value!r} is not supported", source=key.source,
+            expected="'data_source': it names the column that chooses the reward", hint="rename the column")
+    return [replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)], []
+
+
+def _combine_validation_sampling(parts: Parts) -> Combined:
+    sampling, temperature = parts.get(_DO_SAMPLE), parts.get(_VAL_TEMPERATURE)
+    if sampling is not None and not read_boolean(sampling):
+        greedy = temperature is None or temperature.value == 0
+        notes = [] if greedy else [note(temperature, f"{_DO_SAMPLE} is false")]
+        return [replace(sampling, name="rollout.validation_temperature", value=0.0, text=None)], notes
+    if temperature is None:
+        return [], [note(sampling, "rollout.validation_temperature decides")] if sampling is not None else []
+    return [replace(temperature, name="rollout.validation_temperature")], []
+
+
+def _combine_clip(parts: Parts) -> Combined:
+    """One number for both sides, which a side's own setting overrules."""
+    ratio = parts[_CLIP_RATIO]
+    return [replace(ratio, name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high")], []
+
+
+def _combine_resume(parts: Parts) -> Combined:
+    mode, path = parts.get(_RESUME_MODE), parts.get(_RESUME_PATH)
+    is_given = path is not None and path.value not in (None, False)
+    if mode is not None and mode.value == "resume_path":
+        if not is_given:
+            raise UserError(f"{_RESUME_MODE} = 'resume_path' without {_RESUME_PATH}", source=mode.source,
+                            expected="the directory of a checkpoint", hint=f"give {_RESUME_PATH}")
+        return [replace(path, name="checkpoint.resume")], []
+    notes = [note(path, f"{_RESUME_MODE} is not 'resume_path'")] if is_given else []
+    if mode is None:
+        return [], notes
+    modes = {"auto": "auto", "disable": "never"}
+    if mode.value not in modes:
+        raise UserError(f"{_RESUME_MODE} = {mode.value!r} is not known", source=mode.source,
+                        expected="auto, disable or resume_path", hint="set checkpoint.resume instead, see --help")
+    return [replace(mode, name="checkpoint.resume", value=modes[mode.value], text=None)], notes
+
+
+def _budget_group(prefix: str, role: str) -> AliasGroup:
+    """The token budget of a role: given in tokens, or as a number of sequences."""
+    tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
+    sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
+
+    def combine(parts: Parts) -> Combined:
+        given = {name: parts[name] for name in (tokens, sequences) if name in parts and parts[name].value is not None}
+        is_dynamic = dynamic in parts and read_boolean(parts[dynamic])
+        if sequences not in given or (is_dynamic and tokens in given):
+            notes = [note(given[sequences], f"{dynamic} is true")] if sequences in given else []
+            return ([replace(given[tokens], name=target)] if tokens in given else []), notes
+        count = given[sequences]
+        lengths = [parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2])
+                   for name in (_PROMPT, _RESPONSE)]
+        if not all(isinstance(number, int) and number > 0 for number in (count.value, *lengths)):
+            raise UserError(
+                f"{sequences} = {count.value!r} with {_PROMPT} = {lengths[0]!r} and {_RESPONSE} = {lengths[1]!r}",
+                source=count.source, expected="integers of 1 or more", hint=f"set {target} instead")
+        budget = count.value * sum(lengths)
+        notes = [f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
+                 f"{describe(count)} of the longest sequences"]
+        if tokens in given:
+            notes.append(note(given[tokens], f"{dynamic} is not true"))
+        return [replace(count, name=target, value=budget, text=None, weak=True)], notes
+
+    return AliasGroup(
+        (tokens, dynamic, sequences),
+        f"{target}: the number of tokens, or that of sequences times the longest prompt and response",
+        combine, reads=(_PROMPT, _RESPONSE))
+
+
+def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
+    """verl switches it on whatever the TP size; without TP it has no meaning."""
+    name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
+    sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
+
+    def combine(parts: Parts) -> Combined:
+        given = parts[name]
+        size = max((parts[size] for size in sizes if size in parts), key=lambda part: part.layer, default=None)
+        if read_boolean(given) and (size is None or size.value == 1):
+            return [], [note(given, "there is one tensor parallel rank")]
+        return [replace(given, name=target)], []
+
+    return AliasGroup((name,), f"{target}, where there is tensor parallelism", combine, reads=sizes,
+                      targets={name: target})
+
+
+def _betas_group(prefix: str, role: str) -> AliasGroup:
+    name = f"{prefix}.optim.betas"
+
+    def combine(parts: Parts) -> Combined:
+        given = parts[name]
+        if not isinstance(given.value, list) or len(given.value) != 2:
+            raise UserError(f"{name} = {given.value!r}", source=given.source, expected="two numbers",
+                            hint=f"set {role}.adam_beta1 and {role}.adam_beta2")
+        return [replace(given, name=f"{role}.adam_beta{i}", value=beta, text=None)
+                for i, beta in enumerate(given.value, start=1)], []
+
+    return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
+
+
+def _overlong_buffer_group(prefix: str) -> AliasGroup:
+    """DAPO's soft overlong punishment; recipes and the current version keep it in different places."""
+    enable, length, penalty, log = (f"{prefix}.{leaf}" for leaf in ("enable", "len", "penalty_factor", "log"))
+
+    def combine(parts: Parts) -> Combined:
+        logs = [note(parts[log], "the reward lost is always logged")] if log in parts else []
+        if enable not in parts or not read_boolean(parts[enable]):
+            unused = [parts[name] for name in (length, penalty) if name in parts]
+            return [], [note(setting, f"{enable} is not true") for setting in unused] + logs
+        targets = {length: "reward.overlong_buffer_length", penalty: "reward.overlong_penalty"}
+        if length not in parts:
+            raise UserError(f"{enable} = true without {length}", source=parts[enable].source,
+                            expected="the tokens before max_response_length that are punished", hint=f"give {length}")
+        return [replace(parts[name], name=target) for name, target in targets.items() if name in parts], logs
+
+    return AliasGroup((enable, length, penalty, log), "reward.overlong_buffer_length and reward.overlong_penalty",
+                      combine)
+
+
+_ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
+GROUPS: tuple[AliasGroup, ...] = (
+    AliasGroup(KL_NAMES, "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target (with kl_target_per=token) and "
+               "kl_horizon", combine_kl),
+    AliasGroup(LOSS_NAMES, "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
+               "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
+               combine_policy_loss, reads=LOSS_READS, targets={AGGREGATION: "algorithm.loss_agg_mode"}),
+    AliasGroup((_CLIP_RATIO,), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_clip),
+    AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
+    AliasGroup((_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'",
+               _combine_reward_model),
+    AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe says otherwise", _combine_reward_key),
+    AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
+    AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
+    AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),
+    *(_overlong_buffer_group(f"reward_model.{place}")
+      for place in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")),
+    *(_budget_group(prefix, role) for prefix, role in _ROLES),
+    *(_betas_group(prefix, role) for prefix, role in _ROLES),
+    *(_sequence_parallel_group(prefix, role) for prefix, role in (*_ROLES, ("reward_model", "reward_model"))),
+)
+
+
+def own_name(name: str) -> str | None:
+    """Our setting of a name in a group that means exactly one, else None."""
+    return next((group.targets[name] for group in GROUPS if name in group.targets), None)
+
+
+def take_parts(group: AliasGroup, latest: dict[str, Setting]) -> Parts:
+    """Take the group's settings out of `latest`, with those it reads; empty if none was given."""
+    parts = {name: latest.pop(name) for name in group.names if name in latest}
+    return parts and parts | {name: latest[name] for name in group.reads if name in latest}

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that verl users know, one by one: what each becomes, or why it has no effect, or why it is refused.
+
+Data only. A verl name is `Renamed` to a setting of ours (with a value table where values are called differently),
+`Ignored` with the reason, accepted `Only` with the values that mean what this program does anyway, or must be the
+`SameAs` a setting of ours. `PATTERNS` do the same for whole sections of verl's that concern Ray, FSDP or profilers.
+Names whose meaning depends on each other are in `alias_groups.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Another name for `target`. `values` maps (verl value, our value); with `closed`, no other value is known."""
+
+    target: str
+    values: tuple[tuple[Any, Any], ...] = ()
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A name without a meaning here, and why; a value of null is no news."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """A name that is accepted with the values that mean what is done anyway (null always does), and why."""
+
+    allowed: tuple[Any, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A name for what another setting says already: accepted where it agrees with `target`, refused elsewhere."""
+
+    target: str
+    values: tuple[tuple[Any, Any], ...] = ()
+
+
+Alias = Renamed | Ignored | Only | SameAs
+
+_OFF = ((-1, 0),)
+_RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
+_BUDGET = "max_tokens_per_microbatch bounds every forward pass"
+_SCORING = "log-probs are computed in the actor's microbatches"
+_PACKED = "sequences are always packed"
+_TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
+_REFERENCE = "the reference model has the layout of the actor"
+_MEGATRON = "the models run on megatron-core"
+_SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
+_ENGINE = "the engine decides"
+_FUSED = "kernels are chosen by what is installed"
+_LORA = "all weights are trained"
+_TEXT = "prompts are text"
+_LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
+_CHECKPOINTING = ((True, "full"), (False, "none"))
+LAYOUT_LEAVES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size",
+)
+
+
+def _megatron_names(role: str) -> dict[str, Alias]:
+    """`megatron.*` of a role that has a layout of its own."""
+    return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
+        "megatron.expert_tensor_parallel_size": Only((), "experts are split over the same ranks as dense layers"),
+        "megatron.use_mbridge": Ignored("weights are converted by this package"),
+        "megatron.vanilla_mbridge": Ignored("weights are converted by this package"),
+        "megatron.use_dist_checkpointing": Ignored("the first weights are read in HF format"),
+        "megatron.dist_checkpointing_path": Ignored("the first weights are read in HF format"),
+        "megatron.dist_checkpointing_prefix": Ignored("the first weights are read in HF format"),
+        "megatron.forward_only": Ignored(_MEGATRON),
+        "megatron.dtype": Ignored("model.dtype decides"),
+        "megatron.seed": Ignored("trainer.seed decides"),
+        "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
+        "megatron.override_transformer_config.recompute_granularity": Renamed(
+            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True),
+        "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
+        "megatron.override_transformer_config.recompute_method": Ignored("full recomputes every layer"),
+        "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),
+        "megatron.override_transformer_config.attention_backend": Ignored(_FUSED),
+        "fsdp_config.param_offload": Ignored(_SHARED),
+        "megatron.param_offload": Ignored(_SHARED),
+        "strategy": Ignored(_MEGATRON),
+        "load_weight": Only((True,), "weights are always read"),
+        "ulysses_sequence_parallel_size": Renamed(f"{role}.context_parallel_size"),
+    }
+
+
+def _trainable_names(role: str) -> dict[str, Alias]:
+    """A role with an optimizer."""
+    return _megatron_names(role) | {
+        "optim.lr": Renamed(f"{role}.lr"),
+        "optim.min_lr": Renamed(f"{role}.min_lr"),
+        "optim.min_lr_ratio": Only((0,), f"give the final learning rate itself: {role}.min_lr"),
+        "optim.lr_warmup_steps": Renamed(f"{role}.lr_warmup_steps", _OFF),
+        "optim.lr_warmup_steps_ratio": Only((0,), f"give the warm-up in steps: {role}.lr_warmup_steps"),
+        "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
+        "optim.lr_decay_steps": Only((), "the decay ends with the run"),
+        "optim.lr_decay_style": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
+        "optim.lr_scheduler_type": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
+        "optim.warmup_style": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
+        "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
+        "optim.lr_wsd_decay_style": Ignored("there is no such schedule"),
+        "optim.lr_wsd_decay_steps": Ignored("there is no such schedule"),
+        "optim.weight_decay": Renamed(f"{role}.weight_decay"),
+        "optim.weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
+        "optim.clip_grad": Renamed(f"{role}.clip_grad"),
+        "optim.optimizer": Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW"),
+        "optim.optimizer_impl": Ignored("the optimizer is megatron-core's AdamW"),
+        "optim.total_training_steps": Ignored("it follows from the batch plan"),
+        "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
+        "grad_clip": Renamed(f"{role}.clip_grad"),
+        "shuffle": Only((False,), "minibatches keep the order of the rollouts"),
+        "data_loader_seed": Ignored("trainer.seed decides"),
+        "ppo_micro_batch_size": Ignored(_BUDGET),
+        "fsdp_config.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
+        "megatron.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
+        "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
+        "megatron.use_distributed_optimizer": Renamed(f"{role}.use_distributed_optimizer"),
+    }
+
+
+_ACTOR: dict[str, Alias] = _trainable_names("actor") | {
+    "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
+    "ppo_epochs": Renamed("actor.ppo_epochs"),
+    "rollout_n": SameAs("rollout.n"),
+    "entropy_coeff": Renamed("algorithm.entropy_coef"),
+    "calculate_entropy": Ignored("the entropy is always measured"),
+    "tau_pos": Renamed("algorithm.sapo_tau_pos"),
+    "tau_neg": Renamed("algorithm.sapo_tau_neg"),
+    "policy_loss.clip_cov_lb": Renamed("algorithm.clip_cov_low"),
+    "policy_loss.clip_cov_ub": Renamed("algorithm.clip_cov_high"),
+    "policy_loss.ppo_kl_coef": Renamed("algorithm.kl_cov_coef"),
+    "loss_scale_factor": Renamed("algorithm.loss_scale_factor"),
+    "clip_ratio_low": Renamed("algorithm.clip_eps_low"),
+    "clip_ratio_high": Renamed("algorithm.clip_eps_high"),
+    "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
+    "use_torch_compile": Ignored("the actor is not compiled"),
+    "use_fused_kernels": Ignored(_FUSED),
+    "use_remove_padding": Ignored(_PACKED),
+    "entropy_from_logits_with_chunking": Ignored("log-probs and entropy are computed in chunks"),
+    "entropy_checkpointing": Ignored("log-probs and entropy are computed in chunks"),
+    "freeze_vision_tower": Ignored(_TEXT),
+    "checkpoint.async_save": Renamed("checkpoint.async_save"),
+    "router_replay.mode": Only(("disabled",), "routing is computed anew in training"),
+}
+
+_CRITIC: dict[str, Alias] = _trainable_names("critic") | {
+    "model.path": Renamed("critic.path"),
+    "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
+    "model.use_remove_padding": Ignored(_PACKED),
+    "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
+    "model.fsdp_config.param_offload": Ignored("critic weights stay on the device"),
+    "model.fsdp_config.optimizer_offload": Renamed("critic.offload_optimizer"),
+    "megatron.param_offload": Ignored("critic weights stay on the device"),
+    "cliprange_value": Renamed("critic.value_clip"),
+    "ppo_mini_batch_size": SameAs("actor.ppo_mini_batch_size"),
+    "ppo_epochs": SameAs("actor.ppo_epochs"),
+    "rollout_n": SameAs("rollout.n"),
+    "loss_agg_mode": SameAs("algorithm.loss_agg_mode", AGGREGATIONS),
+    "forward_micro_batch_size": Ignored(_BUDGET),
+    "forward_micro_batch_size_per_gpu": Ignored(_BUDGET),
+    "forward_max_token_len_per_gpu": Ignored(_BUDGET),
+    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    "kl_ctrl.type": Ignored("the critic has no KL term"),
+    "kl_ctrl.kl_coef": Ignored("the critic has no KL term"),
+}
+
+_ROLLOUT: dict[str, Alias] = {
+    leaf: Renamed(f"rollout.{leaf}") for leaf in (
+        "n", "temperature", "top_p", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager",
+        "max_num_seqs",
+    )
+} | {
+    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("hf", "hf")), closed=True),
+    "top_k": Renamed("rollout.top_k", ((0, -1),)),
+    "mode": Ignored("rollout and training alternate in one program"),
+    "val_kwargs.n": Renamed("rollout.validation_n"),
+    "val_kwargs.top_p": Only((1.0,), "validation samples from the full softmax"),
+    "val_kwargs.top_k": Only((-1, 0), "validation samples from the full softmax"),
+    "prompt_length": SameAs("data.max_prompt_length"),
+    "response_length": SameAs("data.max_response_length"),
+    "do_sample": Only((True,), "rollouts are sampled"),
+    "ignore_eos": Only((False,), "a response ends with its EOS"),
+    "max_model_len": Ignored("it follows from the longest prompt and response"),
+    "dtype": Ignored("the engine takes model.dtype"),
+    "load_format": Ignored("the engine takes the weights of the actor"),
+    "data_parallel_size": Only((1,), "the number of engines is world_size / rollout.tensor_model_parallel_size"),
+    "expert_parallel_size": Only((1,), "the engine splits experts over its TP ranks"),
+    "pipeline_model_parallel_size": Only((1,), "the engine has one pipeline stage"),
+    "quantization": Only((False,), "the engine computes in model.dtype"),
+    "use_fire_sampling": Only((False,), "sampling is plain temperature sampling"),
+    "over_sample_rate": Only((0,), "every response is waited for"),
+    "skip_rollout": Only((False,), "rollouts are made in every step"),
+    "chat_scheduler": Only((), "a prompt gets one response"),
+    "calculate_log_probs": Ignored("the engine's log-probs are always measured against the actor's"),
+    "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
+    "multi_turn.enable": Only((False,), "a prompt gets one response"),
+    **dict.fromkeys(
+        ("free_cache_engine", "disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching",
+         "max_num_batched_tokens", "cudagraph_capture_sizes", "multi_stage_wake_up", "layered_summon",
+         "skip_tokenizer_init", "skip_dump_dir", "use_block_quant_rollout"), Ignored(_ENGINE)),
+    **dict.fromkeys(
+        ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu",
+         "log_prob_use_dynamic_bsz"), Ignored(_SCORING)),
+}
+
+_REF: dict[str, Alias] = {
+    "model": Only((), "give the reference's directory in reference.path"),
+    "model.path": Renamed("reference.path"),
+    "fsdp_config.param_offload": Renamed("reference.offload"),
+    "megatron.param_offload": Renamed("reference.offload"),
+    "sync_actor": Only((False,), "the reference stays as it is"),
+    **dict.fromkeys(
+        ("strategy", "ulysses_sequence_parallel_size", "use_torch_compile", "entropy_from_logits_with_chunking",
+         "entropy_checkpointing", "load_weight", "sync_actor_alpha", "sync_steps"), Ignored(_REFERENCE)),
+    **dict.fromkeys(
+        ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu",
+         "log_prob_use_dynamic_bsz"), Ignored(_SCORING)),
+    **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
+}
+
+_MODEL: dict[str, Alias] = {
+    "path": Renamed("model.path"),
+    "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", _CHECKPOINTING, closed=True),
+    "trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "external_lib": Only((), "code is added with algorithm.plugins and reward.function"),
+    "custom_chat_template": Only((), "the tokenizer's own chat template is used"),
+    "lora_rank": Only((0,), _LORA),
+    "use_remove_padding": Ignored(_PACKED),
+    "use_shm": Ignored("weights are read by the ranks that need them"),
+    "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
+    "return_last_hidden_state": Ignored(_FUSED),
+    "override_config.attn_implementation": Ignored(_FUSED),
+    "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
+    **dict.fromkeys(("use_liger", "use_fused_kernels", "use_fused_loss"), Ignored(_FUSED)),
+    **dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), Ignored(_LORA)),
+}
+
+_REWARD_MODEL: dict[str, Alias] = _megatron_names("reward_model") | {
+    "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
+    "model.use_remove_padding": Ignored(_PACKED),
+    "model.trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "model.fsdp_config.param_offload": Renamed("reward_model.offload"),
+    "megatron.param_offload": Renamed("reward_model.offload"),
+    "megatron.grad_offload": Ignored("this role has no optimizer"),
+    "megatron.optimizer_offload": Ignored("this role has no optimizer"),
+    "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
+    "reward_manager": Only(
+        ("naive", "dapo", "prime"), "rewards are made one by one; reward.workers computes them beside generation"),
+    "launch_reward_fn_async": Ignored("reward.workers decides"),
+    "max_length": Ignored("the longest prompt and response decide"),
+    "sandbox_fusion.url": Only((), "give reward.service_url"),
+    "sandbox_fusion.max_concurrent": Ignored("reward.service_concurrency decides"),
+    "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
+    "enable_resource_pool": Only((False,), "all roles share the ranks"),
+    "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
+    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    **dict.fromkeys(("n_gpus_per_node", "nnodes"), Ignored("all roles share the ranks")),
+    **dict.fromkeys(("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"), Ignored(_BUDGET)),
+}
+
+_DATA: dict[str, Alias] = {
+    "val_files": Renamed("data.validation_files"),
+    "val_batch_size": Renamed("data.validation_batch_size"),
+    "val_max_samples": Renamed("data.validation_limit", ((-1, None),)),
+    "train_max_samples": Only((-1,), "all training prompts are used"),
+    "tokenizer": Renamed("model.tokenizer"),
+    "seed": Renamed("trainer.seed"),
+    "gen_batch_size": Ignored("dynamic sampling generates as many prompts as are missing"),
+    "return_raw_chat": Ignored("the chat template is applied when the prompts are read"),
+    "trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "validation_shuffle": Only((False,), "validation prompts keep their order"),
+    "tool_config_path": Only((), "a prompt gets one response"),
+    **dict.fromkeys(
+        ("return_raw_input_ids", "return_full_prompt", "filter_overlong_prompts_workers", "use_shm",
+         "dataloader_num_workers"), Ignored("prompts are read once, at the start")),
+    **dict.fromkeys(
+        ("image_key", "video_key", "image_patch_size", "return_multi_modal_inputs"), Ignored(_TEXT)),
+    **dict.fromkeys(
+        ("custom_cls.path", "custom_cls.name", "sampler.class_path", "sampler.class_name", "datagen.path",
+         "datagen.name"), Only((), "prompts come from JSONL and parquet files")),
+}
+
+_ALGORITHM: dict[str, Alias] = {
+    "adv_estimator": Renamed("algorithm.adv_estimator", ESTIMATORS),
+    "norm_adv_by_std_in_grpo": Renamed("algorithm.norm_adv_by_std"),
+    "lam": Renamed("algorithm.gae_lambda"),
+    "use_pf_ppo": Only((False,), "rollouts are not drawn again by their rewards"),
+    "filter_groups.enable": Renamed("algorithm.dynamic_sampling"),
+    "filter_groups.max_num_gen_batches": Renamed("algorithm.max_sampling_rounds", ((0, 1_000_000),)),
+    "filter_groups.metric": Renamed(
+        "algorithm.dynamic_sampling_metric",
+        (("score", None), ("seq_reward", "reward"), ("seq_final_reward", "reward"))),
+    "rollout_correction.rollout_is": Renamed(
+        "algorithm.importance_sampling",
+        ((None, "none"), ("token", "token-truncate"), ("sequence", "product-truncate")), closed=True),
+    "rollout_correction.rollout_is_threshold": Renamed("algorithm.importance_high"),
+    "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
+    "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
+    "rollout_correction.rollout_rs_threshold": Ignored("it belongs to rollout_rs"),
+    "rollout_correction.rollout_rs_threshold_lower": Ignored("it belongs to rollout_rs"),
+    "rollout_correction.rollout_token_veto_threshold": Only((), "set algorithm.reject_sequence_above"),
+    "rollout_correction.bypass_mode": Only((False,), "old log-probs are always recomputed"),
+    "rollout_correction.use_policy_gradient": Only((False,), "set algorithm.policy_loss=policy_gradient"),
+    "rollout_correction.loss_type": Only(("ppo_clip",), "algorithm.policy_loss decides"),
+}
+
+_TRAINER: dict[str, Alias] = {
+    "total_training_steps": Renamed("trainer.total_steps"),
+    "test_freq": Renamed("trainer.test_freq", _OFF),
+    "save_freq": Renamed("trainer.save_freq", _OFF),
+    "default_local_dir": Renamed("trainer.run_dir"),
+    "val_only": Only((False,), "this program trains"),
+    "nnodes": Ignored(_RUNS),
+    "n_gpus_per_node": Ignored(_RUNS),
+    "device": Ignored("the device is found at start"),
+    "balance_batch": Ignored("batches are always balanced over the DP ranks"),
+    "logger": Ignored(_TRACKING),
+    "default_hdfs_dir": Only((), "files are written to trainer.run_dir"),
+    "use_legacy_worker_impl": Ignored(_MEGATRON),
+    "ray_wait_register_center_timeout": Ignored("there is no Ray in a run"),
+    "esi_redundant_time": Ignored("trainer.save_freq decides when to save"),
+    "project_name": Renamed("observability.wandb_project"),
+    "experiment_name": Renamed("observability.wandb_name"),
+    **dict.fromkeys(
+        ("log_val_generations", "rollout_data_dir", "validation_data_dir"), Ignored("trainer.log_rollouts decides")),
+    **dict.fromkeys(
+        ("del_local_ckpt_after_load", "max_critic_ckpt_to_keep", "max_ref_ckpt_to_keep"),
+        Ignored("checkpoint.keep_last decides for all roles")),
+    "max_actor_ckpt_to_keep": Renamed("checkpoint.keep_last"),
+}
+
+_SECTIONS: dict[str, dict[str, Alias]] = {
+    "actor_rollout_ref.model": _MODEL, "actor_rollout_ref.actor": _ACTOR, "actor_rollout_ref.rollout": _ROLLOUT,
+    "actor_rollout_ref.ref": _REF, "critic": _CRITIC, "reward_model": _REWARD_MODEL, "data": _DATA,
+    "algorithm": _ALGORITHM, "trainer": _TRAINER,
+}
+
+ALIASES: Mapping[str, Alias] = {
+    "actor_rollout_ref.hybrid_engine": Only((True,), "training and rollout share the ranks"),
+    "actor_rollout_ref.nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
+}
+
+# Shell patterns for sections that are ignored as a whole, with one note each; a name in ALIASES comes first.
+PATTERNS: Mapping[str, Ignored] = {
+    "*._target_": Ignored("it names a class of verl"),
+    "*.profiler.*": Ignored("there is nothing to configure about profiling"),
+    "*.profile.*": Ignored("there is nothing to configure about profiling"),
+    "global_profiler.*": Ignored("there is nothing to configure about profiling"),
+    "ray_init.*": Ignored("there is no Ray in a run"),
+    "ray_kwargs.*": Ignored("there is no Ray in a run"),
+    "transfer_queue.*": Ignored("samples stay in the processes that made them"),
+    "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
+    "*.fsdp_config.*": Ignored(_MEGATRON),
+    "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
+    "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
+    "actor_rollout_ref.model.fused_kernel_options.*": Ignored(_FUSED),
+    "actor_rollout_ref.actor.policy_loss.*": Ignored("it belongs to losses that are not served"),
+    "actor_rollout_ref.rollout.multi_turn.*": Ignored("a prompt gets one response"),
+    "actor_rollout_ref.rollout.engine_kwargs.*": Ignored(_ENGINE),
+    "actor_rollout_ref.rollout.agent.*": Ignored("a prompt gets one response"),
+    "actor_rollout_ref.rollout.trace.*": Ignored("trainer.log_rollouts writes rollouts"),
+    "actor_rollout_ref.rollout.prometheus.*": Ignored(_TRACKING),
+    "actor_rollout_ref.rollout.layer_name_map.*": Ignored("weights are placed by this package"),
+    "critic.model.lora*": Ignored(_LORA),
+    "critic.model.target_modules": Ignored(_LORA),
+    "critic.model.*": Ignored("the critic's shape and options are the policy's"),
+    "critic.megatron.override_*": Ignored("shapes come from config.json"),
+    "reward_model.model.*": Ignored("its shape comes from its config.json"),
+    "reward_model.megatron.override_*": Ignored("shapes come from config.json"),
+    "reward_model.profiler.*": Ignored("there is nothing to configure about profiling"),
+    "algorithm.pf_ppo.*": Ignored("it belongs to algorithm.use_pf_ppo"),
+}

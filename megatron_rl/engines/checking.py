@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is what an engine returned what it was asked for? Checked where responses enter the program, before they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.engines.protocol import Generation
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class EngineName:
+    """An engine in messages.
+
+    Attributes:
+        index: of the engine.
+        ranks: that it spans.
+        kind: its class.
+    """
+
+    index: int
+    ranks: range
+    kind: str
+
+    def __str__(self) -> str:
+        ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]}-{self.ranks[-1]}"
+        return f"rollout engine {self.index} ({self.kind}, {ranks})"
+
+
+def check_generations(
+    generations: Sequence[Generation], requests: Sequence[str], *, max_tokens: int, vocab_size: int, engine: EngineName
+) -> None:
+    """Compare the responses of one engine with its requests.
+
+    Args:
+        generations: what it returned.
+        requests: what each request is called in a message.
+        max_tokens: longest response.
+        vocab_size: token ids are below.
+        engine: that made them.
+
+    Raises:
+        UserError: their number, a length, a token id or a log-prob is not what it must be; names the first such one.
+    """
+    if len(generations) != len(requests):
+        raise UserError(
+            f"{len(generations)} responses to {len(requests)} requests", source=str(engine),
+            expected="one response per request, in their order",
+            hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf")
+    for generation, request in zip(generations, requests, strict=True):
+        num_tokens, num_logprobs = len(generation.tokens), len(generation.logprobs)
+        source = f"{engine}, {request}"
+        if num_tokens != num_logprobs or np.ndim(generation.tokens) != 1:
+            raise UserError(
+                f"a response of {num_tokens} tokens with {num_logprobs} log-probs", source=source,
+                expected="one log-prob per sampled token, both [s]",
+                hint="an engine of your own must return the log-prob of each sampled token, the stop token included; "
+                     "otherwise set rollout.engine=hf and compare")
+        if not 1 <= num_tokens <= max_tokens:
+            raise UserError(
+                f"a response of {num_tokens} tokens", source=source,
+                expected=f"1 to {max_tokens} (data.max_response_length)",
+                hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
+                     "prompt: see data.max_prompt_length and data.max_response_length")
+    _check_values(generations, requests, vocab_size, engine)
+
+
+def _check_values(
+    generations: Sequence[Generation], requests: Sequence[str], vocab_size: int, engine: EngineName
+) -> None:
+    if not generations:
+        return
+    owners = np.repeat(np.arange(len(generations)), [len(g.tokens) for g in generations])
+    tokens = np.concatenate([g.tokens for g in generations])
+    logprobs = np.concatenate([g.logprobs for g in generations])
+    for bad in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1]:
+        raise UserError(
+            f"token id {tokens[bad]} in a response", source=f"{engine}, {requests[owners[bad]]}",
+            expected=f"0 to {vocab_size - 1}, the vocabulary of model.path",
+            hint="model.path and model.tokenizer may belong to different models; an engine must not sample the rows "
+                 "that pad its vocabulary")
+    for bad in np.flatnonzero(~np.isfinite(logprobs))[:1]:
+        raise UserError(
+            f"log-prob {logprobs[bad]} of a sampled token", source=f"{engine}, {requests[owners[bad]]}",
+            expected="finite log-probs",
+            hint="the engine's weights or activations have overflowed: set hybrid.verify=full to rule out its weights, "
+                 "lower actor.lr if this comes after some steps, or set model.dtype=float32")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts with transformers' `generate`: slow, simple, for debugging and as the parity reference.
+
+Every rank is an engine of its own with the whole model. Responses have their own seeds although they
+are generated in batches: sampling is greedy decoding of `logits / temperature + Gumbel noise`, and
+each row draws its noise from its own generator (the Gumbel-max trick).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from megatron_rl.engines.protocol import EngineSpec, Generation, OnFinished, borrow_params
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.weights.experts import split_huggingface_experts
+from megatron_rl.weights.rollout_layout import huggingface_placements
+from megatron_rl.weights.shard_box import ShardBox, check_placements
+
+
+class _SeededGumbel(LogitsProcessor):
+    """Turn greedy decoding into sampling with one random stream per row; records the log-probs."""
+
+    def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
+        self._temperature = temperature
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scaled = scores.float() / (self._temperature or 1.0)
+        self.logprobs.append(scaled.log_softmax(-1))
+        if self._temperature == 0.0:
+            return scaled
+        noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in self._generators])
+        return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)
+
+
+class HuggingFaceEngine:
+    """A transformers model on every rank; `params` are the logical tensors themselves."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
+        with keep_random_streams():
+            self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
+        self._model.to(spec.process.device).requires_grad_(False)
+        self._placements = huggingface_placements(spec.shape)
+        self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
+        self.borrowed = borrow_params(dict(self._model.named_parameters()), spec.lend(self._placements))
+        self.padded_params: tuple[str, ...] = ()
+        self.params = split_huggingface_experts(
+            spec.shape, {name: p.data for name, p in self._model.named_parameters()})
+        check_placements(
+            self._placements, {name: tuple(p.shape) for name, p in self.params.items()},
+            where=f"transformers on rank {spec.process.rank}")
+
+    def shard_key(self, rank: int) -> int:
+        """All ranks hold the same."""
+        return 0
+
+    def placements(self, rank: int) -> list[ShardBox]:
+        """ShardBox table: whole HF tensors on every rank."""
+        return self._placements
+
+    def begin_weight_update(self) -> None:
+        """Nothing to do: the parameters are always there."""
+
+    def end_weight_update(self) -> None:
+        """Nothing to do: nothing is cached between calls."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
+        on_finished: OnFinished | None = None,
+    ) -> list[Generation]:
+        """Generate one response per prompt, in order; `on_finished` hears of them batch by batch."""
+        results: list[Generation] = []
+        for first in range(0, len(prompts), self._batch_size):
+            part = slice(first, first + self._batch_size)
+            results += self._generate_batch(prompts[part], seeds[part], sampling)
+            if on_finished is not None:
+                for index in range(first, len(results)):
+                    on_finished(index, results[index])
+        return results
+
+    @torch.no_grad()
+    def _generate_batch(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> list[Generation]:
+        width = max(len(p) for p in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
+            ids[row, width - len(prompt):] = torch.from_numpy(prompt.astype(np.int64))
+            mask[row, width - len(prompt):] = 1
+        sampler = _SeededGumbel(sampling.temperature, seeds)
+        output = self._model.generate(
+            ids.to(self._device), attention_mask=mask.to(self._device), do_sample=False,
+            max_new_tokens=sampling.max_tokens, eos_token_id=list(sampling.stop_token_ids), pad_token_id=0,
+            logits_processor=LogitsProcessorList([sampler]))
+        tokens = output[:, width:].cpu()  # [b, s]
+        picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
+        return [self._cut(tokens[row], picked[row], sampling) for row in range(len(prompts))]
+
+    @staticmethod
+    def _cut(tokens: torch.Tensor, logprobs: torch.Tensor, sampling: SamplingConfig) -> Generation:
+        is_stop = torch.isin(tokens, torch.tensor(sampling.stop_token_ids))
+        length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
+        reason = "stop" if is_stop.any() else "length"
+        return Generation(tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
+
+    def tokens_in_flight(self) -> int:
+        """Not counted: `generate` tells of whole batches."""
+        return 0
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Drop the model."""
+        self.params = {}
+        del self._model

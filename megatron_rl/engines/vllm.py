@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM inside the training processes (`external_launcher`), on GPU and on CPU. The only file that imports vllm.
+
+What in-process vLLM needs (each guarded by a test):
+
+* torch.distributed is initialised before, else world > tp breaks;
+* its shutdown must not destroy the job's process groups;
+* on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
+* on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a
+  killed run, or a second one on the host, makes the next engine fail; torch.distributed serves;
+* on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
+* on CPU, its fused experts compute with weights in a packed order: they are packed in place after every
+  update, so that between updates their parameters do not hold what the placement table says;
+* on CPU, prompts are computed whole: for one that is computed in parts vLLM turns back its random numbers,
+  which CPU generators cannot do;
+* an error in a step leaves its requests running: they are aborted before it is raised;
+* it must not reseed or advance the trainer's random numbers;
+* the prefix cache is dropped after every weight update.
+
+`PATCHED_NAMES` lists the private names that this file relies on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_rl.engines.modes import fit_to_device
+from megatron_rl.engines.protocol import EngineSpec, Generation, OnFinished, borrow_params
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.types import UserError
+from megatron_rl.weights.experts import split_experts
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
+from megatron_rl.weights.shard_box import ShardBox, check_placements
+
+PATCHED_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory",),
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
+    "vllm.logging_utils.dump_input": ("logger",),
+}
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
+_LOAD_FORMAT = "megatron_rl"
+_CPU_BLOCK_SIZE = 32
+_MAX_CPU_CACHE_BYTES = 1 << 30
+_CPU_STEP_TOKENS = 4096  # vLLM's own default
+# Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class VllmEngine:
+    """One rank of one vLLM engine; engine number = rank // tp.
+
+    Attributes:
+        params: vLLM's own parameters by name, written in place by the hybrid engine.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
+        self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
+        _check_device_limits(spec)
+        vllm = prepare_vllm(spec.process.device)
+        _register_model(vllm, spec)
+        launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
+        self.borrowed: frozenset[str] = frozenset()
+        self.padded_params = VLLM_PADDED_PARAMETERS
+        self._register_loader(spec)
+        os.environ |= _engine_environment(spec)
+        with keep_random_streams():
+            self._llm = vllm.LLM(**_engine_arguments(spec))
+        self._sampling_params = vllm.SamplingParams
+        if launcher_world is not None:  # the CPU platform overwrites it with tp
+            os.environ["LOCAL_WORLD_SIZE"] = launcher_world
+        self._can_sleep = spec.process.device.type == "cuda"
+        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        self.params: dict[str, torch.Tensor] = split_experts(
+            {name: p.data for name, p in worker.get_model().named_parameters()})
+        self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
+        check_placements(
+            self.placements(spec.process.rank), {name: tuple(p.shape) for name, p in self.params.items()},
+            where=f"vLLM on rank {spec.process.rank}", padded=VLLM_PADDED_PARAMETERS)
+        for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
+            if name not in self.borrowed:
+                tensor.zero_()
+
+    def _register_loader(self, spec: EngineSpec) -> None:
+        """Let vLLM "load" by borrowing the actor's storage, before anything is compiled or captured."""
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+        engine = self
+
+        @register_model_loader(_LOAD_FORMAT)
+        class BorrowingLoader(BaseModelLoader):
+            def download_model(self, model_config: Any) -> None:
+                """Nothing to fetch: the actor has the weights."""
+
+            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+                """Bind what can be shared; the rest is written by the first reshard."""
+                lent = spec.lend(engine.placements(spec.process.rank))
+                engine.borrowed = borrow_params(dict(model.named_parameters()), lent)
+
+    def shard_key(self, rank: int) -> int:
+        """Ranks with equal keys have equal placement tables."""
+        return rank % self._tp_size
+
+    def placements(self, rank: int) -> list[ShardBox]:
+        """ShardBox table of any rank of the job."""
+        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=rank % self._tp_size)
+
+    def begin_weight_update(self) -> None:
+        """Bring the parameters' memory back (same addresses) after a sleep."""
+        if self._can_sleep and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
+
+    def end_weight_update(self) -> None:
+        """Pack the experts, forget keys and values computed with the old weights; bring the cache back."""
+        for param, instructions in self._packed_experts:
+            _pack_experts(param, instructions)
+        if self._can_sleep and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
+        on_finished: OnFinished | None = None,
+    ) -> list[Generation]:
+        """Generate one response per prompt, in order; the same on every rank of the engine.
+
+        `on_finished` hears of a response in the engine step that samples its last token.
+        """
+        if not len(prompts):
+            return []
+        params = [
+            self._sampling_params(
+                temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed, logprobs=0,
+                stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, detokenize=False)
+            for seed in seeds
+        ]
+        requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        with keep_random_streams():
+            try:
+                return self._run(requests, params, on_finished)
+            except BaseException:
+                self._abort()
+                raise
+
+    def _run(
+        self, requests: list[dict[str, Any]], params: list[Any], on_finished: OnFinished | None
+    ) -> list[Generation]:
+        names = self._llm.enqueue(requests, params, use_tqdm=False)
+        index_of = {name.partition("-")[0]: index for index, name in enumerate(names)}  # "7-random" is told as "7"
+        results: dict[int, Generation] = {}
+        while self._llm.llm_engine.has_unfinished_requests():
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    index = index_of[output.request_id]
+                    results[index] = _to_generation(output.outputs[0])
+                    if on_finished is not None:
+                        on_finished(index, results[index])
+        return [results[index] for index in range(len(requests))]
+
+    def _abort(self) -> None:
+        """Forget every request, and the blocks of the prefix cache that a step announced and did not fill."""
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        self._llm.reset_prefix_cache()
+
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for responses that are not finished."""
+        states = list(self._llm.llm_engine.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the trainer (CUDA; a no-op on CPU)."""
+        if self._can_sleep:
+            self._llm.sleep(level=2)
+
+    def close(self) -> None:
+        """Shut the engine down; the process groups of the job stay alive (see `prepare_vllm`)."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def prepare_vllm(device: torch.device) -> ModuleType:
+    """Import vllm, made fit for life inside a training process; safe to call twice."""
+    os.environ.update(_ENVIRONMENT)
+    if device.type == "cpu":
+        # Two sampler helpers use torch.compile even in eager mode: seconds per start, and a compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        torch._dynamo.config.disable = True
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    # An error in a step would be preceded by the state of the engine, 10 kB of it from each rank.
+    logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+    import vllm
+    from vllm.v1.engine import core
+
+    def keep_process_groups(*args: Any, **kwargs: Any) -> None:
+        """Stand in for a clean-up that destroys the job's process groups."""
+
+    core.cleanup_dist_env_and_memory = keep_process_groups
+    if device.type == "cpu":
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+        from vllm.model_executor.layers import utils
+
+        def use_plain_linear(layer: torch.nn.Module, remove_weight: bool = False) -> None:
+            layer.cpu_linear = F.linear
+
+        utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    return vllm
+
+
+def _check_device_limits(spec: EngineSpec) -> None:
+    if spec.process.device.type == "cpu" and spec.shape.head_dim not in CPU_HEAD_DIMS:
+        raise UserError(
+            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}", source="model.path config.json",
+            expected=f"a head_dim of {CPU_HEAD_DIMS}", hint="use rollout.engine=hf for this model on CPU")
+    sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
+    if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
+        raise UserError(
+            f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
+            source="model.path config.json and rollout.tensor_model_parallel_size",
+            expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
+            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf")
+
+
+def _find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
+    """Fused expert weights with the instruction set that vLLM's CPU kernel wants them packed for."""
+    if device.type != "cpu":
+        return []
+    packed = []
+    for module in model.modules():
+        if hasattr(module, "w13_weight"):
+            experts = module.quant_method.moe_kernel.fused_experts
+            if not experts._use_zentorch:  # that kernel takes them as they are
+                packed += [(param.data, experts.isa) for param in (module.w13_weight, module.w2_weight)]
+    return packed
+
+
+def _pack_experts(param: torch.Tensor, instructions: str) -> None:
+    """Reorder a fused parameter [E, rows, columns] in place; once per update, as packing twice is another order."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    param.copy_(cpu_prepack_moe_weight(param, instructions))
+
+
+def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
+    """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds."""
+    from importlib import import_module
+
+    architecture = FAMILIES[spec.shape.family].architecture
+    module = import_module(f"vllm.model_executor.models.{spec.shape.family}")
+    vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
+def _engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """What vLLM takes from the environment only."""
+    runner = fit_to_device(spec.config, spec.process.device).model_runner
+    return {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+
+
+def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
+    longest = spec.max_prompt_length + spec.max_response_length
+    arguments: dict[str, Any] = dict(
+        model=spec.model_path, load_format=_LOAD_FORMAT, skip_tokenizer_init=True, generation_config="vllm",
+        dtype=spec.dtype, max_model_len=longest,
+        max_num_seqs=config.max_num_seqs, tensor_parallel_size=config.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher", enforce_eager=config.enforce_eager,
+        async_scheduling=config.async_scheduling, seed=spec.seed + rank // config.tensor_model_parallel_size,
+        # Log-probs of the distribution that was sampled from: after the temperature.
+        logprobs_mode="processed_logprobs", disable_log_stats=True,
+    )
+    if spec.process.device.type == "cuda":
+        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
+        if spec.shape.num_experts:
+            arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
+        if config.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    else:
+        arguments |= dict(
+            block_size=_CPU_BLOCK_SIZE, kv_cache_memory_bytes=_cpu_cache_bytes(spec),
+            enable_chunked_prefill=False, max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest))
+    return arguments
+
+
+def _cpu_cache_bytes(spec: EngineSpec) -> int:
+    """The configured size, else room for `max_num_seqs` full sequences, at most 1 GiB."""
+    if spec.config.kv_cache_gib is not None:
+        return int(spec.config.kv_cache_gib * (1 << 30))
+    shape: ModelShape = spec.shape
+    itemsize = 4 if spec.dtype == "float32" else 2
+    kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
+    per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    length = spec.max_prompt_length + spec.max_response_length
+    blocks = -(-length // _CPU_BLOCK_SIZE) * _CPU_BLOCK_SIZE
+    wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
+    return min(max(wanted, 4 << 20), max(_MAX_CPU_CACHE_BYTES, 2 * per_token * blocks))
+
+
+def _to_generation(output: Any) -> Generation:
+    tokens, reason = np.asarray(output.token_ids, np.int32), "stop" if output.finish_reason == "stop" else "length"
+    if len(output.logprobs) != len(tokens):  # `check_generations` says so, on all ranks
+        return Generation(tokens, np.full(len(output.logprobs), np.nan, np.float32), reason)
+    logprobs = np.asarray(
+        [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
+    return Generation(tokens, logprobs, reason)

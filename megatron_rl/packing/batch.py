@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
+
+All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
+a microbatch is a slice of them, so `batch.old_logprobs = actor.compute_logprobs(batch)` is aligned by
+construction. Each microbatch ends in a padding sequence where its length must be a multiple of
+something (TP sequence parallelism, context parallelism), must be that of a bucket (`buckets.py`), or would be zero;
+padding enters no loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
+segments come empty ones, up to the number that there is room for.
+
+Where prompts are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
+segments of their own: position and predecessor of their first token go on from the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from megatron_rl.packing.buckets import Buckets
+from megatron_rl.packing.microbatches import MicrobatchPlan
+from megatron_rl.packing.prefix import SegmentKeys, build_segment_keys, move_to_device, pad_segment_keys
+from megatron_rl.types import LossLedger
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """What packing needs of one prompt + response.
+
+    Attributes:
+        tokens: [s] prompt and response.
+        num_prompt_tokens: leading tokens that do not enter the loss.
+        rollout_logprobs: [s - num_prompt_tokens] as the engine reported them; zeros if there are none.
+        in_loss: False keeps its response out of the loss (a truncated one that is masked).
+    """
+
+    tokens: np.ndarray
+    num_prompt_tokens: int
+    rollout_logprobs: np.ndarray
+    in_loss: bool = True
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that enter the loss."""
+        return len(self.tokens) - max(self.num_prompt_tokens, 1) if self.in_loss else 0
+
+
+@dataclass(frozen=True)
+class MicrobatchSlice:
+    """Where a microbatch lies in the flat tensors; `cu_seqlens` and `keys` are relative to its start.
+
+    Attributes:
+        start, stop: its rows.
+        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or a response behind a shared prompt.
+        max_seqlen: length of the longest segment.
+        keys: what each segment attends to, where some see a shared prompt; None: every segment itself.
+        is_bucketed: padded to a bucket; then `max_seqlen` is a bound that all microbatches of the bucket have in
+            common, and what is computed must have shapes that follow from those of the inputs.
+    """
+
+    start: int
+    stop: int
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    keys: SegmentKeys | None = None
+    is_bucketed: bool = False
+
+
+@dataclass
+class TrainBatch:
+    """Packed tensors of one DP rank; all `[t]`, position 0 of each sequence is masked.
+
+    Attributes:
+        tokens: int64.
+        position_ids: int64, position inside the sequence (also where its prompt is packed elsewhere).
+        predecessors: int64, row of the same microbatch, relative to its start, whose hidden state predicts this token:
+            the row before, or the last one of a shared prompt. Position 0 of a sequence names itself: a valid row
+            whose prediction means nothing.
+        loss_mask: bool, True on response tokens.
+        loss_weights: float32, what each token's loss counts for: `sum(loss_weights * loss)` over all
+            microbatches and DP ranks of a minibatch is the loss of that optimizer step.
+        sequence_ids: int64, index of the rollout in the step's list; -1 on padding.
+        rollout_logprobs: float32, from the engine.
+        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, filled in
+            along the step.
+        chosen: bool, tokens that the policy loss treats in another way; filled in where it does.
+        update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
+            last pipeline stage writes them where `record_updates` has made room. NaN: no step has used it.
+        slices: one per microbatch.
+        minibatch_sizes: microbatches of each minibatch.
+        ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
+        names: of the sequences, by sequence id, for messages; empty: they have none.
+    """
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    predecessors: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_weights: torch.Tensor
+    sequence_ids: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    slices: list[MicrobatchSlice]
+    minibatch_sizes: list[int]
+    old_logprobs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    importance_weights: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+    update_logprobs: torch.Tensor | None = None
+    update_entropy: torch.Tensor | None = None
+    ledgers: Sequence[LossLedger] = ()
+    names: Sequence[str] = ()
+
+    def name_sequence(self, index: int) -> str:
+        """What a message calls a sequence."""
+        return self.names[index] if self.names else f"sequence {index}"
+
+    def minibatches(self) -> Iterator[TrainBatch]:
+        """One batch per optimizer step; tensors are views."""
+        first = 0
+        for index, size in enumerate(self.minibatch_sizes):
+            yield replace(self._part(self.slices[first : first + size]), ledgers=self.ledgers[index : index + 1])
+            first += size
+
+    def microbatches(self) -> list[TrainBatch]:
+        """One batch per forward/backward; tensors are views."""
+        return [self._part([piece]) for piece in self.slices]
+
+    def record_updates(self) -> None:
+        """Make room for what the policy says of the tokens while it is updated (for the rollout log)."""
+        self.update_logprobs, self.update_entropy = (
+            torch.full_like(self.rollout_logprobs, torch.nan) for _ in range(2))
+
+    def take_updates(self, other: TrainBatch) -> None:
+        """Copy what was recorded from a batch with the same tokens, if there is room for it."""
+        if self.update_logprobs is not None:
+            self.update_logprobs.copy_(other.update_logprobs)
+            self.update_entropy.copy_(other.update_entropy)
+
+    def _part(self, slices: list[MicrobatchSlice]) -> TrainBatch:
+        start, stop = slices[0].start, slices[-1].stop
+        cut = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, torch.Tensor):
+                cut[item.name] = value[start:stop]
+        moved = [replace(s, start=s.start - start, stop=s.stop - start) for s in slices]
+        return replace(self, **cut, slices=moved, minibatch_sizes=[len(slices)])
+
+
+def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:
+    """Give every token its sequence's value: [num_rollouts] -> [t] float32; 0 on padding."""
+    table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
+    return table[batch.sequence_ids]
+
+
+def build_train_batch(
+    sequences: Sequence[PackedSequence],
+    sequence_weights: Sequence[float] | np.ndarray,
+    minibatch_plans: Sequence[tuple[Sequence[int], MicrobatchPlan]],
+    *,
+    dp_rank: int,
+    pad_multiple: int,
+    device: torch.device,
+    group_of: Sequence[int] | None = None,
+    buckets: Buckets | None = None,
+    max_seqlen: int | None = None,
+) -> TrainBatch:
+    """Pack the sequences of one DP rank.
+
+    Args:
+        sequences: all rollouts of the step (replicated on every rank).
+        sequence_weights: loss weight of each of their response tokens.
+        minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
+        dp_rank: whose microbatches to build.
+        pad_multiple: every microbatch's length becomes a multiple of this, and at least this.
+        device: where the tensors live.
+        group_of: a number per sequence; sequences of one number that follow each other in a microbatch share their
+            prompt. None packs every sequence with its own.
+        buckets: every microbatch gets one of these shapes. None: lengths are multiples of `pad_multiple`.
+        max_seqlen: no sequence is longer (with buckets; padding is cut into segments that are not); None: no bound.
+    """
+    rows = _Rows()
+    slices: list[MicrobatchSlice] = []
+    members_of: list[list[int]] = []
+    for indices, plan in minibatch_plans:
+        members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
+    for members in members_of:
+        first = rows.begin_microbatch()
+        previous = None
+        for index in members:
+            is_shared = group_of is not None and previous is not None and group_of[previous] == group_of[index]
+            if is_shared:
+                assert _have_same_prompt(sequences[previous], sequences[index]), "a group has one prompt"
+            rows.append(sequences[index], index, shares_prompt=is_shared)
+            previous = index
+        slices.append(_close_microbatch(rows, first, pad_multiple, buckets, max_seqlen, device))
+    flat = {name: move_to_device(np.concatenate(pieces), device) for name, pieces in rows.columns.items()}
+    batch = TrainBatch(
+        tokens=flat["tokens"], position_ids=flat["positions"], predecessors=flat["predecessors"],
+        loss_mask=flat["mask"], loss_weights=flat["logprobs"], sequence_ids=flat["ids"],
+        rollout_logprobs=flat["logprobs"], slices=slices,
+        minibatch_sizes=[len(plan[dp_rank]) for _, plan in minibatch_plans],
+    )
+    batch.loss_weights = expand_to_tokens(sequence_weights, batch) * batch.loss_mask
+    return batch
+
+
+def _close_microbatch(
+    rows: _Rows, first: int, pad_multiple: int, buckets: Buckets | None, max_seqlen: int | None, device: torch.device
+) -> MicrobatchSlice:
+    """Pad the microbatch that began at row `first`, and describe it."""
+    size = rows.num_tokens
+    if buckets is None:
+        rows.pad(max(-(-size // pad_multiple), 1) * pad_multiple)
+    else:
+        rows.pad(buckets.find_size(size), max_seqlen)
+    bounds = np.cumsum([0, *rows.lengths])
+    keys = build_segment_keys(bounds, rows.prefixes, device)
+    longest, stop = max(rows.lengths), int(bounds[-1])
+    if buckets is not None:
+        # One more, so that there always is an empty segment: it owns the padding of the keys.
+        slots = buckets.find_slots(len(rows.lengths) + 1)
+        bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
+        longest = min(max_seqlen or stop, stop)
+        if keys is not None:
+            keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
+    return MicrobatchSlice(
+        first, first + stop, move_to_device(bounds.astype(np.int32), device), longest, keys,
+        is_bucketed=buckets is not None)
+
+
+def _have_same_prompt(first: PackedSequence, second: PackedSequence) -> bool:
+    return np.array_equal(first.tokens[: first.num_prompt_tokens], second.tokens[: second.num_prompt_tokens])
+
+
+class _Rows:
+    """Columns that grow by a segment at a time, and the segments of the current microbatch."""
+
+    def __init__(self) -> None:
+        names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
+        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        self.lengths: list[int] = []
+        self.prefixes: list[tuple[int, int]] = []
+        self._total = self._first = self._prompt_start = 0
+
+    def begin_microbatch(self) -> int:
+        """Forget the segments; returns the row it starts at."""
+        self.lengths, self.prefixes, self._first = [], [], self._total
+        return self._total
+
+    def append(self, sequence: PackedSequence, index: int, *, shares_prompt: bool) -> None:
+        """A sequence, without its prompt if the one before has brought it."""
+        s, prompt = len(sequence.tokens), sequence.num_prompt_tokens
+        start = self._total - self._first
+        if not shares_prompt:
+            self._prompt_start = start
+        skipped = prompt if shares_prompt else 0
+        rows = slice(skipped, s)
+        logprobs = np.zeros(s, np.float32)
+        logprobs[prompt:] = sequence.rollout_logprobs
+        predecessors = np.arange(start - 1, start - 1 + s - skipped)
+        predecessors[:1] = self._prompt_start + skipped - 1 if skipped else start
+        mask = (np.arange(s) >= max(prompt, 1)) & sequence.in_loss
+        self._append_segment(
+            sequence.tokens[rows], np.arange(skipped, s), predecessors, mask[rows], np.full(s - skipped, index),
+            logprobs[rows], prefix=(self._prompt_start, self._prompt_start + skipped))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the current microbatch."""
+        return self._total - self._first
+
+    def pad(self, length: int, max_seqlen: int | None = None) -> None:
+        """Segments of nothing, of at most `max_seqlen` tokens, where the microbatch is to be longer than it is."""
+        while (missing := length - self.num_tokens) > 0:
+            start, count = self.num_tokens, min(missing, max_seqlen or missing)
+            nothing = np.zeros(count)
+            predecessors = np.maximum(np.arange(start - 1, start - 1 + count), start)
+            self._append_segment(
+                nothing, np.arange(count), predecessors, nothing.astype(bool), np.full(count, -1), nothing,
+                prefix=(start, start))
+
+    def _append_segment(self, *values: np.ndarray, prefix: tuple[int, int]) -> None:
+        types = (np.int64, np.int64, np.int64, bool, np.int64, np.float32)
+        for column, piece, dtype in zip(self.columns.values(), values, types, strict=True):
+            column.append(np.asarray(piece, dtype))
+        length = len(values[0])
+        if length:
+            self.lengths.append(length)
+            self.prefixes.append(prefix)
+            self._total += length

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what `inputs.py` has read and checked to the process groups, the models and the engine of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.huggingface import save_huggingface
+from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.protocol import EngineSpec, build_engine
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.parallel.groups import ParallelGroups, build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.resharding.planner import group_shards
+from megatron_rl.roles.inputs import ModelInputs, ScoringInputs
+from megatron_rl.training.actor import Actor
+from megatron_rl.training.critic import Critic
+from megatron_rl.training.reference import Reference
+from megatron_rl.training.reward_model import RewardModel
+from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.shard_box import ShardBox
+
+
+def launched_sizes() -> tuple[int, int]:
+    """Number of ranks that torchrun started, in all and on this node (1 without it)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def group_timeout(config: RunConfig) -> timedelta:
+    """Time limit of the process groups: somewhat more than the watchdog's, which explains what it ends."""
+    return timedelta(seconds=config.trainer.collective_timeout + 30)
+
+
+def build_actor(
+    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, total_optimizer_steps: int,
+    make: Callable[..., Actor] = Actor,
+) -> Actor:
+    """The policy in training, its weights read from `model.path`; collective."""
+    return make(
+        config.model, config.actor, inputs.shape, groups, path=config.model.path,
+        temperature=config.rollout.temperature, seed=config.trainer.seed,
+        total_optimizer_steps=total_optimizer_steps)
+
+
+def build_reference(
+    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, make: Callable[..., Reference] = Reference
+) -> Reference:
+    """The frozen model of the KL term in the actor's layout."""
+    return make(
+        config.model, config.actor, inputs.shape, groups, path=config.reference.path or config.model.path,
+        temperature=config.rollout.temperature, seed=config.trainer.seed, offload=config.reference.offload)
+
+
+def build_critic(
+    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups, total_optimizer_steps: int,
+    make: Callable[..., Critic] = Critic,
+) -> Critic | None:
+    """The value model, or None when no estimator needs one; collective."""
+    if inputs is None:
+        return None
+    return make(
+        config.model, config.critic, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
+        seed=config.trainer.seed, total_optimizer_steps=total_optimizer_steps)
+
+
+def build_reward_model(
+    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups
+) -> RewardModel | None:
+    """The reward model, or None without `reward_model.path`; collective."""
+    if inputs is None:
+        return None
+    return RewardModel(
+        config.model, config.reward_model, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
+        seed=config.trainer.seed)
+
+
+def _groups_of(layout: ParallelLayout, actor_groups: ParallelGroups, config: RunConfig) -> ParallelGroups:
+    """The actor's process groups for a role of the same layout, else groups of its own."""
+    if layout == actor_groups.layout:
+        return actor_groups
+    return build_groups(layout, group_timeout(config))
+
+
+def build_hybrid_engine(
+    config: RunConfig, inputs: ModelInputs, actor: Actor, process: Process, timers: PhaseTimers
+) -> HybridEngine:
+    """The rollout engine with the plan that brings the actor's weights into it; collective."""
+
+    def lend(wanted: list[ShardBox]) -> dict[str, torch.Tensor]:
+        if not config.hybrid.alias_weights:
+            return {}
+        pairs = find_aliases(actor.placements(process.rank), wanted)
+        return {name: actor.params[owned] for name, owned in pairs.items()}
+
+    engine = build_engine(EngineSpec(
+        model_path=str(find_model_files(config.model.path)), shape=inputs.shape, dtype=config.model.dtype,
+        max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
+        config=config.rollout, process=process, seed=config.trainer.seed, lend=lend))
+    return HybridEngine(
+        actor, engine, engine_tp_size=config.rollout.tensor_model_parallel_size, process=process,
+        group=dist.group.WORLD, config=config.hybrid,
+        run_seed=config.trainer.seed, timers=timers)
+
+
+def actor_export(config: RunConfig, actor: Actor) -> Callable[[Path], None]:
+    """What writes the actor in HF format to a directory, with the tokenizer and config of `model.path`; collective."""
+    model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
+
+    def export(directory: Path) -> None:
+        save_huggingface(
+            directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
+            actor.params, side_files_from=model_files, group=actor.groups.world,
+            bucket_bytes=config.hybrid.bucket_bytes)
+
+    return export
+
+
+def side_files(config: RunConfig, path: str) -> dict[str, Path]:
+    """What belongs to the model of a role beside its weights."""
+    tokenizer = config.model.tokenizer
+    return list_side_files(Path(path), Path(tokenizer) if tokenizer else None)

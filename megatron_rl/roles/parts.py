@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a run that are given as Python objects instead of by name in the config.
+
+What the rest of the program looks up by name is registered under the object's own name, and the config then says that
+name: a run says in its config.yaml what it was made of, whichever way it was given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.algorithms.catalog import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    PolicyLoss,
+    RegisteredEstimator,
+)
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.protocol import ENGINES, EngineMaker
+from megatron_rl.extension.registry import enter_object
+from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
+from megatron_rl.types import Rollout, UserError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Objects of the user's; None: what the config says.
+
+    Attributes:
+        reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
+            "score"; called in the rank.
+        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` where it needs a
+            critic's values or greedy responses.
+        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and where it is clipped [t].
+        engine: `EngineSpec` -> `RolloutEngine`, such as a class with that one argument.
+        reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
+            scores are the reward, or are added to what `reward.components` gives.
+        rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
+        actor, critic, reference: called with the arguments of `Actor`, `Critic`, `Reference` in `megatron_rl.training`,
+            such as a class derived from them.
+    """
+
+    reward: RewardFunction | None = None
+    adv_estimator: AdvantageEstimator | RegisteredEstimator | None = None
+    policy_loss: PolicyLoss | None = None
+    engine: EngineMaker | None = None
+    reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
+    rollouts: Any = None
+    actor: Callable[..., Any] | None = None
+    critic: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+
+    def enter(self, config: RunConfig) -> RunConfig:
+        """Register what is looked up by name, and name it in the config.
+
+        Raises:
+            UserError: a name that is taken by something else, a reward that cannot be called as one, or one beside
+                settings that name other rewards.
+        """
+        algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
+        if self.adv_estimator is not None:
+            entry = self.adv_estimator
+            if not isinstance(entry, RegisteredEstimator):
+                entry = RegisteredEstimator(entry)
+            name = enter_object(ADVANTAGE_ESTIMATORS, entry, entry.estimate, "algorithm.adv_estimator")
+            algorithm = replace(algorithm, adv_estimator=name)
+        if self.policy_loss is not None:
+            name = enter_object(POLICY_LOSSES, self.policy_loss, self.policy_loss, "algorithm.policy_loss")
+            algorithm = replace(algorithm, policy_loss=name)
+        if self.engine is not None:
+            rollout = replace(rollout, engine=enter_object(ENGINES, self.engine, self.engine, "rollout.engine"))
+        if self.reward is not None:
+            self._check_reward(config)
+            reward = replace(reward, function=f"{file_of(self.reward)}:{_name_of(self.reward)}")
+        return replace(config, algorithm=algorithm, rollout=rollout, reward=reward)
+
+    def _check_reward(self, config: RunConfig) -> None:
+        check_reward_function(self.reward, _name_of(self.reward), "the reward that was passed")
+        for leaf in ("components", "service_url", "workers"):
+            if getattr(config.reward, leaf):
+                raise UserError(
+                    f"reward.{leaf} = {getattr(config.reward, leaf)!r} beside a reward that was passed as an object",
+                    source=f"reward.{leaf}", expected="one of the two",
+                    hint="name the function in the config as path.py:name, or remove the setting")
+
+
+def _name_of(function: Any) -> str:
+    return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
+
+
+NO_PARTS = Parts()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the actor of RL, with next-token loss on the responses.
+
+Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that RL starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.config.loading import LoadedConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompts import PromptBatches, SftExample
+from megatron_rl.experience.pack import pack_rollouts
+from megatron_rl.lifecycle.checkpoints import Checkpoints
+from megatron_rl.lifecycle.opening import OpenedRun, open_run
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.roles.build import actor_export, build_actor, group_timeout, launched_sizes, side_files
+from megatron_rl.roles.inputs import SftInputs, read_sft_inputs
+from megatron_rl.training.step import check_step_mode
+from megatron_rl.types import Prompt, Rollout, UserError
+
+
+class SftTrainer:
+    """Actor, data and sinks of one SFT run; building it is collective."""
+
+    def __init__(
+        self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None
+    ) -> None:
+        self.config, self.plan = config, inputs.plan
+        self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+        opened = open_run(config, recipe, self.plan.total_steps)
+        self.run, self.guard = opened.run, opened.guard
+        with self.guard.building():
+            self._build(opened, inputs)
+
+    def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
+        """Everything that needs the process group and the run directory."""
+        config, plan = self.config, self.plan
+        groups = build_groups(inputs.model.layout, group_timeout(config))
+        actor = build_actor(config, inputs.model, groups, plan.total_steps)
+        self.actor = self.run.timers.watch(actor, update_sft="update")
+        self.examples = PromptBatches(
+            inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+        self.checkpoints = Checkpoints(
+            config, opened, {"actor": actor}, {"prompts": self.examples},
+            side_files={"actor": side_files(config, config.model.path)},
+            export=actor_export(config, actor), total_steps=plan.total_steps)
+
+    def train(self) -> None:
+        """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
+        resumed = self.checkpoints.start()
+        for step in range((resumed or 0) + 1, self.plan.total_steps + 1):
+            self.run.timers.step = step
+            with self.run.timers.phase("step"):
+                batch = self.pack(next(self.examples))
+                self.run.count(self.actor.update_sft(batch))
+                self.checkpoints.end_step(step)
+            self.run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
+        self.run.finish()
+
+    def pack(self, examples: Sequence[SftExample]) -> TrainBatch:
+        """This rank's packed batch: one minibatch; a response to learn is packed as a sampled one is."""
+        rollouts = [
+            Rollout(Prompt(e.prompt_id, e.prompt_tokens, "", ""), 0, e.response_tokens,
+                    np.zeros(len(e.response_tokens), np.float32), "stop")
+            for e in examples
+        ]
+        config = replace(self.config.actor, share_prompts=False)  # every example has a prompt of its own
+        batch, metrics = pack_rollouts(
+            rollouts, self.plan, self.config.algorithm, self.actor, config, self.process.device)
+        self.run.count(metrics)
+        self.run.count({
+            "tokens/prompt": sum(len(e.prompt_tokens) for e in examples),
+            "tokens/response": sum(len(e.response_tokens) for e in examples),
+        })
+        return batch
+
+
+def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
+    """Run SFT from a loaded config: check every input, build the actor, train.
+
+    Raises:
+        UserError: bad input, before any process group exists.
+        Preempted: a signal asked the run to stop.
+    """
+    config, (world_size, _) = loaded.config, launched_sizes()
+    inputs = read_sft_inputs(config, world_size)
+    check_step_mode(config.actor, "actor")
+    trainer = SftTrainer(config, inputs, recipe)
+    try:
+        with trainer.guard.reporting():
+            _introduce(trainer, inputs)
+            trainer.train()
+    except UserError:
+        trainer.checkpoints.commit()  # it was raised on every rank alike
+        raise
+    finally:
+        trainer.checkpoints.close()
+        trainer.run.close()
+
+
+def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
+    """Say once what runs, and what was found in the data."""
+    say, data = trainer.run.log.info, inputs.data
+    say("run directory: %s", trainer.run.dir)
+    say("actor: %s, %s, %s layers on %s", inputs.model.layout.describe(), trainer.config.model.dtype,
+        trainer.actor.transformer_impl, trainer.process.device)
+    say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
+    for line in trainer.plan.formulas():
+        say("  %s", line)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every piece of every logical tensor lies.
+
+A *logical tensor* is a tensor of the HF checkpoint. A `ShardBox` says that the box `local_box` of a
+local parameter holds the box `hf_box` of a logical tensor. Boxes have equal sizes dimension by
+dimension; a format is a list of shard boxes per rank, its placement table, and nothing else is known about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, int], ...]  # [start, stop) per dimension
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBox:
+    """`param[local_box]` holds `hf_name[hf_box]`."""
+
+    param: str
+    local_box: Box
+    hf_name: str
+    hf_box: Box
+
+
+def full_box(shape: Iterable[int]) -> Box:
+    """The box that covers a tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_volume(box: Box) -> int:
+    """Number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """Index of a box: `tensor[box_slices(box)]`."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Common part of two boxes of one tensor, or None if there is none."""
+    box = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def find_overlap(boxes: Iterable[Box]) -> Box | None:
+    """Common part of two of these boxes of one tensor (of at least one dimension), or None if all are disjoint."""
+    ordered = sorted(box for box in boxes if box_volume(box))
+    for i, box in enumerate(ordered):
+        for j in range(i + 1, len(ordered)):
+            if ordered[j][0][0] >= box[0][1]:  # begins after this one ends, and so do all that follow
+                break
+            common = intersect(box, ordered[j])
+            if common is not None:
+                return common
+    return None
+
+
+def localize(part: Box, placement: ShardBox) -> Box:
+    """Where `part` (in HF coordinates, inside `placement.hf_box`) lies in the local parameter."""
+    return tuple(
+        (start - hf_start + local_start, stop - hf_start + local_start)
+        for (start, stop), (hf_start, _), (local_start, _) in zip(
+            part, placement.hf_box, placement.local_box, strict=True
+        )
+    )
+
+
+def rows(start: int, stop: int, shape: tuple[int, ...]) -> Box:
+    """Box of the rows [start, stop) of a tensor of `shape`, all of its other dimensions."""
+    return ((start, stop), *full_box(shape[1:]))
+
+
+def columns(start: int, stop: int, shape: tuple[int, int]) -> Box:
+    """Box of the columns [start, stop) of a matrix of `shape`."""
+    return ((0, shape[0]), (start, stop))
+
+
+def check_placements(
+    placements: Iterable[ShardBox], params: Mapping[str, tuple[int, ...]], *, where: str, padded: Iterable[str] = ()
+) -> None:
+    """Compare a table with the parameters that a model really has.
+
+    Args:
+        placements: the table of one rank.
+        params: name -> local shape of the real parameters.
+        where: names the side in the error ("megatron rank 3").
+        padded: parameters that may have elements which no logical tensor fills.
+
+    Raises:
+        ValueError: a parameter that the table does not know, one that does not exist, a box outside of
+            its parameter, or elements that nothing or two placements fill; the message names the parameter.
+    """
+    filled: dict[str, list[Box]] = {}
+    for p in placements:
+        shape = params.get(p.param)
+        if shape is None:
+            raise ValueError(f"{where}: the placement table names {p.param}, which the model does not have")
+        inside = len(shape) == len(p.local_box) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(p.local_box, shape, strict=True)
+        )
+        if not inside or box_shape(p.local_box) != box_shape(p.hf_box):
+            raise ValueError(f"{where}: {p} does not fit parameter {p.param} of shape {tuple(shape)}")
+        filled.setdefault(p.param, []).append(p.local_box)
+    padded = set(padded)
+    for name, shape in params.items():
+        if name not in filled:
+            raise ValueError(f"{where}: parameter {name} of shape {tuple(shape)} is not in the placement table")
+        overlap = find_overlap(filled[name])
+        if overlap is not None:
+            raise ValueError(f"{where}: {list(overlap)} of {name} is placed twice")
+        num_placed = sum(map(box_volume, filled[name]))
+        if num_placed != math.prod(shape) and name not in padded:
+            raise ValueError(f"{where}: {num_placed} of {math.prod(shape)} elements of {name} are placed")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison with TRL without TRL: our side's answer against transformers, the arithmetic, and a side that ends.
+
+Not covered: TRL's own side, which needs an environment of its own; the log-probs compared in every run show that both
+sides compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from distributed import run_ranks
+from megatron_rl.types import UserError
+from tools.benchmarks._bench_actor import write_random_model
+from tools.benchmarks._our_side import build_actor, take_step
+from tools.benchmarks._step_contest import MODEL, draw_workload
+from tools.benchmarks.bench_step_vs_trl import Side, summarize
+
+OPTIONS = argparse.Namespace(workload="ragged", prompts=2, samples=3, max_tokens=512)
+
+
+def _take_two_steps(rank: int, world_size: int, path: Path) -> list[dict[str, Any]]:
+    actor = build_actor(path)
+    return [take_step(actor, OPTIONS, 0, torch.device("cpu")) for _ in range(2)]
+
+
+def test_our_side_scores_like_transformers(tmp_path: Path) -> None:
+    """Sums of the log-probs of each response; a second step finds other weights."""
+    path = write_random_model(tmp_path / "model", MODEL)
+    ((first, second),) = run_ranks(_take_two_steps, 1, path, timeout=60)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    work = draw_workload(OPTIONS, 0)
+    for (prompt, response), found, later in zip(
+        work.draw_tokens(MODEL["vocab_size"]), first["logprob_sums"], second["logprob_sums"], strict=True
+    ):
+        ids = torch.from_numpy(np.concatenate([prompt, response]))
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :].double().sum().item()
+        assert found == pytest.approx(expected, rel=1e-5) and later != found
+    assert first["tokens_computed"] == sum(work.lengths) - 4 * 32, "two prompts, once each"
+    assert min(first[part] for part in ("packing", "logprobs", "update")) > 0
+
+
+def test_ratio_is_of_all_that_a_side_is_charged_with() -> None:
+    step = {"ours": {"packing": 0.5, "logprobs": 0.5, "update": 1.0, "tokens_computed": 10},
+            "trl": {"packing": 0.0, "logprobs": 2.0, "update": 3.0, "tokens_computed": 30}, "logprob_gap": 1e-6}
+    slow = step | {"ours": step["ours"] | {"update": 1.5}}
+    result = summarize("ragged", [[step], [slow]], [4], [12])
+    assert [row["ratio"] for row in result["rounds"]] == [2.5, 2.0] and result["ratio"] == 2.0
+    assert (result["response_tokens"], result["tokens"], result["max_logprob_gap"]) == (8, 12, 1e-6)
+
+
+def test_side_that_ends_is_one_error(tmp_path: Path) -> None:
+    """As one whose Python lacks TRL."""
+    side = Side("trl", "false", [], tmp_path)
+    with pytest.raises(UserError, match="(?s)the process of trl ended.*it said nothing"):
+        side.receive()
+    side.end()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our in-process vLLM relies on. Its outputs are compared in tests/weight_sync/test_hybrid_engine.py."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.modes import describe_modes
+from megatron_rl.engines.protocol import ENGINES, EngineSpec, build_engine
+from megatron_rl.engines.vllm import (
+    CPU_HEAD_DIMS,
+    PATCHED_NAMES,
+    _check_device_limits,
+    _cpu_cache_bytes,
+    _engine_arguments,
+    _engine_environment,
+    _pack_experts,
+    prepare_vllm,
+)
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+SHAPE = ModelShape(
+    family="qwen2", num_layers=4, hidden_size=128, ffn_hidden_size=192, num_heads=4, num_kv_heads=2, head_dim=32,
+    vocab_size=517, tied_embeddings=True, qkv_bias=True, qk_norm=False, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_position_embeddings=256)
+SPEC = EngineSpec(
+    model_path="", shape=SHAPE, dtype="float32", max_prompt_length=40, max_response_length=24,
+    config=RolloutConfig(max_num_seqs=8), process=Process(0, 1, 0, 1, torch.device("cpu")), seed=0)
+
+CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+
+
+@pytest.mark.parametrize("module", PATCHED_NAMES)
+def test_patched_names_exist(module: str, vllm_imported: None) -> None:
+    """A vLLM upgrade that renames them fails here, by name, and not in a training run."""
+    for name in PATCHED_NAMES[module]:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone"
+
+
+def test_reached_names_exist(vllm_imported: None) -> None:
+    """Names that are reached into without a patch; the chain from LLM to the model runs in test_hybrid_engine."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
+    assert hasattr(WorkerBase, "get_model")
+    assert hasattr(importlib.import_module("vllm._custom_ops"), "cpu_prepack_moe_weight")
+    assert hasattr(importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts, "isa")
+    assert "init_cpu_memory_env" in vars(torch.ops._C), "cpu_worker calls it by this name; ours does nothing"
+    assert "init_cpu_memory_env" in Path(importlib.import_module("vllm.v1.worker.cpu_worker").__file__).read_text()
+
+
+def test_prepare_is_idempotent_and_keeps_process_groups(vllm_imported: None) -> None:
+    """After it, vLLM's clean-up is ours, which does nothing, and CPU linears keep their weight."""
+    prepare_vllm(torch.device("cpu"))
+    from vllm.model_executor.layers import utils
+    from vllm.v1.engine import core
+
+    assert core.cleanup_dist_env_and_memory() is None
+    layer = torch.nn.Linear(3, 2)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.weight.numel() == 6 and layer.cpu_linear is torch.nn.functional.linear
+
+
+def test_unsupported_head_dim_is_refused_on_cpu() -> None:
+    """vLLM itself would fail at the first generate."""
+    spec = replace(SPEC, shape=replace(SHAPE, head_dim=16))
+    assert 16 not in CPU_HEAD_DIMS
+    with pytest.raises(UserError, match="head_dim 16"):
+        _check_device_limits(spec)
+
+
+@pytest.mark.parametrize(("ffn", "tp_size", "columns"), [(80, 1, 80), (96, 2, 48)])
+def test_expert_slices_that_vllm_would_pad_are_refused_on_cpu(ffn: int, tp_size: int, columns: int) -> None:
+    experts = replace(SHAPE, family="mixtral", num_experts=4, experts_per_token=2)
+    config = RolloutConfig(tensor_model_parallel_size=tp_size)
+    _check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=64 * tp_size), config=config))
+    with pytest.raises(UserError, match=f"hidden size 128 with {columns} columns per rank"):
+        _check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=ffn), config=config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_reorders_in_place(dtype: torch.dtype, vllm_imported: None) -> None:
+    """Per expert the same elements in another order; that the kernel wants this order shows in test_hybrid_engine."""
+    plain = torch.arange(3 * 64 * 32).view(3, 64, 32).remainder(251).to(dtype)
+    packed = plain.clone()
+    address = packed.data_ptr()
+    _pack_experts(packed, "vec")
+    assert packed.data_ptr() == address and not torch.equal(packed, plain)
+    assert torch.equal(packed.flatten(1).sort(1).values, plain.flatten(1).sort(1).values)
+
+
+def test_cache_holds_the_configured_number_of_sequences() -> None:
+    """64 tokens in 2 blocks of 32, 9 sequences, 4 layers x (k, v) x 2 heads x 32 x 4 bytes; at least 4 MiB."""
+    assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(max_num_seqs=127))) == 64 * 128 * 4 * 2 * 2 * 32 * 4
+    assert _cpu_cache_bytes(SPEC) == 4 << 20
+    assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
+
+
+MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, what is said; what is said on CPU
+    ({}, (True, False, "0"), "eager, async scheduling off, model runner v1", ""),
+    ({"enforce_eager": False}, (False, False, "0"), "compiled with CUDA graphs, async scheduling off, model runner v1",
+     "; no effect on CPU: rollout.enforce_eager=false"),
+    ({"async_scheduling": True, "model_runner": "v2"}, (True, True, "1"),
+     "eager, async scheduling on, model runner v2 with its Triton sampler",
+     "; no effect on CPU: rollout.async_scheduling=true, rollout.model_runner=v2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "on_gpu", "said", "ignored"), MODES)
+def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: str, ignored: str) -> None:
+    """What vLLM would be given on a GPU, where nothing is left to its defaults, and what it is given on CPU."""
+    config, gpu = RolloutConfig(**settings), torch.device("cuda", 0)
+    for device, expected in ((gpu, on_gpu), (torch.device("cpu"), (True, False, "0"))):
+        spec = replace(SPEC, config=config, process=Process(0, 1, 0, 1, device))
+        arguments, environment = _engine_arguments(spec), _engine_environment(spec)
+        found = arguments["enforce_eager"], arguments["async_scheduling"], environment["VLLM_USE_V2_MODEL_RUNNER"]
+        assert found == expected
+    assert describe_modes(config, gpu) == said
+    assert describe_modes(config, torch.device("cpu")) == MODES[0][2] + ignored
+    assert describe_modes(replace(config, engine="hf"), gpu) == ""
+
+
+def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
+    """Includes the GPU's, which no test gives to vLLM."""
+    from vllm import envs
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for device in ("cuda", "cpu"):
+        for length in (24, 5000):
+            config = RolloutConfig(kv_cache_gib=1.0)
+            spec = replace(SPEC, config=config, max_response_length=length,
+                           process=Process(0, 1, 0, 1, torch.device(device)))
+            assert set(_engine_arguments(spec)) <= known
+            assert set(_engine_environment(spec)) <= set(envs.environment_variables)
+    assert _engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"engine": "vlm"}, 'rollout.engine = "vlm" is not known'),
+    ({"tensor_model_parallel_size": 3}, "rollout.tensor_model_parallel_size 3"),
+])
+def test_engine_that_cannot_be_built(change: dict[str, object], message: str) -> None:
+    """The name and the layout are checked before anything is imported."""
+    with pytest.raises(UserError, match=message):
+        build_engine(replace(SPEC, config=replace(SPEC.config, **change)))
+    assert set(ENGINES) == {"vllm", "hf"}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real vLLM engine under work as users have it: long prompts, large batches, errors in the middle.
+
+Its log-probs are compared with transformers in tests/weight_sync/test_hybrid_engine.py. Not covered: GPUs.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distributed import run_ranks
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.protocol import EngineSpec, Generation
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.weights.families import load_model_shape
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+SAMPLED = SamplingConfig(temperature=1.0, max_tokens=6, stop_token_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "qwen2", **ENGINE_SIZES, num_hidden_layers=2, max_position_embeddings=8192)
+    return directory
+
+
+def build(model: Path, max_prompt_length: int, **rollout: Any) -> VllmEngine:
+    """An engine of one rank with random weights."""
+    engine = VllmEngine(EngineSpec(
+        model_path=str(model), shape=load_model_shape(model), dtype="float32", max_prompt_length=max_prompt_length,
+        max_response_length=16, config=RolloutConfig(**rollout), process=Process(0, 1, 0, 1, torch.device("cpu")),
+        seed=0))
+    generator = torch.Generator().manual_seed(5)
+    for param in engine.params.values():
+        param.normal_(std=0.15, generator=generator)
+    engine.end_weight_update()
+    return engine
+
+
+def make_prompts(lengths: list[int]) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, 517, length, dtype=np.int32) for length in lengths]
+
+
+def to_lists(generations: list[Generation]) -> list[tuple[list[int], list[float]]]:
+    return [(g.tokens.tolist(), g.logprobs.tolist()) for g in generations]
+
+
+def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
+    """Generate in one batch and one by one; then again after an error in the first forward, a later one, a listener."""
+    random.seed(7)
+    np.random.seed(7)
+    streams = read_streams()
+    engine, prompts = build(model, 4200), make_prompts([500] * 9 + [4200])
+    llm = engine._llm.llm_engine
+    result: dict[str, Any] = {"batch": to_lists(engine.generate(prompts, range(10), SAMPLED)), "errors": []}
+    engine.end_weight_update()
+    result["single"] = [to_lists(engine.generate([p], [seed], SAMPLED))[0] for seed, p in enumerate(prompts)]
+
+    forwards_left = 0
+
+    def fail(module: torch.nn.Module, inputs: Any) -> None:
+        nonlocal forwards_left
+        forwards_left -= 1
+        if forwards_left == 0:
+            raise MemoryError("no room for activations")
+
+    def fail_to_listen(index: int, generation: Generation) -> None:
+        raise ValueError("no listener")
+
+    llm.model_executor.driver_worker.worker.get_model().register_forward_pre_hook(fail)
+    for forwards, listener in ((1, None), (3, None), (0, fail_to_listen)):
+        engine.end_weight_update()  # an empty prefix cache, as after every switch
+        forwards_left = forwards
+        with pytest.raises((MemoryError, ValueError)) as caught:
+            engine.generate(prompts[:4], range(4), SAMPLED, listener)
+        running = engine.tokens_in_flight(), llm.get_num_unfinished_requests()
+        result["errors"].append((str(caught.value), running, to_lists(engine.generate(prompts[:4], range(4), SAMPLED))))
+    engine.close()
+    return result | {"streams": (streams, read_streams())}
+
+
+def read_streams() -> tuple[Any, ...]:
+    """States of the global random number generators."""
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.fixture(scope="module")
+def worked(model: Path, vllm_imported: None) -> dict[str, Any]:
+    return run_ranks(work, 1, model, timeout=150)[0]
+
+
+def test_more_prompt_tokens_than_one_step_takes(worked: dict[str, Any]) -> None:
+    """9 x 500 tokens wait at once, and one prompt alone is longer than vLLM's default of 4096: the same responses."""
+    for batch, single in zip(worked["batch"], worked["single"], strict=True):
+        assert_same_response(batch, single)
+
+
+def assert_same_response(found: tuple[list[int], list[float]], expected: tuple[list[int], list[float]]) -> None:
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_an_error_leaves_nothing_behind(worked: dict[str, Any]) -> None:
+    """After it nothing runs, and the same prompts give the same responses: no cached block without keys and values."""
+    assert [text for text, _, _ in worked["errors"]] == ["no room for activations"] * 2 + ["no listener"]
+    for _, running, again in worked["errors"]:
+        assert running == (0, 0)
+        for found, expected in zip(again, worked["single"][:4], strict=True):
+            assert_same_response(found, expected)
+
+
+def test_random_streams_stay_the_trainers(worked: dict[str, Any]) -> None:
+    """vLLM seeds Python, numpy and torch when it starts, and draws from torch when it samples."""
+    before, after = worked["streams"]
+    assert before == after
+
+
+def test_a_large_batch_of_long_prompts(model: Path, vllm_imported: None) -> None:
+    """64 prompts x 2,000 tokens x 8 responses with the default settings; one group equals the same group alone."""
+
+    def generate(rank: int, world_size: int) -> Any:
+        engine, prompts = build(model, 2000), make_prompts([2000] * 64)
+        batch = engine.generate([p for p in prompts for _ in range(8)], range(512), SAMPLED)
+        engine.end_weight_update()
+        return to_lists(batch[80:88]), to_lists(engine.generate([prompts[10]] * 8, range(80, 88), SAMPLED))
+
+    batch, alone = run_ranks(generate, 1, timeout=150)[0]
+    for found, expected in zip(batch, alone, strict=True):
+        assert_same_response(found, expected)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dynamic sampling looks at; the rounds themselves are in test_algorithms_in_loop.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.rollout.collector import is_informative
+from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
+
+
+def make_group(rewards: list[float], **components: list[float]) -> RolloutGroup:
+    """Responses with these rewards and components."""
+    prompt = Prompt(0, np.zeros(1, np.int32), "", "")
+    rollouts = [
+        Rollout(prompt=prompt, sample_index=i, response_tokens=np.zeros(1, np.int32),
+                rollout_logprobs=np.zeros(1, np.float32), finish_reason="stop", reward=reward,
+                reward_components={name: values[i] for name, values in components.items()})
+        for i, reward in enumerate(rewards)]
+    return RolloutGroup(prompt, rollouts)
+
+
+@pytest.mark.parametrize(("group", "metric", "expected"), [
+    (make_group([0.0, 1.0]), None, True),
+    (make_group([1.0, 1.0]), None, False),
+    (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), None, False),  # both wrong, one longer than the other
+    (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "reward", True),
+    (make_group([0.5, 0.5], overlong=[-0.5, 0.0]), None, True),  # right and too long, against half right
+    (make_group([0.1, 0.9], acc=[1.0, 1.0]), "acc", False),
+    (make_group([0.5, 0.5], acc=[1.0, 0.0]), "acc", True),
+    (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
+    (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
+])
+def test_groups_that_teach_something(group: RolloutGroup, metric: str | None, expected: bool) -> None:
+    assert is_informative(group, metric) is expected
+
+
+def test_a_metric_that_the_reward_does_not_report_is_refused() -> None:
+    with pytest.raises(UserError, match=r'"accuracy" is not reported(.|\n)*null, or one of acc, reward'):
+        is_informative(make_group([0.0, 1.0], acc=[0.0, 1.0], overlong=[0.0, 0.0]), "accuracy")

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every estimator, loss and role inside of the whole program, on small real parts.
+
+The formulas have tests of their own (tests/algorithms). Not covered: learning (docs/algorithms.md has the curves).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import run_ranks
+from rl_runs import layout_overrides, overrides_for, read_records, train
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def run(world_size: int, overrides: list[str], run_dir: Path) -> list[dict[str, Any]]:
+    """Train, and return the records of the run."""
+    assert run_ranks(train, world_size, overrides, timeout=170) == [None] * world_size
+    return read_records(run_dir)
+
+
+PPO = ["algorithm.adv_estimator=gae", "algorithm.gae_lambda=0.95", "critic.max_tokens_per_microbatch=128",
+       "critic.lr=1e-3", "algorithm.kl_in=reward", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.01",
+       "algorithm.kl_horizon=64", "algorithm.dual_clip=3.0", "trainer.total_steps=3"]
+
+
+@pytest.fixture(scope="module")
+def ppo_on_one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> list[dict[str, Any]]:
+    run_dir = tmp_path_factory.mktemp("ppo") / "run"
+    return run(1, overrides_for(task, run_dir, *PPO), run_dir)
+
+
+def test_ppo_trains_a_critic(ppo_on_one_rank: list[dict[str, Any]]) -> None:
+    """Values of zero explain nothing; two steps later they explain something. The adaptive coefficient moves."""
+    first, second, third = ppo_on_one_rank[1:]
+    assert third["value/loss"] < first["value/loss"] and third["value/grad_norm"] > 0
+    assert third["value/explained_variance"] > first["value/explained_variance"]
+    assert first["kl/coef"] == 0.01 and first["kl/per_response"] == 0.0
+    assert second["kl/coef"] == pytest.approx(0.01 * (1 - 0.2 * 32 / 64)), "the KL was below its target"
+    for term in ("policy", "value"):
+        assert first[f"ledger/{term}/denominator"] == pytest.approx(first["tokens/response"] / 2), "two minibatches"
+
+
+@pytest.mark.parametrize(("world", "actor", "critic"), [
+    (2, (1, 2, 1), ["critic.tensor_model_parallel_size=2", "critic.sequence_parallel=true"]),
+    (4, (2, 1, 2), ["critic.pipeline_model_parallel_size=2", "critic.max_tokens_per_microbatch=96"]),
+    (4, (2, 1, 1), ["actor.context_parallel_size=2", "critic.share_prompts=false"]),
+])
+def test_ppo_is_the_same_in_any_pair_of_layouts(
+    task: Path, tmp_path: Path, vllm_imported: None, ppo_on_one_rank: list[dict[str, Any]], world: int,
+    actor: tuple[int, int, int], critic: list[str],
+) -> None:
+    """Actor and critic lie on different ranks in different ways: values and returns travel between their packings."""
+    overrides = overrides_for(task, tmp_path / "run", *PPO, *layout_overrides(*actor), *critic)
+    for mine, reference in zip(run(world, overrides, tmp_path / "run"), ppo_on_one_rank, strict=True):
+        assert mine.get("reward/mean") == reference.get("reward/mean")
+        for key in ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm", "value/explained_variance",
+                    "kl/per_response", "kl/coef", "ledger/value/numerator", "ledger/policy/denominator"):
+            if key in reference:
+                assert mine[key] == pytest.approx(reference[key], abs=1e-4, rel=1e-4), key
+
+
+VARIANTS = {
+    "rloo, gspo": ["algorithm.adv_estimator=rloo", "algorithm.policy_loss=gspo",
+                   "algorithm.loss_agg_mode=seq-mean-token-mean"],
+    "reinforce++, cispo": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.policy_loss=cispo",
+                           "algorithm.importance_sampling=token-truncate"],
+    "remax": ["algorithm.adv_estimator=remax", "rollout.n=2", "algorithm.policy_loss=policy_gradient"],
+    "reinforce++-baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline",
+                             "algorithm.importance_sampling=sequence-mask", "algorithm.reject_sequence_above=0.5"],
+    "dr grpo": ["algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=constant", "algorithm.kl_coef=0"],
+    "otb, kl_cov": ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.policy_loss=kl_cov",
+                    "algorithm.cov_ratio=0.1", "algorithm.kl_cov_coef=1.0", "actor.ppo_epochs=2",
+                    "algorithm.importance_sampling=product-truncate", "algorithm.importance_normalize=true"],
+    "masked": ["algorithm.mask_truncated=true", "algorithm.entropy_coef=0.01"],
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_the_same_on_one_and_two_ranks(
+    name: str, task: Path, tmp_path: Path, vllm_imported: None
+) -> None:
+    """One step each; DP=2 against one rank would show a local denominator, baseline or whitening."""
+    records = []
+    for world in (1, 2):
+        run_dir = tmp_path / str(world)
+        extra = [*VARIANTS[name], "trainer.total_steps=1", "data.validation_files=[]", "trainer.save_final=false"]
+        records.append(run(world, overrides_for(task, run_dir, *extra), run_dir)[0])
+    one, two = records
+    assert one["policy/grad_norm"] > 0 and one["ledger/policy/numerator"] != 0
+    for key in one:
+        if key.startswith(("policy/", "ledger/", "reward/", "mismatch/mean_weight", "kl/")):
+            assert two[key] == pytest.approx(one[key], abs=2e-5, rel=2e-4), key
+    if name == "masked":
+        truncated = one["response/truncated"] * 32
+        assert one["ledger/policy/denominator"] * 2 == one["tokens/response"] - 8 * truncated
+
+
+def test_dynamic_sampling_fills_the_batch_with_informative_groups(
+    task: Path, tmp_path: Path, vllm_imported: None
+) -> None:
+    """A reward that is constant for half of the prompts: about twice as many groups are drawn, and none is kept.
+
+    When rounds run out, uninformative groups fill the batch.
+    """
+    (tmp_path / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0 if int(ground_truth) % 4 == 1 else sum(map(ord, solution_str)) / 1000\n")
+    extra = [f"reward.function={tmp_path}/reward.py:score", "algorithm.dynamic_sampling=true", "trainer.total_steps=2",
+             "data.validation_files=[]", "trainer.save_final=false", "trainer.log_rollouts=-1"]
+    first, second = run(2, overrides_for(task, tmp_path / "a", *extra), tmp_path / "a")
+    for record in (first, second):
+        assert record["sampling/rounds"] >= 2 and record["sampling/informative_groups"] >= 8
+        assert record["reward/uninformative_groups"] == 0 and record["sampling/filled_groups"] == 0
+        assert record["sampling/generated_groups"] == 8 * record["sampling/rounds"]
+    rows = [json.loads(line) for line in (tmp_path / "a/rollouts/step_1.jsonl").read_text().splitlines()]
+    assert len(rows) == 32 and all(int(row["ground_truth"]) % 4 == 3 for row in rows)
+    assert len({(row["prompt_id"], tuple(row["tokens"])) for row in rows}) > 24, "samples must differ"
+    extra[2:2] = ["algorithm.max_sampling_rounds=1"]
+    (record, _) = run(1, overrides_for(task, tmp_path / "b", *extra), tmp_path / "b")
+    assert record["sampling/filled_groups"] == 8 - record["sampling/informative_groups"] > 0
+
+
+def test_estimator_and_loss_of_the_users_own(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_imported: None
+) -> None:
+    """The file that README shows, with the arguments of the command that it shows."""
+    command = ("torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
+               "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain")
+    nproc, arguments = int(command.split()[2]), command.split()[5:]
+    (code,) = (block for block in README.read_text().split("```python\n")[1:] if block.startswith("# mine.py"))
+    (tmp_path / "mine.py").write_text(code.split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    extra = [*arguments, "data.validation_files=[]", "trainer.save_final=false"]
+    records = run(nproc, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
+    assert [r["policy/grad_norm"] > 0 for r in records] == [True, True]
+    assert all(r["policy/clip_fraction"] == 0 for r in records)
+    extra[1] = "algorithm.adv_estimator=best_of_gruop"
+    (error,) = run_ranks(train, 1, overrides_for(task, tmp_path / "typo", *extra), timeout=60)
+    assert 'did you mean "best_of_group"' in error
+
+
+def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """A random reward model on two TP ranks plus a function; validation draws three responses per prompt."""
+    vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
+    save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
+    extra = [
+        f"reward_model.path={tmp_path}/rm", "reward_model.tensor_model_parallel_size=2",
+        "reward_model.max_tokens_per_microbatch=64", f"reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
+        "reward.overlong_buffer_length=4", "rollout.validation_n=3", "rollout.validation_temperature=1.0",
+        "trainer.best_metric=validation/validation/pass@3", "trainer.log_rollouts=-1", "trainer.total_steps=1"]
+    before, record = run(2, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
+    expected = 2.0 * record["reward/model"] + 0.5 * record["reward/score"] + record["reward/overlong"]
+    assert record["reward/mean"] == pytest.approx(expected) and record["reward/overlong"] < 0
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
+    assert len({round(row["reward_components"]["model"], 6) for row in rows}) > 16, "scores differ between responses"
+    for key in ("mean@3", "pass@3", "maj@3", "accuracy"):
+        assert f"validation/validation/{key}" in before
+    assert (tmp_path / "run/checkpoints/latest/huggingface/config.json").is_file()

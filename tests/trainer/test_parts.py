@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python API: three lines under torchrun do what the entry point does, and objects take the place of names.
+
+Not covered: errors of such a program on several ranks (tests/observability/test_failures.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import megatron_rl
+from distributed import run_ranks
+from launch_runs import ROOT, assert_succeeded, run
+from megatron_rl.algorithms.catalog import RegisteredEstimator
+from megatron_rl.config.loading import load_config
+from megatron_rl.engines.transformers import HuggingFaceEngine
+from megatron_rl.roles.parts import Parts
+from megatron_rl.training.actor import Actor
+from megatron_rl.training.critic import Critic
+from megatron_rl.training.reference import Reference
+from rl_runs import overrides_for, read_records
+
+PROGRAM = """
+import sys
+import megatron_rl
+trainer = megatron_rl.Trainer.from_hf_config(sys.argv[1], sys.argv[2], sys.argv[3:])
+trainer.train()
+"""
+
+
+def test_three_lines_do_what_the_entry_point_does(task: Path, tmp_path: Path) -> None:
+    """Under real torchrun, two ranks: the records of both programs are equal to the last bit."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    extra = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_final=false"]
+    recipe = tmp_path / "recipe.yaml"
+    overrides = overrides_for(task, tmp_path / "unused", *extra)
+    recipe.write_text(yaml.safe_dump(load_nested(overrides)))
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    assert_succeeded(run([*torchrun, "launch/pretrain_grpo.py", str(recipe), f"trainer.run_dir={tmp_path}/entry"]))
+    result = run([*torchrun, str(tmp_path / "program.py"), f"{task}/model", str(recipe),
+                  f"trainer.run_dir={tmp_path}/api"], PYTHONPATH=str(ROOT))
+    assert_succeeded(result)
+    first, second = read_records(tmp_path / "entry"), read_records(tmp_path / "api")
+    assert len(first) == 2 and first == second
+
+
+def load_nested(overrides: list[str]) -> dict[str, dict[str, Any]]:
+    """The sections of an override list, as a recipe has them."""
+    nested: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        section, _, leaf = name.partition(".")
+        nested.setdefault(section, {})[leaf] = float(text) if text == "1e-3" else yaml.safe_load(text)
+    return nested
+
+
+def count_digits(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    return sum(c.isdigit() for c in solution_str) / 8
+
+
+def estimate_best(inputs: Any, config: Any) -> torch.Tensor:
+    return inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
+
+
+def plain_loss(inputs: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return -inputs.advantages * inputs.logprobs, inputs.loss_mask & False
+
+
+class CountingEngine(HuggingFaceEngine):
+    """An engine of the user's: the slow one, which also counts."""
+
+    requests = 0
+
+    def generate(self, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        type(self).requests += len(prompts)
+        return super().generate(prompts, *arguments, **options)
+
+
+class CountingActor(Actor):
+    updates = 0
+
+    def update(self, *arguments: Any) -> Any:
+        type(self).updates += 1
+        return super().update(*arguments)
+
+
+class CountingReference(Reference):
+    scored = 0
+
+    def compute_logprobs(self, batch: Any) -> torch.Tensor:
+        type(self).scored += 1
+        return super().compute_logprobs(batch)
+
+
+class LateCritic(Critic):
+    built = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        type(self).built += 1
+        super().__init__(*arguments, **options)
+
+
+def train_with_objects(rank: int, world_size: int, task: Path, run_dir: Path) -> dict[str, int]:
+    """One rank of two runs in one process: objects for everything, then a reward model and a critic."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    settings = load_nested(
+        overrides_for(task, run_dir / "first", "data.validation_files=[]", "trainer.save_final=false"))
+    del settings["reward"]
+    megatron_rl.Trainer.from_hf_config(
+        task / "model", settings, reward=count_digits, adv_estimator=estimate_best, policy_loss=plain_loss,
+        engine=CountingEngine, actor=CountingActor, reference=CountingReference).train()
+    settings["trainer"] |= {"run_dir": str(run_dir / "second"), "total_steps": 1}
+    settings["algorithm"] = {"adv_estimator": "gae"}
+    megatron_rl.Trainer.from_hf_config(
+        str(task / "model"), settings, engine=CountingEngine, critic=LateCritic,
+        reward_model=lambda rollouts: [len(rollout.response_tokens) for rollout in rollouts]).train()
+    return {"requests": CountingEngine.requests, "updates": CountingActor.updates, "scored": CountingReference.scored,
+            "critics": LateCritic.built}
+
+
+def test_objects_take_the_place_of_names(task: Path, tmp_path: Path) -> None:
+    """Each is used, and the run's config.yaml names it; 8 prompts x 4 responses and 2 minibatches a step."""
+    counts = run_ranks(train_with_objects, 2, task, tmp_path, timeout=200)
+    assert counts == [{"requests": 3 * 16, "updates": 4, "scored": 2, "critics": 1}] * 2
+    config = yaml.safe_load((tmp_path / "first/config.yaml").read_text())
+    assert config["algorithm"]["adv_estimator"] == "estimate_best"
+    assert config["algorithm"]["policy_loss"] == "plain_loss" and config["rollout"]["engine"] == "CountingEngine"
+    assert config["reward"]["function"] == f"{__file__}:count_digits"
+    first, second = read_records(tmp_path / "first"), read_records(tmp_path / "second")
+    assert [r["policy/clip_fraction"] for r in first] == [0, 0] and all(0 < r["reward/mean"] < 1 for r in first)
+    assert second[0]["reward/mean"] * 32 == pytest.approx(second[0]["tokens/response"])
+    assert second[0]["reward/model"] == second[0]["reward/mean"] and second[0]["value/grad_norm"] > 0
+
+
+BASE = load_config({"model": {"path": "m"}, "data.train_files": ["t"], "data": {"train_batch_size": 8}}).config
+
+
+def test_objects_are_checked() -> None:
+    """A reward of the wrong form, a name that is taken, and an object beside a setting that it would silence."""
+    with pytest.raises(megatron_rl.UserError, match="does not accept the four arguments"):
+        Parts(reward=lambda text: 0.0).enter(BASE)
+
+    def grpo(inputs: Any, config: Any) -> torch.Tensor:
+        return inputs.expand(np.zeros(len(inputs.scores)))
+
+    with pytest.raises(megatron_rl.UserError, match='"grpo" is registered already'):
+        Parts(adv_estimator=grpo).enter(BASE)
+    workers = load_config({"model.path": "m", "data": {"train_files": ["t"], "train_batch_size": 8},
+                           "reward": {"workers": 2}}).config
+    with pytest.raises(megatron_rl.UserError, match="reward.workers = 2 beside a reward"):
+        Parts(reward=count_digits).enter(workers)
+
+
+def test_an_object_may_be_passed_again() -> None:
+    """A second run in one process finds what the first has registered; a known one keeps its name."""
+    from megatron_rl.algorithms.catalog import find_advantage_estimator
+
+    entry = RegisteredEstimator(estimate_best, needs_values=False, needs_greedy_baseline=True)
+    for _ in range(2):
+        assert Parts(adv_estimator=entry, policy_loss=plain_loss).enter(BASE).algorithm.policy_loss == "plain_loss"
+    known = find_advantage_estimator("rloo")
+    assert Parts(adv_estimator=known).enter(BASE).algorithm.adv_estimator == "rloo"
+
+
+def test_a_mapping_is_read_like_a_recipe() -> None:
+    """Unknown and repeated names are refused with the place."""
+    with pytest.raises(megatron_rl.UserError, match="the config that was passed"):
+        load_config({"model": {"path": "m"}, "actor": {"learning_rat": 1}})
+    with pytest.raises(megatron_rl.UserError, match="stands twice"):
+        load_config({"actor": {"lr": 1e-6}, "actor.lr": 2e-6})

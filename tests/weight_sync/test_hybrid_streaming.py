@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses are told of as they finish, by real engines, and scored while others are still being generated.
+
+What the engines generate is compared with transformers in test_hybrid_engine.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import megatron_rl.parallel  # noqa: F401 (before megatron.core)
+from distributed import run_ranks
+from megatron_rl.config.schema import (
+    ActorConfig,
+    DataConfig,
+    HybridConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rewards.plan import build_reward_plan
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.roles.build import ModelInputs, build_actor, build_hybrid_engine
+from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.families import load_model_shape
+from reward_samples import wait_for_file, write_function
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+GROUP_SIZE = 2
+# A third of the vocabulary ends a response, so that responses differ in length.
+SAMPLED = SamplingConfig(temperature=1.0, max_tokens=12, stop_token_ids=tuple(range(2, 517, 3)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("streaming") / "model"
+    save_tiny_model(path, "qwen2", **ENGINE_SIZES)
+    return path
+
+
+def make_prompts() -> list[Prompt]:
+    """Five prompts, the last one again the first: an epoch boundary."""
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(i, rng.integers(3, 517, 3 + 4 * i).astype(np.int32), "", "") for i in range(4)]
+    return [*prompts, prompts[0]]
+
+
+def open_hybrid(path: Path, world_size: int, engine: str, rollout_tp: int) -> HybridEngine:
+    config = RunConfig(
+        model=ModelConfig(path=str(path), dtype="float32"),
+        data=DataConfig(train_files=[], train_batch_size=5, max_prompt_length=80, max_response_length=12),
+        actor=ActorConfig(), hybrid=HybridConfig(verify="off"),
+        rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, n=GROUP_SIZE,
+                              max_num_seqs=16 if engine == "vllm" else 4))
+    process, layout = init_distributed(2), ParallelLayout(world_size)
+    inputs = ModelInputs(load_model_shape(path), None, layout)
+    actor = build_actor(config, inputs, build_groups(layout), total_optimizer_steps=1)
+    hybrid = build_hybrid_engine(config, inputs, actor, process, PhaseTimers())
+    hybrid.reshard()
+    return hybrid
+
+
+def describe(rollout: Rollout) -> tuple[Any, ...]:
+    return (rollout.prompt.prompt_id, rollout.sample_index, rollout.response_tokens.tolist(),
+            rollout.rollout_logprobs.tolist(), rollout.finish_reason, rollout.policy_version)
+
+
+def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int) -> dict[str, Any]:
+    """Generate with and without a listener."""
+    hybrid = open_hybrid(path, world_size, engine, rollout_tp)
+    told: list[Rollout] = []
+    options = dict(group_size=GROUP_SIZE, sampling=SAMPLED, step=1)
+    silent = hybrid.generate(make_prompts(), **options)
+    groups = hybrid.generate(make_prompts(), **options, on_finished=told.append)
+    result = {
+        "silent": [describe(r) for group in silent for r in group.rollouts],
+        "told": [describe(r) for r in told], "result": [describe(r) for group in groups for r in group.rollouts],
+        "mine": [describe(r) for i, group in enumerate(groups) for r in group.rollouts
+                 if hybrid.rank_of_group(i) == rank],
+        "same_objects": {id(r) for r in told} <= {id(r) for group in groups for r in group.rollouts},
+    }
+    hybrid.close()
+    return result
+
+
+@pytest.mark.parametrize(("engine", "rollout_tp", "num_told"), [
+    ("vllm", 1, [6, 4]), ("vllm", 2, [10, 0]), ("hf", 1, [10])])
+def test_every_response_is_told_of_once(
+    model: Path, vllm_imported: None, engine: str, rollout_tp: int, num_told: list[int]
+) -> None:
+    """On the first rank of its engine, as the object of the result, which is what it is without a listener."""
+    results = run_ranks(stream, len(num_told), model, engine, rollout_tp, timeout=120)
+    assert len({len(tokens) for _, _, tokens, *_ in results[0]["result"]}) > 2, "lengths must differ"
+    for result in results:
+        assert result["result"] == result["silent"] == results[0]["result"] and len(result["result"]) == 10
+        assert sorted(result["told"]) == sorted(result["mine"]) and result["same_objects"]
+    assert [len(result["told"]) for result in results] == num_told
+    if engine == "vllm":
+        lengths = [len(tokens) for _, _, tokens, *_ in results[0]["told"]]
+        assert results[0]["told"] != results[0]["mine"], "in the order in which they finish"
+        assert lengths == sorted(lengths), "all start together: the shortest comes first"
+
+
+def fail(rank: int, world_size: int, path: Path) -> tuple[str, int]:
+    """A listener that fails on one rank only."""
+    hybrid = open_hybrid(path, world_size, "vllm", 1)
+    calls = []
+
+    def listen(rollout: Rollout) -> None:
+        calls.append(rollout)
+        if rank == 1:
+            raise UserError("cannot listen", source="here", expected="", hint="")
+
+    try:
+        hybrid.generate(make_prompts(), group_size=1, sampling=SAMPLED, step=1, on_finished=listen)
+    except UserError as error:
+        return error.found, len(calls)
+    finally:
+        dist.barrier()
+        hybrid.close()
+    return "not raised", len(calls)
+
+
+def test_error_of_a_listener_is_raised_on_every_rank(model: Path, vllm_imported: None) -> None:
+    """After the generation, and the listener is not called again."""
+    assert run_ranks(fail, 2, model, timeout=120) == [("cannot listen", 3), ("cannot listen", 1)]
+
+
+def score_while_generating(
+    rank: int, world_size: int, path: Path, engine: str, function: str, log: Path
+) -> list[tuple[Any, ...]]:
+    """The second response is held back until the worker has begun with the first."""
+    hybrid = open_hybrid(path, world_size, engine, 1)
+    config = RewardConfig(function=function, workers=1)
+    scorer = Scorer(build_reward_plan(config, 12), config, decode=lambda tokens: " ".join(map(str, tokens)))
+    told: list[Rollout] = []
+
+    def listen(rollout: Rollout) -> None:
+        scorer.begin(rollout)
+        told.append(rollout)
+        if len(told) == 2:
+            wait_for_file(log)
+
+    groups = hybrid.generate(make_prompts(), group_size=GROUP_SIZE, sampling=SAMPLED, step=1, on_finished=listen)
+    with log.open("a") as file:
+        file.write("generated\n")
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scorer.finish(rollouts)
+    scorer.close()
+    hybrid.close()
+    return [(r.response, r.reward, len(r.response_tokens)) for r in rollouts]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_scoring_starts_before_generation_returns(
+    model: Path, tmp_path: Path, vllm_imported: None, engine: str
+) -> None:
+    """Order of events, not time: a scorer that only started afterwards would never write the line waited for."""
+    log = tmp_path / "log"
+    function = write_function(
+        tmp_path, f"with open({str(log)!r}, 'a') as file: file.write('scored\\n')\n"
+        "time.sleep(0.05)\nreturn len(solution_str.split())")
+    rollouts = run_ranks(score_while_generating, 1, model, engine, function, log, timeout=120)[0]
+    assert [reward for _, reward, _ in rollouts] == [length for _, _, length in rollouts]
+    events = log.read_text().split()
+    assert events.count("scored") == len(rollouts) == 10
+    assert events[0] == "scored" and "generated" in events

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark tools time: a random model on disk, an actor on it, and scripted responses packed for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, compute_token_rewards
+from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
+from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.packing.microbatches import plan_microbatches
+from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.training.actor import Actor
+from megatron_rl.weights.families import load_model_shape, model_shape_from_config
+from tools.benchmarks._scripted_workloads import Workload
+
+ALGORITHM = AlgorithmConfig(adv_estimator="grpo", loss_agg_mode="token-mean")
+
+
+def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
+    """Write a model in Hugging Face format with random weights (normal, 0.02; norms 1); returns its directory."""
+    shape = model_shape_from_config(config, source="the benchmark")
+    generator = torch.Generator().manual_seed(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({
+        name: torch.ones(size) if name.endswith("norm.weight") else 0.02 * torch.randn(size, generator=generator)
+        for name, size in shape.logical_tensors().items()
+    }, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def build_bench_actor(path: Path, groups: ParallelGroups, dtype: str = "float32", **settings: Any) -> Actor:
+    """An actor on the model in `path`, with `settings` of `ActorConfig`; collective."""
+    config = ActorConfig(**(dict(lr=1e-5, weight_decay=0.0) | settings))
+    return Actor(
+        ModelConfig(path=str(path), dtype=dtype), config, load_model_shape(path), groups, path=path, temperature=1.0,
+        seed=1, total_optimizer_steps=10**6)
+
+
+def build_bench_batch(
+    actor: Actor, work: Workload, *, max_tokens: int, share_prompts: bool, device: torch.device, pad_to: int = 0
+) -> TrainBatch:
+    """This rank's part of one minibatch of a workload, packed as the main loop does it.
+
+    Args:
+        max_tokens: budget of a microbatch.
+        share_prompts: pack the prompt of a group once per microbatch.
+        pad_to: append padding to every sequence until it has so many tokens; 0: none. The padding is computed and
+            enters no loss, as where a minibatch is a [sequences, longest] tensor.
+    """
+    pairs = work.draw_tokens(actor.shape.vocab_size)
+    responses = [len(response) for _, response in pairs]
+    sequences = [_join(prompt, response, pad_to) for prompt, response in pairs]
+    groups, group_of = actor.groups, work.group_of if share_prompts else None
+    plan = plan_microbatches(
+        [len(s.tokens) for s in sequences], dp_size=groups.layout.dp_size, max_tokens=max_tokens,
+        count_multiple=actor.microbatch_count_multiple, attention_ratio=actor.attention_ratio,
+        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]) if share_prompts else None)
+    mode = ALGORITHM.loss_agg_mode
+    batch = build_train_batch(
+        sequences, compute_sequence_weights(mode, responses, work.longest_response), [(range(len(sequences)), plan)],
+        dp_rank=groups.at.dp, pad_multiple=actor.pad_multiple, device=device, group_of=group_of,
+        buckets=actor.buckets)
+    batch.ledgers = [build_ledger(mode, responses, work.longest_response)]
+    if pad_to:
+        ends = torch.tensor([*work.lengths, 0], device=device)
+        batch.loss_mask &= batch.position_ids < ends[batch.sequence_ids]
+        batch.loss_weights *= batch.loss_mask
+    batch.advantages = _estimate_advantages(actor, work, batch)
+    return batch
+
+
+def _join(prompt: np.ndarray, response: np.ndarray, pad_to: int) -> PackedSequence:
+    padding = np.zeros(max(pad_to - len(prompt) - len(response), 0), np.int64)
+    tokens = np.concatenate([prompt, response, padding])
+    return PackedSequence(tokens, len(prompt), np.zeros(len(tokens) - len(prompt), np.float32))
+
+
+def _estimate_advantages(actor: Actor, work: Workload, batch: TrainBatch) -> torch.Tensor:
+    rewards, mask, ids = work.draw_rewards(), batch.loss_mask, batch.sequence_ids
+    return compute_advantages(AdvantageInputs(
+        scores=rewards, group_sizes=np.array([len(lengths) for lengths in work.response_lengths]), baselines=None,
+        token_rewards=compute_token_rewards(rewards, None, 0.0, mask, ids), values=None, loss_mask=mask,
+        sequence_ids=ids, group=actor.groups.dp), ALGORITHM).advantages
+
+
+def measure_peak(device: torch.device, function: Callable[[], Any]) -> int:
+    """Bytes of tensors that were alive at once during a call, above those at its start.
+
+    From the statistics of CUDA's allocator; on a CPU every allocation is recorded, which slows the call down.
+    """
+    if device.type == "cuda":
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    return max(int(np.cumsum(sizes).max(initial=0)), 0)
+
+
+class Stopwatch:
+    """Time of this process since it was made: on the wall, and of its threads on the CPU.
+
+    CPU-seconds leave out what other processes of a shared machine take away. On a GPU only the wall says anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start, self._cpu_start = self._now()
+
+    def read(self) -> tuple[float, float]:
+        """Seconds on the wall, and CPU-seconds."""
+        now, cpu_now = self._now()
+        return now - self._start, cpu_now - self._cpu_start
+
+    def _now(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), time.process_time()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step mode of `bench_ppo_step.py`: an actor, its padded microbatches, and what is measured of its updates."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.models.transformer_config import DTYPES
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.packing.buckets import build_buckets
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.weights.families import ModelShape
+from tools.benchmarks._bench_actor import ALGORITHM, Stopwatch, build_bench_actor, build_bench_batch
+from tools.benchmarks._scripted_workloads import Workload
+
+_FILL = 0.97  # of a microbatch are real tokens
+_PROMPT = 8
+_WARM_UPS = 2
+
+
+def _qwen(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "vocab_size": vocab, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 2**17,
+        "rope_theta": 1e6, "hidden_act": "silu"}
+
+
+SHAPES = {
+    "1m": _qwen(128, 384, 4, 4, 2, 512),
+    "10m": _qwen(256, 768, 8, 8, 4, 8192),
+    "100m": _qwen(640, 1920, 16, 10, 5, 32768),
+    "0.5b": _qwen(896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B
+    "1.5b": _qwen(1536, 8960, 28, 12, 2, 151936),  # Qwen2.5-1.5B
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a round computes.
+
+    Attributes:
+        size: tokens of a padded microbatch.
+        microbatches: of an update.
+        sequence_length: about the longest.
+    """
+
+    size: int
+    microbatches: int
+    sequence_length: int
+
+    def lengths(self) -> list[int]:
+        """Ragged sequences that fill one microbatch to `_FILL`."""
+        rng, left, found = np.random.default_rng(self.size), int(self.size * _FILL), []
+        while left > _PROMPT:
+            length = min(int(rng.integers(self.sequence_length // 2, self.sequence_length + 1)), left)
+            found.append(max(length, _PROMPT + 1))
+            left -= found[-1]
+        return found
+
+
+class Contestant:
+    """One mode.
+
+    Attributes:
+        mode: step mode.
+        seconds: of each update.
+        fingerprint: metrics of every update and the bits of the weights after the last.
+    """
+
+    def __init__(
+        self, mode: str, path: Path, groups: ParallelGroups, draw: Draw, *, dtype: str, recompute: str,
+        device: torch.device,
+    ) -> None:
+        self.mode, self._path, self._groups, self._draw = mode, path, groups, draw
+        self._dtype, self._recompute, self._device = dtype, recompute, device
+        self.seconds: list[float] = []
+        self.fingerprint: list[Any] = []
+        self._found: dict[str, Any] = {"busy": None, "graph_bytes": 0, "graphs": 0}
+
+    def open(self) -> None:
+        """Build the actor and its batch, and take a few updates that are not timed."""
+        fixed = {} if self.mode == "eager" else {"bucket_tokens": [self._draw.size]}
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._actor = build_bench_actor(
+            self._path, self._groups, self._dtype, step_mode=self.mode, share_prompts=False,
+            max_tokens_per_microbatch=self._draw.size, recompute_granularity=self._recompute, **fixed)
+        self._batch = self._build_batch()
+        for _ in range(_WARM_UPS):
+            self._update()
+
+    def _build_batch(self) -> TrainBatch:
+        actor, draw = self._actor, self._draw
+        # All modes take what the static ones need.
+        actor.buckets = build_buckets(draw.size, [draw.size], actor.pad_multiple, 64)
+        lengths = draw.lengths()
+        work = Workload([_PROMPT] * draw.microbatches, [[n - _PROMPT for n in lengths]] * draw.microbatches)
+        self.real_tokens = sum(lengths)
+        batch = build_bench_batch(
+            actor, work, max_tokens=draw.size, share_prompts=False, device=self._device)
+        assert len(batch.slices) == draw.microbatches and len(batch.tokens) == draw.size * draw.microbatches
+        batch.old_logprobs = torch.full_like(batch.loss_weights, -math.log(actor.shape.vocab_size))
+        return batch
+
+    def _update(self) -> None:
+        self.fingerprint.append(self._actor.update(self._batch, ALGORITHM))
+
+    def take_round(self) -> None:
+        """One timed update."""
+        watch = Stopwatch(self._device)
+        self._update()
+        wall, cpu = watch.read()
+        self.seconds.append(wall if self._device.type == "cuda" else cpu)
+
+    def measure_busy(self) -> None:
+        """Share of one update in which a kernel runs, from a trace; CUDA only."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self._update()
+        torch.cuda.synchronize(self._device)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self._update()
+            torch.cuda.synchronize(self._device)
+        events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+        busy, end = 0.0, -math.inf
+        for first, last in spans:
+            busy, end = busy + max(0.0, last - max(first, end)), max(end, last)
+        self._found["busy"] = busy / (end - spans[0][0])
+
+    def close(self) -> None:
+        """Take the fingerprint and give all memory back."""
+        self.fingerprint.append([
+            int(p.view(torch.int32 if p.element_size() == 4 else torch.int16).long().sum())
+            for p in self._actor.params.values()])
+        self._shape = self._actor.shape
+        if self.mode == "graph":
+            self._found |= {"graph_bytes": self._actor.runner.memory_bytes, "graphs": self._actor.runner.num_graphs}
+        if self._device.type == "cuda":
+            self._found["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        del self._actor, self._batch
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def report(self, ceiling: float) -> dict[str, Any]:
+        """The row of this mode.
+
+        Args:
+            ceiling: FLOP/s of the largest matrix product measured on this device.
+        """
+        median = statistics.median(self.seconds) / self._draw.microbatches
+        lengths, tp_size = self._draw.lengths(), self._groups.layout.tp_size
+        flops = count_flops(self._shape, lengths) / tp_size
+        return self._found | {
+            "milliseconds": 1e3 * median, "tokens_per_second": self.real_tokens / median,
+            "mfu": flops / median / ceiling,
+            "tflops": flops / median / 1e12, "real_tokens": self.real_tokens, "sequences": len(lengths),
+            "seconds": self.seconds}
+
+
+def count_flops(shape: ModelShape, lengths: list[int]) -> float:
+    """Model FLOPs of forward and backward: 6 per weight of a matrix and token, and those of causal attention."""
+    heads = shape.num_heads * shape.head_dim
+    layer = shape.hidden_size * (2 * heads + 2 * shape.num_kv_heads * shape.head_dim + 3 * shape.ffn_hidden_size)
+    weights = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
+    attention = 6 * shape.num_layers * heads * sum(n * n for n in lengths)
+    return 6.0 * weights * sum(lengths) + attention
+
+
+def measure_matmul_ceiling(device: torch.device, dtype: str) -> float:
+    """FLOP/s of the fastest square matrix product of a few sizes."""
+    best, sizes = 0.0, (2048, 4096, 8192) if device.type == "cuda" else (512, 1024)
+    for size in sizes:
+        a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
+        for _ in range(3):
+            a @ b
+        watch = Stopwatch(device)
+        for _ in range(5):
+            a @ b
+        wall, cpu = watch.read()
+        best = max(best, 5 * 2 * size**3 / (wall if device.type == "cuda" else cpu))
+    return best
+

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both sides of bench_step_vs_trl.py must agree on: model, responses, settings, and how they answer the driver.
+
+A side is a process. It says that it is ready, then takes a step for each line on its stdin and answers with a line.
+Imported by the process of TRL too, so nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.benchmarks._scripted_workloads import Workload, draw_geometric_lengths
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e4,
+    "hidden_act": "silu", "dtype": "float32", "pad_token_id": 0, "eos_token_id": 1}
+# Prompt tokens, longest response, and the mean of the geometric distribution that is cut there (None: all longest).
+WORKLOADS: dict[str, tuple[int, int, float | None]] = {
+    "ragged": (32, 128, 49.0), "prompt": (256, 64, 40.0), "fixed": (32, 128, None)}
+LEARNING_RATE = 1e-4
+NUM_UPDATES = 2  # per step; with one, TRL does without a pass of log-probs
+MARK = "ANSWER "
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    """What the driver tells a side on its command line."""
+    parser.add_argument("--model", type=Path, help="directory of the model")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="see the description")
+    parser.add_argument("--num-steps", type=int, default=1, help="steps that will be asked for")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="ours: actor.max_tokens_per_microbatch")
+    parser.add_argument("--trl-micro-batch", type=int, default=32, help="TRL: per_device_train_batch_size")
+
+
+def draw_workload(options: argparse.Namespace, step: int) -> Workload:
+    """The responses of a step, the same on both sides."""
+    prompt, longest, mean = WORKLOADS[options.workload]
+    shape = (options.prompts, options.samples)
+    lengths = draw_geometric_lengths(shape, mean, longest, step) if mean else [[longest] * shape[1]] * shape[0]
+    return Workload([prompt] * shape[0], lengths, step)
+
+
+def wait_for_step() -> None:
+    """Until the driver asks for it; ends the process if there is no driver any more."""
+    if not sys.stdin.readline():
+        raise SystemExit(0)
+
+
+def answer(message: dict[str, Any]) -> None:
+    """A line for the driver; whatever libraries print lacks the mark."""
+    print(MARK + json.dumps(message), flush=True)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's side of bench_step_vs_trl.py: its GRPOTrainer as it is, with scripted responses and a clock.
+
+Only the driver starts it, with the Python that has TRL. Responses come from `rollout_func`, rewards from a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tools.benchmarks._step_contest import (
+    LEARNING_RATE,
+    MODEL,
+    NUM_UPDATES,
+    WORKLOADS,
+    add_worker_options,
+    answer,
+    draw_workload,
+    wait_for_step,
+)
+
+
+class ScriptedTrainer(GRPOTrainer):
+    """GRPOTrainer that reads its responses from a script and takes the time of its parts."""
+
+    def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
+        super().__init__(rollout_func=_roll_out, reward_funcs=self._look_up_rewards, **settings)
+        self.options, self.contest_step, self.update_seconds = options, 0, []
+        self.seconds = dict.fromkeys(("prepare", "logprobs"), 0.0)
+        self.logprob_sums: list[float] = []
+        self.add_callback(_Clock(self))
+
+    def _look_up_rewards(self, **_: Any) -> list[float]:
+        return self.work.draw_rewards().tolist()
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        start = time.process_time()
+        inputs = super()._prepare_inputs(generation_batch)
+        self.seconds["prepare"] += time.process_time() - start
+        return inputs
+
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        start = time.process_time()
+        found = super()._get_per_token_logps_and_entropies(model, input_ids, *rest, **named)
+        if not torch.is_grad_enabled():
+            self.seconds["logprobs"] += time.process_time() - start
+            lengths = [len(response) for _, response in self.pairs]
+            self.logprob_sums = [float(row[:n].double().sum()) for row, n in zip(found[0], lengths, strict=True)]
+            self.tokens_computed = input_ids.numel()
+        return found
+
+
+def _roll_out(prompts: list[str], trainer: ScriptedTrainer) -> dict[str, Any]:
+    if trainer.contest_step == 0:
+        answer({"ready": True})
+    wait_for_step()
+    trainer.work = draw_workload(trainer.options, trainer.contest_step)
+    trainer.pairs = trainer.work.draw_tokens(MODEL["vocab_size"])
+    return {"prompt_ids": [prompt.tolist() for prompt, _ in trainer.pairs],
+            "completion_ids": [response.tolist() for _, response in trainer.pairs], "logprobs": None}
+
+
+class _Clock(TrainerCallback):
+    """Times the updates without what prepares them, and answers the driver after the last one of a step."""
+
+    def __init__(self, trainer: ScriptedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._start, self._trainer.seconds["prepare"] = time.process_time(), 0.0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        trainer = self._trainer
+        trainer.update_seconds.append(time.process_time() - self._start - trainer.seconds["prepare"])
+        if len(trainer.update_seconds) == NUM_UPDATES:
+            answer({"packing": 0.0, "logprobs": trainer.seconds["logprobs"],
+                    "update": statistics.mean(trainer.update_seconds), "logprob_sums": trainer.logprob_sums,
+                    "tokens_computed": trainer.tokens_computed})
+            trainer.contest_step += 1
+            trainer.seconds["logprobs"] = 0.0
+            trainer.update_seconds.clear()
+
+
+def build_trainer(options: argparse.Namespace) -> ScriptedTrainer:
+    """TRL with our side's settings of the algorithm, and its own for everything else."""
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, MODEL["vocab_size"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>")
+    config = GRPOConfig(
+        output_dir=str(options.model / "trl"), per_device_train_batch_size=options.trl_micro_batch,
+        gradient_accumulation_steps=options.prompts * options.samples // options.trl_micro_batch,
+        num_generations=options.samples, max_completion_length=WORKLOADS[options.workload][1],
+        num_iterations=NUM_UPDATES, beta=0.0, max_steps=NUM_UPDATES * options.num_steps, learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, disable_tqdm=True,
+        dataloader_pin_memory=False, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    prompts = Dataset.from_dict({"prompt": [f"t{2 + i}" for i in range(options.prompts)] * options.num_steps})
+    return ScriptedTrainer(options, model=model, args=config, train_dataset=prompts, processing_class=tokenizer)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_worker_options(parser)
+    torch.set_num_threads(1)
+    build_trainer(parser.parse_args()).train()

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a reshard: our plan with each transport, the path that peers use, and the physical floor, in one run.
+
+    torchrun --standalone --nproc-per-node 4 tools/benchmarks/bench_reshard.py --hf-config DIR_OR_JSON \
+        --source tp=2,pp=2 --destination tp=1 --dtype bfloat16 --json FILE
+
+Parameters have the shapes of Megatron's and of vLLM's shards, with random weights; neither engine is
+started. Side by side on the same weights, repeats interleaved, medians:
+
+* ours: plan and executor, into the destination parameters; every element is checked afterwards;
+* gather: per tensor, broadcast over PP, all-gather over TP, concatenate, copy the engine's slice
+  (what Megatron trainers with vLLM rollouts do), re-implemented here;
+* floor: all ranks at once copy as many bytes with plain memcpy out of mapped memory (pull), or send as
+  many bytes to the same peers in messages of bucket size without packing (buckets).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel.collectives import init_distributed, reduce_scalars
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.resharding.executor import TRANSPORTS, Resharder
+from megatron_rl.resharding.planner import group_shards, plan_rank
+from megatron_rl.resharding.pull import export_params, map_params
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.rollout_layout import vllm_placements
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
+from tools._layouts import read_layouts, read_shape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Bench:
+    """One rank's parameters on both sides, and the three ways to fill the destination."""
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout, rollout_tp: int, dtype: torch.dtype, alias: bool,
+                 bucket_bytes: int, transport: str) -> None:
+        self.shape, self.layout, self.tp, self.dtype = shape, layout, rollout_tp, dtype
+        self.rank, self.world = dist.get_rank(), layout.world_size
+        self.at, self.bucket_bytes = layout.coordinates(self.rank), bucket_bytes
+        self._tensors = shape.logical_tensors()
+        self._stage_tables = {
+            stage: self.source_table(layout.rank(pp=stage)) for stage in range(layout.pp_size)}
+        self._shard_sizes = [
+            {p.hf_name: box_shape(p.hf_box) for p in megatron_placements(shape, tp_size=layout.tp_size, tp_rank=r)}
+            for r in range(layout.tp_size)]
+        self._owners = {name: self._owner_stage(name) for name in self._tensors}
+        self.source = _allocate(self.source_table(self.rank), dtype)
+        self.write_weights(step=0)
+        wanted = self.destination_table(self.rank)
+        pairs = find_aliases(self.source_table(self.rank), wanted) if alias else {}
+        own = _allocate([p for p in wanted if p.param not in pairs], dtype)
+        self.destination = own | {name: self.source[origin] for name, origin in pairs.items()}
+        self.bytes_aliased = sum(self.source[origin].nbytes for origin in pairs.values())
+        self.resharder = self._build(frozenset(pairs), transport)
+        self.tp_group = _my_group(layout.groups("tp"))
+        self.pp_group = _my_group(layout.groups("pp"))
+
+    def write_weights(self, step: int) -> None:
+        """Fill the source with values that name, place and step decide, so that every copy can be checked."""
+        for p in self.source_table(self.rank):
+            self.source[p.param][box_slices(p.local_box)].copy_(self._value(p, step))
+
+    def _value(self, p: ShardBox, step: int) -> torch.Tensor:
+        """Elements of a piece: a hash of name, element index and step, exact in either type."""
+        width = self._tensors[p.hf_name][-1]
+        index = torch.arange(*p.hf_box[-1])
+        if len(p.hf_box) == 2:
+            index = torch.arange(*p.hf_box[0])[:, None] * width + index
+        return ((index * 31 + sum(map(ord, p.hf_name)) * 7 + step * 13) % 251 - 125).to(self.dtype)
+
+    def source_table(self, rank: int) -> list[ShardBox]:
+        """Megatron's placements of a rank."""
+        at, layout = self.layout.coordinates(rank), self.layout
+        return megatron_placements(self.shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size,
+                                   pp_rank=at.pp, vpp_size=layout.vpp_size)
+
+    def destination_table(self, rank: int) -> list[ShardBox]:
+        """vLLM's placements of a rank."""
+        return vllm_placements(self.shape, tp_size=self.tp, tp_rank=rank % self.tp)
+
+    def _build(self, aliased: frozenset[str], transport: str) -> Resharder:
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, aliased)
+        source = group_shards(
+            self.source_table, lambda r: (self.layout.coordinates(r).tp, self.layout.coordinates(r).pp), self.world)
+        destination = group_shards(
+            lambda r: [p for p in self.destination_table(r) if p.param not in everyone[r]],
+            lambda r: (r % self.tp, everyone[r]), self.world)
+        start = time.perf_counter()
+        self.plan = plan_rank(self.rank, source, destination, ranks_per_node=self.world)
+        self.seconds_plan = time.perf_counter() - start
+        return Resharder(self.plan, self.source, self.destination, dist.group.WORLD, dtype=self.dtype,
+                         bucket_bytes=self.bucket_bytes, transport=transport, ranks_per_node=self.world)
+
+    @torch.no_grad()
+    def gather_and_load(self) -> None:
+        """The path of peers: every rank sees every full tensor."""
+        mine = {}
+        for p in self.source_table(self.rank):
+            mine.setdefault(p.hf_name, p)
+        targets: dict[str, list[ShardBox]] = {}
+        for p in self.destination_table(self.rank):
+            targets.setdefault(p.hf_name, []).append(p)
+        for name, size in self._tensors.items():
+            owner = self._owners[name]
+            placement = mine.get(name)
+            shard = self._shard(name, size, placement if self.at.pp == owner else None)
+            root = self.layout.rank(tp=self.at.tp, dp=self.at.dp, pp=owner)
+            dist.broadcast(shard, root, group=self.pp_group)
+            full = self._concatenate(shard, name, size)
+            for p in targets[name]:
+                self.destination[p.param][box_slices(p.local_box)].copy_(full[box_slices(p.hf_box)])
+
+    def _owner_stage(self, name: str) -> int:
+        return next(stage for stage, table in self._stage_tables.items() if any(p.hf_name == name for p in table))
+
+    def _shard(self, name: str, size: tuple[int, ...], placement: ShardBox | None) -> torch.Tensor:
+        if placement is not None:
+            return self.source[placement.param][box_slices(placement.local_box)].contiguous()
+        return torch.empty(self._shard_sizes[self.at.tp][name], dtype=self.dtype)
+
+    def _concatenate(self, shard: torch.Tensor, name: str, size: tuple[int, ...]) -> torch.Tensor:
+        if tuple(shard.shape) == size:
+            return shard
+        dim = next(d for d in range(len(size)) if shard.shape[d] != size[d])
+        lengths = [sizes[name][dim] for sizes in self._shard_sizes]
+        if len(set(lengths)) > 1:  # the last shard of a padded vocabulary is short, and is padded to travel
+            padded = torch.zeros(max(lengths), *size[1:], dtype=self.dtype)
+            padded[: len(shard)] = shard
+            shard = padded
+        parts = [torch.empty_like(shard) for _ in lengths]
+        dist.all_gather(parts, shard, group=self.tp_group)
+        parts = [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+        return torch.cat(parts, dim)
+
+    def reset_peak(self) -> None:
+        """Start measuring the growth of this process's resident memory."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self._resident = _status_bytes("VmRSS")
+
+    def read_peak(self) -> None:
+        """Largest growth since `reset_peak`; mapped pages of peers count when they are touched first."""
+        self.measured_peak = max(0, _status_bytes("VmHWM") - self._resident)
+
+    def memcpy_floor(self) -> Callable[[], None]:
+        """Copy as many bytes into the same destination pages, straight from mapped memory."""
+        exports: list[Any] = [None] * self.world
+        dist.all_gather_object(exports, export_params(self.source))
+        device = next(iter(self.source.values())).device
+        peer = map_params(exports[(self.rank + 1) % self.world], device)
+        origins = [t.view(-1) for t in peer.values()]
+        pairs, index = [], 0
+        aliased = {id(t) for t in self.source.values()}
+        for target in self.destination.values():
+            if id(target) in aliased:
+                continue
+            flat, at = target.view(-1), 0
+            while at < flat.numel():
+                origin = origins[index % len(origins)]
+                length = min(origin.numel(), flat.numel() - at)
+                pairs.append((flat[at : at + length], origin[:length]))
+                at, index = at + length, index + 1
+
+        def run() -> None:
+            dist.barrier()
+            for target, origin in pairs:
+                target.copy_(origin)
+            dist.barrier()
+
+        return run
+
+    def p2p_floor(self) -> Callable[[], None]:
+        """Send as many bytes to the same peers in the same turns, without packing or scattering."""
+        sends, receives = ({peer: sum(op.num_elements for op in ops) for peer, ops in side.items()}
+                           for side in (self.plan.sends, self.plan.receives))
+        size = max(1, self.bucket_bytes // 2 // self.dtype.itemsize)
+        out, into = torch.zeros(size, dtype=self.dtype), torch.zeros(size, dtype=self.dtype)
+
+        def run() -> None:
+            for turn in range(1, self.world):
+                to, origin = (self.rank + turn) % self.world, (self.rank - turn) % self.world
+                left_out = sends.get(to, 0)
+                left_in = receives.get(origin, 0)
+                while left_out or left_in:
+                    n_out, n_in = min(size, left_out), min(size, left_in)
+                    works = [dist.irecv(into[:n_in], origin)] if n_in else []
+                    works += [dist.isend(out[:n_out], to)] if n_out else []
+                    for work in works:
+                        work.wait()
+                    left_out, left_in = left_out - n_out, left_in - n_in
+
+        return run
+
+    def report(self, options: argparse.Namespace, seconds: dict[str, list[float]], wrong: int) -> dict[str, Any]:
+        """Totals over ranks and medians over repeats; collective."""
+        stats = self.resharder.stats
+        totals = reduce_scalars(
+            {"bytes_moved": stats.bytes_moved, "bytes_copied": stats.bytes_copied,
+             "bytes_aliased": self.bytes_aliased, "wrong_elements": wrong}, dist.ReduceOp.SUM, dist.group.WORLD,
+            torch.device("cpu"))
+        peaks = reduce_scalars(
+            {"peak_transient_bytes": self.resharder.transient_bytes, "measured_peak_bytes": self.measured_peak,
+             "seconds_plan": self.seconds_plan},
+            dist.ReduceOp.MAX, dist.group.WORLD, torch.device("cpu"))
+        total = totals["bytes_moved"] + totals["bytes_copied"] + totals["bytes_aliased"]
+        ours, floor = statistics.median(seconds["ours"]), statistics.median(seconds["floor"])
+        gather = statistics.median(seconds["gather"]) if seconds["gather"] else None
+        return {
+            "transport": self.resharder.transport, "source": self.layout.describe(), "destination_tp": self.tp,
+            "dtype": options.dtype, "bytes_total": int(total), **{k: int(v) for k, v in totals.items()},
+            "aliased_share": totals["bytes_aliased"] / total, "seconds": ours, "seconds_gather_load": gather,
+            "seconds_floor": floor, "speedup_vs_gather": gather / ours if gather else None,
+            "fraction_of_floor": floor / ours, "bucket_bytes": options.bucket_bytes,
+            "peak_transient_bytes": int(peaks["peak_transient_bytes"]),
+            "measured_peak_bytes": int(peaks["measured_peak_bytes"]), "seconds_plan": peaks["seconds_plan"],
+            "all_seconds": seconds,
+        }
+
+    def count_wrong(self, step: int) -> int:
+        """Elements of the destination that are not the source's."""
+        return sum(int((self.destination[p.param][box_slices(p.local_box)] != self._value(p, step)).sum())
+                   for p in self.destination_table(self.rank))
+
+
+def _status_bytes(key: str) -> int:
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def _allocate(placements: list[ShardBox], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    extents: dict[str, tuple[int, ...]] = {}
+    for p in placements:
+        stops = tuple(stop for _, stop in p.local_box)
+        extents[p.param] = tuple(map(max, stops, extents.get(p.param, stops)))
+    return {name: torch.zeros(size, dtype=dtype) for name, size in extents.items()}
+
+
+def _my_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
+    groups = [(ranks, dist.new_group(ranks)) for ranks in rank_lists]
+    return next(group for ranks, group in groups if dist.get_rank() in ranks)
+
+
+def measure(function: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Build both sides, repeat the contestants in turn, check every element; the result of rank 0."""
+    process = init_distributed(timeout_minutes=10)
+    torch.set_num_threads(1)
+    shape = read_shape(options.hf_config)
+    layout, rollout_tp = read_layouts(shape, options.source, options.destination, process.world_size)
+    if layout.ep_size > 1:
+        raise UserError(f"--source {options.source}", source="command line", expected="ep=1: models without experts",
+                        hint="tools/plan_reshard.py counts the bytes of experts")
+    bench = Bench(shape, layout, rollout_tp, DTYPES[options.dtype], not options.no_alias, options.bucket_bytes,
+                  options.transport)
+    floor = bench.memcpy_floor() if bench.resharder.transport == "pull" else bench.p2p_floor()
+    seconds: dict[str, list[float]] = {"ours": [], "gather": [], "floor": []}
+    wrong = 0
+    for step in range(-1, options.repeats):  # the first round touches every page and is not counted
+        if step in (-1, options.repeats - 1):
+            written = step
+            bench.write_weights(step)
+        for name, function in (("floor", floor), ("gather", bench.gather_and_load), ("ours", bench.resharder.run)):
+            if name == "gather" and bench.bytes_aliased:
+                continue  # it would write into the actor's own storage
+            if name == "ours":
+                bench.reset_peak()
+            elapsed = measure(function)
+            if name == "ours":
+                bench.read_peak()
+            if step >= 0:
+                seconds[name].append(elapsed)
+        if step in (-1, options.repeats - 1):
+            wrong += bench.count_wrong(written)
+    return bench.report(options, seconds, wrong)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
+    parser.add_argument("--source", required=True, help="training layout: tp=2,pp=2 (also vpp, cp; dp is the rest)")
+    parser.add_argument("--destination", required=True, help="engine layout: tp=1 (dp is the rest)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of both sides")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="see hybrid.transport")
+    parser.add_argument("--bucket-bytes", type=int, default=32 << 20, help="see hybrid.bucket_bytes")
+    parser.add_argument("--no-alias", action="store_true", help="copy even where both layouts agree")
+    parser.add_argument("--repeats", type=int, default=3, help="counted rounds; medians are reported")
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        result = run(options)
+    except UserError as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks read the same words
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if dist.get_rank() == 0:
+        print(json.dumps(result, indent=2))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    wrong = result["wrong_elements"]
+    dist.barrier()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs and update of a GRPO step against TRL: same model, same prompts, same responses, CPU-seconds.
+
+    OMP_NUM_THREADS=1 python tools/benchmarks/bench_step_vs_trl.py --trl-python VENV/bin/python --json FILE
+
+Needs TRL (`pip install trl==1.16.0`), in this environment or in the one of `--trl-python`. Generation is not measured:
+both sides are given responses of scripted lengths, TRL through the `rollout_func` of its GRPOTrainer. Each side is a
+process of its own with one thread; a step of the one is followed by the same step of the other, in changing order.
+A step is one pass of log-probs of the policy before the update (`num_iterations=2` makes TRL take it) and one update,
+the mean of two.
+
+    ragged    32 prompt tokens, up to 128 in a response (geometric, mean about 45), 16 prompts x 8 samples
+    prompt    256 prompt tokens, up to 64 in a response (geometric, mean about 33), 16 prompts x 8 samples
+    fixed     32 prompt tokens, 128 in every response, 16 prompts x 8 samples
+
+Ours is charged with packing, log-probs and update; TRL with log-probs and update only, its padding, rewards and
+advantages are left out. The log-probs of both sides are compared in every step, after the updates of the steps before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
+
+from megatron_rl.types import UserError
+from tools.benchmarks._bench_actor import write_random_model
+from tools.benchmarks._step_contest import MARK, MODEL, WORKLOADS, add_worker_options, draw_workload
+
+TOOLS = Path(__file__).resolve().parent
+SIDES = {"ours": TOOLS / "_our_side.py", "trl": TOOLS / "_trl_side.py"}
+PARTS = ("packing", "logprobs", "update")
+
+
+class Side:
+    """A contestant in a process of its own."""
+
+    def __init__(self, name: str, python: str, arguments: list[str], directory: Path) -> None:
+        self.name, self._log = name, directory / f"{name}.log"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, str(SIDES[name]), *arguments], env=environment, text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+
+    def take_step(self) -> dict[str, Any]:
+        """Have it take its next step; its measurements."""
+        self._process.stdin.write("step\n")
+        return self.receive()
+
+    def receive(self) -> dict[str, Any]:
+        """Its next answer."""
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        lines = self._log.read_text().strip().splitlines()[-8:]
+        raise UserError(f"the process of {self.name} ended", source="\n".join(lines) or "it said nothing",
+                        expected="an answer per step", hint="--trl-python must have TRL with rollout_func (1.16.0)")
+
+    def end(self) -> None:
+        """Reap it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def run_workload(options: argparse.Namespace, workload: str, directory: Path) -> dict[str, Any]:
+    """All rounds of a workload; the first step of each side is a warm-up."""
+    steps = options.warmup_steps + options.steps
+    arguments = ["--model", str(directory / "model"), "--workload", workload, "--num-steps", str(steps),
+                 *(f"--{name}={getattr(options, name.replace('-', '_'))}"
+                   for name in ("prompts", "samples", "max-tokens", "trl-micro-batch"))]
+    pythons = {"ours": sys.executable, "trl": options.trl_python}
+    rounds = []
+    for _ in range(options.rounds):
+        sides = [Side(name, pythons[name], arguments, directory) for name in SIDES]
+        try:
+            for side in sides:
+                side.receive()
+            rounds.append([_take_turns(sides, step) for step in range(steps)][options.warmup_steps :])
+        finally:
+            for side in sides:
+                side.end()
+    options.workload = workload
+    works = [draw_workload(options, step) for step in range(options.warmup_steps, steps)]
+    return summarize(workload, rounds, [len(work.lengths) * work.prompt_lengths[0] for work in works],
+                     [sum(work.lengths) for work in works])
+
+
+def _take_turns(sides: list[Side], step: int) -> dict[str, Any]:
+    found = {side.name: side.take_step() for side in (sides if step % 2 == 0 else sides[::-1])}
+    pairs = zip(found["ours"].pop("logprob_sums"), found["trl"].pop("logprob_sums"), strict=True)
+    return found | {"logprob_gap": max(abs(a - b) / max(abs(b), 1.0) for a, b in pairs)}
+
+
+def summarize(
+    workload: str, rounds: list[list[dict[str, Any]]], prompt_tokens: list[int], tokens: list[int]
+) -> dict[str, Any]:
+    """Medians over the steps of each round, and TRL's over ours."""
+    table = []
+    for steps in rounds:
+        sums = {name: statistics.median(sum(step[name][part] for part in PARTS) for step in steps) for name in SIDES}
+        table.append({
+            name: {part: statistics.median(step[name][part] for step in steps) for part in PARTS}
+            | {"total": sums[name], "tokens_computed": statistics.median(s[name]["tokens_computed"] for s in steps)}
+            for name in SIDES
+        } | {"ratio": sums["trl"] / sums["ours"]})
+    return {
+        "workload": workload, "rounds": table, "ratio": min(row["ratio"] for row in table),
+        "response_tokens": statistics.median(a - b for a, b in zip(tokens, prompt_tokens, strict=True)),
+        "tokens": statistics.median(tokens),
+        "max_logprob_gap": max(step["logprob_gap"] for steps in rounds for step in steps)}
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """A table for people: CPU-seconds of each part in each round."""
+    lines = [f"{result['workload']}: {result['response_tokens']:.0f} response tokens of {result['tokens']:.0f}; "
+             f"log-probs differ by {result['max_logprob_gap']:.1e} (relative)",
+             f"  {'round':>5} {'side':5}" + "".join(f"{part:>10}" for part in (*PARTS, "total")) + f"{'computed':>10}"]
+    for number, row in enumerate(result["rounds"], 1):
+        for name in SIDES:
+            found = row[name]
+            lines.append(f"  {number:>5} {name:5}" + "".join(f"{found[part]:10.3f}" for part in (*PARTS, "total"))
+                         + f"{found['tokens_computed']:10.0f}")
+        lines.append(f"        TRL takes {row['ratio']:.2f} times as long")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_worker_options(parser)
+    parser.add_argument("--workloads", nargs="+", default=["ragged", "prompt"], choices=sorted(WORKLOADS))
+    parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with TRL")
+    parser.add_argument("--rounds", type=int, default=2, help="each with fresh processes")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of a round")
+    parser.add_argument("--warmup-steps", type=int, default=2, help="steps of a round that are not measured")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    results = []
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            write_random_model(Path(directory) / "model", MODEL)
+            for workload in options.workloads:
+                results.append(run_workload(options, workload, Path(directory)))
+                print(format_result(results[-1]), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(results, indent=2) + "\n")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
