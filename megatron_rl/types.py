@@ -89,36 +89,108 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One context window of a rollout, exactly as the engine saw it.
+
+    Attributes:
+        tokens: [s] int32, prompt, sampled tokens and observations.
+        sampled: [s] bool, the policy sampled this token here; these are the tokens that are learned.
+        logprobs: [s] float32, what the engine reported where `sampled`; 0 elsewhere.
+        versions: [s] int32, optimizer steps behind the weights that sampled the token; without meaning elsewhere.
+        num_prompt_tokens: length of the task's prompt, with which the branch begins.
+    """
+
+    tokens: np.ndarray
+    sampled: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    num_prompt_tokens: int
+
+    @classmethod
+    def of_response(
+        cls, tokens: np.ndarray, num_prompt_tokens: int, logprobs: np.ndarray | None = None, policy_version: int = 0
+    ) -> Branch:
+        """A prompt and the response to it.
+
+        Args:
+            tokens: [s] prompt and response.
+            num_prompt_tokens: how many of them are the prompt's.
+            logprobs: [s - num_prompt_tokens] of the response; None: unknown, zeros.
+            policy_version: of the whole response.
+        """
+        length = len(tokens)
+        if logprobs is None:
+            padded = np.broadcast_to(np.float32(0), length)  # without memory of its own
+        else:
+            padded = np.concatenate([np.zeros(num_prompt_tokens, np.float32), np.asarray(logprobs, np.float32)])
+        return cls(
+            np.asarray(tokens, np.int32), np.arange(length) >= num_prompt_tokens, padded,
+            np.broadcast_to(np.int32(policy_version), length), num_prompt_tokens)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that enter the loss: sampled ones, but for one at position 0, which nothing predicts."""
+        return int(np.count_nonzero(self.sampled[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: the tokens [start, stop) of a branch, sampled in answer to one request."""
+
+    branch: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
 class Rollout:
-    """One prompt and one response.
+    """One episode on one prompt; a plain response is one branch with one turn.
 
     Attributes:
         prompt: the task.
         sample_index: position inside the group, 0 <= sample_index < group_size.
-        response_tokens: [s] int32, the sampled tokens (the EOS token included where it was sampled).
-        rollout_logprobs: [s] float32, log-probs that the engine reported for `response_tokens`.
+        branches: its context windows.
+        turns: its exchanges, in their order.
         finish_reason: "stop" (EOS or stop token) or "length" (cut at the limit).
-        policy_version: number of optimizer steps behind the weights that sampled it.
-        response: the response as text.
+        response: the sampled tokens as text.
         reward: filled in by scoring.
         reward_components: name -> value, logged one by one.
     """
 
     prompt: Prompt
     sample_index: int
-    response_tokens: np.ndarray
-    rollout_logprobs: np.ndarray
+    branches: list[Branch]
+    turns: list[Turn]
     finish_reason: str
-    policy_version: int = 0
     response: str = ""
     reward: float = float("nan")
     reward_components: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def from_response(
+        cls, prompt: Prompt, sample_index: int, response_tokens: np.ndarray, logprobs: np.ndarray | None,
+        finish_reason: str, policy_version: int = 0,
+    ) -> Rollout:
+        """One response to a prompt; arguments as in `Branch.of_response`."""
+        tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)
+        branch = Branch.of_response(tokens, start, logprobs, policy_version)
+        return cls(prompt, sample_index, [branch], [Turn(0, start, len(tokens))], finish_reason)
+
     @property
-    def num_tokens(self) -> int:
-        """Prompt and response tokens together."""
-        return len(self.prompt.tokens) + len(self.response_tokens)
+    def response_tokens(self) -> np.ndarray:
+        """[s] int32, all sampled tokens in their order (the EOS token included where it was sampled)."""
+        return np.concatenate([branch.tokens[branch.sampled] for branch in self.branches])
+
+    @property
+    def rollout_logprobs(self) -> np.ndarray:
+        """[s] float32, what the engine reported for `response_tokens`."""
+        return np.concatenate([branch.logprobs[branch.sampled] for branch in self.branches])
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps behind the newest weights that sampled a token of it."""
+        return max(int(branch.versions[branch.sampled].max(initial=0)) for branch in self.branches)
 
 
 @dataclass

@@ -17,12 +17,13 @@ import torch
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.types import Branch
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.families import Head, load_model_shape, model_shape_from_config
 from megatron_rl.weights.shard_box import box_slices
@@ -87,7 +88,7 @@ def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10, weights
 def build_batch(actor: PackedModel, case: Case, advantages: list[float] | None = None) -> TrainBatch:
     """The batch of this rank for any role, complete but for the old logprobs, values and returns."""
     sequences = [
-        PackedSequence(tokens, NUM_PROMPT_TOKENS, np.zeros(len(tokens) - NUM_PROMPT_TOKENS, np.float32))
+        Branch.of_response(tokens, NUM_PROMPT_TOKENS)
         for tokens in draw_tokens(LENGTHS)
     ]
     groups = actor.groups

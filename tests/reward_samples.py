@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.rewards.scoring import Sample
 from megatron_rl.types import Prompt, Rollout
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
@@ -18,13 +18,8 @@ SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
 def make_rollout(response: str = "82", truth: str = "82", prompt_id: int = 17, sample_index: int = 5) -> Rollout:
     """A rollout whose tokens are the bytes of the response; the response itself is decoded already."""
     prompt = Prompt(prompt_id, np.zeros(2, np.int32), "37+45=", truth, "sums", {"level": 3})
-    return Rollout(prompt, sample_index, np.asarray([*response.encode()], np.int32),
-                   np.zeros(len(response), np.float32), "stop", response=response)
-
-
-def make_sample(response: str = "82", truth: str = "82", prompt_id: int = 17, sample_index: int = 5) -> Sample:
-    """What a source is told about that rollout."""
-    return Sample.of(make_rollout(response, truth, prompt_id, sample_index))
+    rollout = Rollout.from_response(prompt, sample_index, np.asarray([*response.encode()], np.int32), None, "stop")
+    return replace(rollout, response=response)
 
 
 def decode(tokens: list[int]) -> str:

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, ModelConfig
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
@@ -22,6 +22,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.actor import Actor
 from megatron_rl.training.critic import Critic
 from megatron_rl.training.trainable import TrainedModel
+from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import VOCAB_SIZE
 
@@ -73,8 +74,7 @@ def build_ragged_batch(model: TrainedModel, buckets: Buckets | None, step: int, 
     lengths = rng.integers(PROMPT + 1, LONGEST + 1, 12).tolist()
     prompts = rng.integers(0, VOCAB_SIZE, (len(lengths) // GROUP_SIZE, PROMPT))
     sequences = [
-        PackedSequence(np.concatenate([prompts[i // GROUP_SIZE], rng.integers(0, VOCAB_SIZE, n - PROMPT)]), PROMPT,
-                       np.zeros(n - PROMPT, np.float32))
+        Branch.of_response(np.concatenate([prompts[i // GROUP_SIZE], rng.integers(0, VOCAB_SIZE, n - PROMPT)]), PROMPT)
         for i, n in enumerate(lengths)
     ]
     group_of = [i // GROUP_SIZE for i in range(len(lengths))] if shares_prompts else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,11 @@ def _read_group(rows: list[dict[str, Any]]) -> RolloutGroup:
         first["prompt_id"], np.array(first["prompt_tokens"], np.int32), first["prompt"], first["answer"],
         first["data_source"])
     return RolloutGroup(prompt, [
-        Rollout(prompt, row["sample_index"], np.array(row["response_tokens"], np.int32),
-                np.array(row["rollout_logprobs"], np.float32), row["finish_reason"], row["policy_version"],
-                row["response"], row["reward"], row["reward_components"])
+        replace(
+            Rollout.from_response(
+                prompt, row["sample_index"], np.array(row["response_tokens"], np.int32),
+                np.array(row["rollout_logprobs"], np.float32), row["finish_reason"], row["policy_version"]),
+            response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
         for row in rows])
 
 

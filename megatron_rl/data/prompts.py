@@ -23,7 +23,7 @@ from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.chat import keep_tokens, read_messages, shorten_messages
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.types import Prompt, UserError
+from megatron_rl.types import Prompt, Rollout, UserError
 
 T = TypeVar("T")
 
@@ -38,25 +38,14 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
-class SftExample:
-    """One prompt and the response to learn.
+class SftSet:
+    """The examples of one list of files, and what became of the prompts that were too long.
 
     Attributes:
-        prompt_id: index of the row.
-        prompt_tokens: [s] int32.
-        response_tokens: [s] int32, ends with EOS.
+        examples: prompts with the response to learn, which ends with EOS, in place of a sampled one.
     """
 
-    prompt_id: int
-    prompt_tokens: np.ndarray
-    response_tokens: np.ndarray
-
-
-@dataclass(frozen=True)
-class SftSet:
-    """The examples of one list of files, and what became of the prompts that were too long."""
-
-    examples: list[SftExample]
+    examples: list[Rollout]
     num_truncated: int
     num_dropped: int
 
@@ -116,7 +105,7 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         UserError: as `load_prompts`; also a response that is longer than `max_response_length` with its EOS.
     """
     column = cfg.response_key or cfg.answer_key
-    examples: list[SftExample] = []
+    examples: list[Rollout] = []
     truncated = dropped = 0
     for row in read_rows(files):
         response = tokenizer.encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
@@ -129,7 +118,8 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         if fitted is None:
             continue
         truncated += fitted.is_truncated
-        examples.append(SftExample(row.index, fitted.tokens, np.asarray(response, dtype=np.int32)))
+        prompt = Prompt(row.index, fitted.tokens, text="", ground_truth=None)
+        examples.append(Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"))
     _refuse_empty(len(examples), dropped, files, cfg)
     return SftSet(examples, truncated, dropped)
 

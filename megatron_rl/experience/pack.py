@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,12 +16,12 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.experience.collected import number_groups
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.packing.batch import TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, padding_metrics
 from megatron_rl.packing.microbatches import microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.types import Rollout
+from megatron_rl.types import Branch, Rollout
 
 
 class PackedRole(Protocol):
@@ -50,7 +51,7 @@ def pack_rollouts(
     Returns:
         The batch, and packing metrics averaged over minibatches (padding by bucket: over the whole step).
     """
-    sequences = [_pack_sequence(rollout, algorithm) for rollout in rollouts]
+    sequences = [_find_branch(rollout, algorithm) for rollout in rollouts]
     weights, plans, metrics, ledgers, sizes = [], [], [], [], []
     group_of = number_groups(rollouts) if config.share_prompts else None
     constant = algorithm.loss_scale_factor or plan.max_response_length
@@ -79,8 +80,8 @@ def pack_rollouts(
     return batch, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 
 
-def _pack_sequence(rollout: Rollout, algorithm: AlgorithmConfig) -> PackedSequence:
+def _find_branch(rollout: Rollout, algorithm: AlgorithmConfig) -> Branch:
+    """The one branch of a rollout; without tokens in the loss where a truncated one is masked."""
+    [branch] = rollout.branches
     is_masked = algorithm.mask_truncated and rollout.finish_reason == "length"
-    return PackedSequence(
-        np.concatenate([rollout.prompt.tokens, rollout.response_tokens]), len(rollout.prompt.tokens),
-        rollout.rollout_logprobs, in_loss=not is_masked)
+    return replace(branch, sampled=np.zeros_like(branch.sampled)) if is_masked else branch

@@ -23,29 +23,7 @@ import torch
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import MicrobatchPlan
 from megatron_rl.packing.prefix import SegmentKeys, build_segment_keys, move_to_device, pad_segment_keys
-from megatron_rl.types import LossLedger
-
-
-@dataclass(frozen=True)
-class PackedSequence:
-    """What packing needs of one prompt + response.
-
-    Attributes:
-        tokens: [s] prompt and response.
-        num_prompt_tokens: leading tokens that do not enter the loss.
-        rollout_logprobs: [s - num_prompt_tokens] as the engine reported them; zeros if there are none.
-        in_loss: False keeps its response out of the loss (a truncated one that is masked).
-    """
-
-    tokens: np.ndarray
-    num_prompt_tokens: int
-    rollout_logprobs: np.ndarray
-    in_loss: bool = True
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that enter the loss."""
-        return len(self.tokens) - max(self.num_prompt_tokens, 1) if self.in_loss else 0
+from megatron_rl.types import Branch, LossLedger
 
 
 @dataclass(frozen=True)
@@ -161,7 +139,7 @@ def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) ->
 
 
 def build_train_batch(
-    sequences: Sequence[PackedSequence],
+    sequences: Sequence[Branch],
     sequence_weights: Sequence[float] | np.ndarray,
     minibatch_plans: Sequence[tuple[Sequence[int], MicrobatchPlan]],
     *,
@@ -175,7 +153,7 @@ def build_train_batch(
     """Pack the sequences of one DP rank.
 
     Args:
-        sequences: all rollouts of the step (replicated on every rank).
+        sequences: all branches of the step (replicated on every rank).
         sequence_weights: loss weight of each of their response tokens.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
         dp_rank: whose microbatches to build.
@@ -236,7 +214,7 @@ def _close_microbatch(
         is_bucketed=buckets is not None)
 
 
-def _have_same_prompt(first: PackedSequence, second: PackedSequence) -> bool:
+def _have_same_prompt(first: Branch, second: Branch) -> bool:
     return np.array_equal(first.tokens[: first.num_prompt_tokens], second.tokens[: second.num_prompt_tokens])
 
 
@@ -255,7 +233,7 @@ class _Rows:
         self.lengths, self.prefixes, self._first = [], [], self._total
         return self._total
 
-    def append(self, sequence: PackedSequence, index: int, *, shares_prompt: bool) -> None:
+    def append(self, sequence: Branch, index: int, *, shares_prompt: bool) -> None:
         """A sequence, without its prompt if the one before has brought it."""
         s, prompt = len(sequence.tokens), sequence.num_prompt_tokens
         start = self._total - self._first
@@ -263,14 +241,12 @@ class _Rows:
             self._prompt_start = start
         skipped = prompt if shares_prompt else 0
         rows = slice(skipped, s)
-        logprobs = np.zeros(s, np.float32)
-        logprobs[prompt:] = sequence.rollout_logprobs
         predecessors = np.arange(start - 1, start - 1 + s - skipped)
         predecessors[:1] = self._prompt_start + skipped - 1 if skipped else start
-        mask = (np.arange(s) >= max(prompt, 1)) & sequence.in_loss
+        mask = sequence.sampled & (np.arange(s) > 0)
         self._append_segment(
             sequence.tokens[rows], np.arange(skipped, s), predecessors, mask[rows], np.full(s - skipped, index),
-            logprobs[rows], prefix=(self._prompt_start, self._prompt_start + skipped))
+            sequence.logprobs[rows], prefix=(self._prompt_start, self._prompt_start + skipped))
 
     @property
     def num_tokens(self) -> int:

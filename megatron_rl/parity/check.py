@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, build_engine
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.packing.batch import PackedSequence, build_train_batch
+from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.collectives import Process, share_object
 from megatron_rl.parallel.groups import build_groups
@@ -32,6 +32,7 @@ from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.training.policy import Policy
+from megatron_rl.types import Branch
 from megatron_rl.weights.families import ModelShape, load_model_shape
 
 TRACED_TOKENS = 32
@@ -164,10 +165,7 @@ def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
 
 def _score_with_megatron(policy: Policy, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
     """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective."""
-    packed = [
-        PackedSequence(tokens, first, np.zeros(len(tokens) - first, np.float32))
-        for tokens, first in zip(sequences, skip, strict=True)
-    ]
+    packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
     lengths = [len(tokens) for tokens in sequences]
     plan = plan_microbatches(
         lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple)

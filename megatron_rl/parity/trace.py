@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.packing.batch import PackedSequence, build_train_batch
+from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.training.policy import Policy
-from megatron_rl.types import UserError
+from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import stage_layers
 
@@ -82,7 +82,7 @@ def trace_megatron(policy: Policy, tokens: np.ndarray) -> Trace:
     for chunk, model in enumerate(policy.stages):
         numbers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, policy.groups.at.pp, chunk)
         catches += _catch_chunk(policy, model, numbers, trace)
-    sequence = PackedSequence(tokens, 1, np.zeros(len(tokens) - 1, np.float32))
+    sequence = Branch.of_response(tokens, 1)
     count = policy.microbatch_count_multiple
     batch = build_train_batch(
         [sequence] * count, [0.0] * count, [(range(count), [[[i] for i in range(count)]])], dp_rank=0,

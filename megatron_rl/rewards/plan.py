@@ -18,7 +18,7 @@ from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.functions import RewardFunction, load_reward_function
 from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy
-from megatron_rl.rewards.scoring import Sample, Score
+from megatron_rl.rewards.scoring import Score, describe_rollout
 from megatron_rl.types import Rollout, UserError
 
 MODEL = "model"
@@ -112,7 +112,7 @@ def build_reward_plan(
 
 
 def compute_reward(
-    plan: RewardPlan, scores: Sequence[Score], sample: Sample
+    plan: RewardPlan, scores: Sequence[Score], rollout: Rollout
 ) -> tuple[float, dict[str, float]]:
     """The reward of one response without the model's part, and what is logged of it.
 
@@ -122,7 +122,7 @@ def compute_reward(
     Args:
         plan: the sum.
         scores: one per local source, in the plan's order.
-        sample: the response.
+        rollout: the response.
 
     Raises:
         UserError: the sum is not finite.
@@ -138,17 +138,17 @@ def compute_reward(
             components[key] = components.get(key, 0.0) + value
     if plan.overlong_buffer_length:
         components[OVERLONG] = compute_overlong_penalty(
-            len(sample.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
+            len(rollout.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
         reward += components[OVERLONG]
-    _refuse_infinite(reward, sample)
+    _refuse_infinite(reward, rollout)
     return reward, components
 
 
-def _refuse_infinite(reward: float, sample: Sample) -> None:
+def _refuse_infinite(reward: float, rollout: Rollout) -> None:
     """Scores are finite; what is made of them, here and in a group's baseline, must be so, too."""
     if not abs(reward) <= _LARGEST:
         raise UserError(
-            f"the reward is {reward:g}\n{sample.describe()}", source="reward",
+            f"the reward is {reward:g}\n{describe_rollout(rollout)}", source="reward",
             expected=f"at most {_LARGEST:g} in size, so that sums over a batch are finite",
             hint="scale the scores of the reward sources")
 
@@ -178,7 +178,7 @@ def add_model_score(plan: RewardPlan, rollout: Rollout, score: float) -> None:
             f"sample_index {rollout.sample_index}", source="reward_model.path", expected="a finite score",
             hint="check the checkpoint with transformers")
     rollout.reward += plan.model_weight * score
-    _refuse_infinite(rollout.reward, Sample.of(rollout))
+    _refuse_infinite(rollout.reward, rollout)
     rollout.reward_components[MODEL] = score
 
 

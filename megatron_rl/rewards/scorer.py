@@ -20,7 +20,7 @@ from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.functions import RewardFunction
 from megatron_rl.rewards.plan import RewardPlan, compute_reward
 from megatron_rl.rewards.rules import RULES
-from megatron_rl.rewards.scoring import Sample, Score, compute_score
+from megatron_rl.rewards.scoring import Score, compute_score
 from megatron_rl.rewards.service import RewardService
 from megatron_rl.rewards.workers import WorkerPool
 from megatron_rl.types import Rollout
@@ -31,8 +31,8 @@ _END_SECONDS = 5.0
 class RewardSource(Protocol):
     """Something that scores responses."""
 
-    def begin(self, sample: Sample) -> Callable[[], Score]:
-        """Start scoring one response; the result waits for its score, and raises UserError if there is none.
+    def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
+        """Start scoring one decoded response; the result waits for its score, and raises UserError if there is none.
 
         Must not raise itself: it is called from inside of the rollout engine.
         """
@@ -45,9 +45,9 @@ class FunctionInRank:
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
-    def begin(self, sample: Sample) -> Callable[[], Score]:
+    def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
         """Nothing yet: see the class."""
-        return partial(compute_score, self._function, sample)
+        return partial(compute_score, self._function, rollout, step)
 
 
 class FunctionInWorker:
@@ -56,9 +56,9 @@ class FunctionInWorker:
     def __init__(self, pool: WorkerPool, index: int) -> None:
         self._pool, self._index = pool, index
 
-    def begin(self, sample: Sample) -> Callable[[], Score]:
-        """Hand the sample to the next worker that is free."""
-        return self._pool.submit(self._index, sample).result
+    def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
+        """Hand the rollout to the next worker that is free."""
+        return self._pool.submit(self._index, rollout, step).result
 
 
 class Scorer:
@@ -92,7 +92,7 @@ class Scorer:
             else:
                 self._sources.append(FunctionInWorker(self._pool, functions.index((spec.target, spec.setting))))
         self.is_concurrent = any(not isinstance(source, FunctionInRank) for source in self._sources)
-        self._begun: dict[int, tuple[Rollout, Sample, list[Callable[[], Score]]]] = {}
+        self._begun: dict[int, tuple[Rollout, list[Callable[[], Score]]]] = {}
         self._runs_users_code = self._pool is None and any(name not in RULES for name, _ in functions)
         self._left_behind: set[psutil.Process] = set()
         self.step = 0
@@ -100,8 +100,7 @@ class Scorer:
     def begin(self, rollout: Rollout) -> None:
         """Decode the response and start scoring it; the same object must come to `finish` later."""
         rollout.response = self._decode(rollout.response_tokens.tolist())
-        sample = Sample.of(rollout, self.step)
-        self._begun[id(rollout)] = rollout, sample, [source.begin(sample) for source in self._sources]
+        self._begun[id(rollout)] = rollout, [source.begin(rollout, self.step) for source in self._sources]
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Fill `response`, `reward` and `reward_components` in place, without the reward model's part.
@@ -117,9 +116,9 @@ class Scorer:
                 self.begin(rollout)
         with self._notice_children():
             for rollout in rollouts:
-                _, sample, waits = self._begun.pop(id(rollout))
+                _, waits = self._begun.pop(id(rollout))
                 rollout.reward, rollout.reward_components = compute_reward(
-                    self._plan, [wait() for wait in waits], sample)
+                    self._plan, [wait() for wait in waits], rollout)
 
     @contextmanager
     def _notice_children(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,43 +22,13 @@ from megatron_rl.types import Rollout, UserError
 _LONGEST_RESPONSE = 200
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a reward source is told about one rollout; travels to worker processes and, in part, to services.
-
-    Attributes:
-        row: the columns of the data file, the prompt's excepted.
-        response_tokens: [s] int32.
-        finish_reason: "stop" or "length".
-        step: of the main loop; 0 in validation.
-    """
-
-    prompt_id: int
-    sample_index: int
-    data_source: str
-    prompt: str
-    response: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-    row: dict[str, Any] = field(default_factory=dict)
-    response_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    finish_reason: str = "stop"
-    step: int = 0
-
-    @classmethod
-    def of(cls, rollout: Rollout, step: int = 0) -> Sample:
-        """The sample of a rollout whose response is decoded."""
-        prompt = rollout.prompt
-        return cls(prompt.prompt_id, rollout.sample_index, prompt.data_source, prompt.text, rollout.response,
-                   prompt.ground_truth, dict(prompt.extra_info), prompt.row, rollout.response_tokens,
-                   rollout.finish_reason, step)
-
-    def describe(self) -> str:
-        """Three lines for an error message; long texts are cut in the middle."""
-        return (f'  rollout:  prompt_id {self.prompt_id}, sample_index {self.sample_index}, '
-                f'data_source "{self.data_source}"\n'
-                f"  response: {shorten(repr(self.response))}\n"
-                f"  ground truth: {shorten(repr(self.ground_truth))}")
+def describe_rollout(rollout: Rollout) -> str:
+    """Three lines for an error message; long texts are cut in the middle."""
+    prompt = rollout.prompt
+    return (f'  rollout:  prompt_id {prompt.prompt_id}, sample_index {rollout.sample_index}, '
+            f'data_source "{prompt.data_source}"\n'
+            f"  response: {shorten(repr(rollout.response))}\n"
+            f"  ground truth: {shorten(repr(prompt.ground_truth))}")
 
 
 @dataclass(frozen=True)
@@ -68,28 +39,33 @@ class Score:
     components: dict[str, float] = field(default_factory=dict)
 
 
-def compute_score(function: RewardFunction, sample: Sample) -> Score:
-    """Call a reward function on one sample.
+def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> Score:
+    """Call a reward function on one rollout whose response is decoded.
+
+    Args:
+        function: the user's, or a rule.
+        rollout: to score.
+        step: of the main loop; 0 in validation.
 
     Raises:
         UserError: the function raised, or returned something that is not a finite score.
     """
-    further = {name: getattr(sample, name) for name in find_further_arguments(function)}
-    if "response_tokens" in further:
-        further["response_tokens"] = sample.response_tokens.tolist()
-    if "row" in further:
-        further["row"] = dict(sample.row)
+    prompt = rollout.prompt
+    tellable: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: prompt.text, "response_tokens": lambda: rollout.response_tokens.tolist(),
+        "finish_reason": lambda: rollout.finish_reason, "step": lambda: step, "row": lambda: dict(prompt.row)}
+    further = {name: tellable[name]() for name in find_further_arguments(function)}
     try:
         with refuse_exit():
-            result = function(data_source=sample.data_source, solution_str=sample.response,
-                              ground_truth=sample.ground_truth, extra_info=dict(sample.extra_info), **further)
+            result = function(data_source=prompt.data_source, solution_str=rollout.response,
+                              ground_truth=prompt.ground_truth, extra_info=dict(prompt.extra_info), **further)
     except (Exception, SystemExit, ProcessExit) as error:
         place = locate(error, file_of(function))
-        raise _failure(f"raised {type(error).__name__}: {error}", sample, place) from error
+        raise _failure(f"raised {type(error).__name__}: {error}", rollout, place) from error
     try:
         return parse_score(result)
     except ValueError as error:
-        raise _failure(f"returned {error}", sample, file_of(function)) from error
+        raise _failure(f"returned {error}", rollout, file_of(function)) from error
 
 
 def parse_score(result: Any) -> Score:
@@ -133,8 +109,8 @@ def _scalar(value: Any) -> float | None:
     return float(value) if abs(value) <= sys.float_info.max else math.inf
 
 
-def _failure(what: str, sample: Sample, place: str) -> UserError:
+def _failure(what: str, rollout: Rollout, place: str) -> UserError:
     return UserError(
-        f"the reward function {what}\n{sample.describe()}", source=place,
+        f"the reward function {what}\n{describe_rollout(rollout)}", source=place,
         expected="a finite number, or a dict with a finite \"score\"",
         hint="make the function accept every text that a policy can write")

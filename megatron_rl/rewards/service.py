@@ -24,13 +24,12 @@ from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.deadline import DeadlineExceeded, TooLarge, post_within
 from megatron_rl.rewards.plan import SERVICE_FAILURES
-from megatron_rl.rewards.scoring import Sample, Score, parse_score, shorten
-from megatron_rl.types import UserError
+from megatron_rl.rewards.scoring import Score, parse_score, shorten
+from megatron_rl.types import Rollout, UserError
 
 _MOST_NAMED_PROMPTS = 8
 _LONGEST_TEXT = 10_000  # bytes of an answer that an error looks at
 _OK, _TOO_MANY_REQUESTS = 200, 429
-_TOLD = ("data_source", "prompt", "response", "ground_truth", "extra_info", "prompt_id", "sample_index")
 
 
 class _RequestFailed(Exception):
@@ -52,14 +51,14 @@ class RewardService:
 
     def __init__(self, url: str, config: RewardConfig, setting: str) -> None:
         self._url, self._config, self._setting = url, config, setting
-        self._open: list[tuple[Sample, Future[Score]]] = []
+        self._open: list[tuple[Rollout, Future[Score]]] = []
         self._threads = ThreadPoolExecutor(config.service_concurrency, thread_name_prefix="reward-service")
         self._is_closed = threading.Event()
 
-    def begin(self, sample: Sample) -> Callable[[], Score]:
-        """Put a sample into the open batch, which leaves when it is full, or when one of its scores is waited for."""
+    def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
+        """Put a rollout into the open batch, which leaves when it is full, or when one of its scores is waited for."""
         future: Future[Score] = Future()
-        self._open.append((sample, future))
+        self._open.append((rollout, future))
         if len(self._open) == self._config.service_batch_size:
             self._send_open_batch()
 
@@ -79,9 +78,9 @@ class RewardService:
             self._threads.submit(self._score_batch, self._open)
             self._open = []
 
-    def _score_batch(self, batch: list[tuple[Sample, Future[Score]]]) -> None:
+    def _score_batch(self, batch: list[tuple[Rollout, Future[Score]]]) -> None:
         try:
-            scores = self._request_scores([sample for sample, _ in batch])
+            scores = self._request_scores([rollout for rollout, _ in batch])
         except Exception as error:  # belongs to those who wait for the scores, not to this thread
             for _, future in batch:
                 future.set_exception(error)
@@ -89,23 +88,23 @@ class RewardService:
             for (_, future), score in zip(batch, scores, strict=True):
                 future.set_result(score)
 
-    def _request_scores(self, samples: Sequence[Sample]) -> list[Score]:
+    def _request_scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Post until it works or must not be tried again; then what `service_on_failure` says."""
         config, attempt = self._config, 1
         while True:
             try:
-                scores = self._post(samples)
+                scores = self._post(rollouts)
             except _RequestFailed as failure:
                 if not failure.retry or attempt > config.service_retries:
-                    return self._give_up(samples, attempt, failure)
+                    return self._give_up(rollouts, attempt, failure)
                 if self._is_closed.wait(config.service_backoff_seconds * 2 ** (attempt - 1)):
-                    return self._give_up(samples, attempt, failure)
+                    return self._give_up(rollouts, attempt, failure)
                 attempt += 1
             else:
                 return [self._count(score, 0.0) for score in scores]
 
-    def _post(self, samples: Sequence[Sample]) -> list[Score]:
-        told = [{name: getattr(sample, name) for name in _TOLD} for sample in samples]
+    def _post(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        told = [_describe(rollout) for rollout in rollouts]
         body = json.dumps({"samples": told}, default=_to_json).encode()
         config = self._config
         try:
@@ -119,14 +118,14 @@ class RewardService:
             text = shorten(repr(answer[:_LONGEST_TEXT].decode(errors="replace")))
             raise _RequestFailed(f"status {status}: {text}", retry=status == _TOO_MANY_REQUESTS or status >= 500)
         try:
-            return _parse_answer(json.loads(answer), len(samples))
+            return _parse_answer(json.loads(answer), len(rollouts))
         except (ValueError, RecursionError) as error:  # of `json` or of `_parse_answer`
             raise _RequestFailed(f"a bad answer: {error}", retry=True) from error
 
-    def _give_up(self, samples: Sequence[Sample], attempts: int, failure: _RequestFailed) -> list[Score]:
-        ids = sorted({sample.prompt_id for sample in samples})
+    def _give_up(self, rollouts: Sequence[Rollout], attempts: int, failure: _RequestFailed) -> list[Score]:
+        ids = sorted({rollout.prompt.prompt_id for rollout in rollouts})
         named = ", ".join(map(str, ids[:_MOST_NAMED_PROMPTS])) + (", ..." if len(ids) > _MOST_NAMED_PROMPTS else "")
-        found = (f"the reward service {redact(self._url)} gave no scores for {len(samples)} responses in {attempts} "
+        found = (f"the reward service {redact(self._url)} gave no scores for {len(rollouts)} responses in {attempts} "
                  f"attempt(s); the last one: {failure}\n  prompt ids: {named}")
         if self._config.service_on_failure == "stop":
             raise UserError(
@@ -134,7 +133,7 @@ class RewardService:
                 hint="start or mend the service, raise reward.service_retries, or set "
                 "reward.service_on_failure=fallback") from failure
         logging.getLogger(__name__).warning("%s; the fallback reward is used", found)
-        return [self._count(Score(self._config.service_fallback_reward), 1.0) for _ in samples]
+        return [self._count(Score(self._config.service_fallback_reward), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
         """With a fallback, how often it was taken is a component of every response."""
@@ -151,6 +150,15 @@ def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
     if len(scores) != num_samples:
         raise ValueError(f"{len(scores)} scores for {num_samples} samples")
     return [parse_score(score) for score in scores]
+
+
+def _describe(rollout: Rollout) -> dict[str, Any]:
+    """What the service is told."""
+    prompt = rollout.prompt
+    return {
+        "data_source": prompt.data_source, "prompt": prompt.text, "response": rollout.response,
+        "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info, "prompt_id": prompt.prompt_id,
+        "sample_index": rollout.sample_index}
 
 
 def _to_json(value: Any) -> Any:

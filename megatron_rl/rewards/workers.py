@@ -3,9 +3,9 @@
 
 A worker is a new Python interpreter (`child.py`). It imports this file, the rules and the user's file, nothing
 else of the package, and keeps what the user's module keeps between calls. In the rank, one thread per worker
-hands it one sample at a time and waits for the answer.
+hands it one rollout at a time and waits for the answer.
 
-Invariants: a sample gets a score or a UserError that names it, also when the function hangs (its worker
+Invariants: a rollout gets a score or a UserError that names it, also when the function hangs (its worker
 is killed, with the processes that it started) or the worker dies; a worker never outlives its rank.
 """
 
@@ -26,8 +26,8 @@ from typing import Any
 
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.rewards.functions import load_reward_function
-from megatron_rl.rewards.scoring import Sample, Score, compute_score
-from megatron_rl.types import UserError
+from megatron_rl.rewards.scoring import Score, compute_score, describe_rollout
+from megatron_rl.types import Rollout, UserError
 
 _START_SECONDS = 120.0  # for the imports of the user's file
 _GRACE_SECONDS = 1.0
@@ -39,7 +39,7 @@ class WorkerPool:
     Args:
         functions: (name, setting) pairs as `load_reward_function` takes them.
         num_workers: processes.
-        timeout_seconds: longest time for one sample.
+        timeout_seconds: longest time for one rollout.
         answer: as `load_reward_function` takes it.
         secrets: as `ChildProcess` takes them.
     """
@@ -55,9 +55,9 @@ class WorkerPool:
         self._workers: set[ChildProcess] = set()
         self._lock, self._is_closed = threading.Lock(), False
 
-    def submit(self, function: int, sample: Sample) -> Future[Score]:
-        """Score a sample with the function of that index; the future raises UserError where that fails."""
-        return self._threads.submit(self._score, function, sample)
+    def submit(self, function: int, rollout: Rollout, step: int = 0) -> Future[Score]:
+        """Score a rollout with the function of that index; the future raises UserError where that fails."""
+        return self._threads.submit(self._score, function, rollout, step)
 
     def close(self) -> None:
         """Drop what is waiting, end the workers."""
@@ -72,16 +72,16 @@ class WorkerPool:
             worker.end(deadline - time.monotonic())
         self._threads.shutdown(wait=True)
 
-    def _score(self, function: int, sample: Sample) -> Score:
+    def _score(self, function: int, rollout: Rollout, step: int) -> Score:
         worker = getattr(self._of_this_thread, "worker", None) or self._start_worker()
         self._of_this_thread.worker = worker
         try:
-            reply = worker.ask((function, sample), self._timeout_seconds)
+            reply = worker.ask((function, rollout, step), self._timeout_seconds)
         except TimeoutError:
             raise self._give_up(
-                worker, function, sample, f"was not done after {self._timeout_seconds:g} s", grace=0.0) from None
+                worker, function, rollout, f"was not done after {self._timeout_seconds:g} s", grace=0.0) from None
         except (EOFError, OSError):
-            raise self._give_up(worker, function, sample, "ended its process", grace=_GRACE_SECONDS) from None
+            raise self._give_up(worker, function, rollout, "ended its process", grace=_GRACE_SECONDS) from None
         if isinstance(reply, UserError):
             raise reply
         return reply
@@ -110,13 +110,13 @@ class WorkerPool:
             self._workers.discard(worker)
         return code
 
-    def _give_up(self, worker: ChildProcess, function: int, sample: Sample, what: str, grace: float) -> UserError:
-        self._of_this_thread.worker = None  # the thread's next sample gets a new one
+    def _give_up(self, worker: ChildProcess, function: int, rollout: Rollout, what: str, grace: float) -> UserError:
+        self._of_this_thread.worker = None  # the thread's next rollout gets a new one
         code = self._end(worker, grace)
         name, setting = self._functions[function]
         how = f" ({_describe_end(code)})" if grace else ""
         return UserError(
-            f"the reward function {what}{how}\n{sample.describe()}", source=f"{setting} = {name}",
+            f"the reward function {what}{how}\n{describe_rollout(rollout)}", source=f"{setting} = {name}",
             expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
             hint="make the function accept every text that a policy can write, and bound what it waits for")
 
@@ -126,7 +126,7 @@ def _describe_end(code: int) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Be a worker: load the functions that the first message names, then answer sample after sample."""
+    """Be a worker: load the functions that the first message names, then answer rollout after rollout."""
     faulthandler.enable()
     os.set_inheritable(connection.fileno(), False)  # what the user's function starts must not hold it open
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -138,9 +138,9 @@ def serve(connection: Connection) -> None:
         connection.send(error)
         return
     connection.send(None)
-    for function, sample in iter(messages.get, None):
+    for function, rollout, step in iter(messages.get, None):
         try:
-            reply: Score | UserError = compute_score(functions[function], sample)
+            reply: Score | UserError = compute_score(functions[function], rollout, step)
         except UserError as error:
             reply = error
         connection.send(reply)

@@ -11,11 +11,9 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
-
 from megatron_rl.config.loading import LoadedConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import PromptBatches, SftExample
+from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience.pack import pack_rollouts
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
@@ -25,7 +23,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles.build import actor_export, build_actor, group_timeout, launched_sizes, side_files
 from megatron_rl.roles.inputs import SftInputs, read_sft_inputs
 from megatron_rl.training.step import check_step_mode
-from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.types import Rollout, UserError
 
 
 class SftTrainer:
@@ -68,19 +66,14 @@ class SftTrainer:
         self.checkpoints.finish()
         self.run.finish()
 
-    def pack(self, examples: Sequence[SftExample]) -> TrainBatch:
+    def pack(self, examples: Sequence[Rollout]) -> TrainBatch:
         """This rank's packed batch: one minibatch; a response to learn is packed as a sampled one is."""
-        rollouts = [
-            Rollout(Prompt(e.prompt_id, e.prompt_tokens, "", ""), 0, e.response_tokens,
-                    np.zeros(len(e.response_tokens), np.float32), "stop")
-            for e in examples
-        ]
         config = replace(self.config.actor, share_prompts=False)  # every example has a prompt of its own
         batch, metrics = pack_rollouts(
-            rollouts, self.plan, self.config.algorithm, self.actor, config, self.process.device)
+            examples, self.plan, self.config.algorithm, self.actor, config, self.process.device)
         self.run.count(metrics)
         self.run.count({
-            "tokens/prompt": sum(len(e.prompt_tokens) for e in examples),
+            "tokens/prompt": sum(len(e.prompt.tokens) for e in examples),
             "tokens/response": sum(len(e.response_tokens) for e in examples),
         })
         return batch

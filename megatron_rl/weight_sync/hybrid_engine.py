@@ -250,7 +250,7 @@ class HybridEngine:
             known = announced if engine == self._engine_index else {}
             rollouts = [
                 known.get(first + sample)
-                or Rollout(prompt, sample, g.tokens, g.logprobs, g.finish_reason, self._policy_version)
+                or Rollout.from_response(prompt, sample, g.tokens, g.logprobs, g.finish_reason, self._policy_version)
                 for sample, g in enumerate(by_engine[engine][first : first + group_size])
             ]
             groups.append(RolloutGroup(prompt, rollouts))
@@ -283,7 +283,7 @@ class _Stream:
         self.error: Exception | None = None
 
     def __call__(self, index: int, generation: Generation) -> None:
-        rollout = self.rollouts[index] = Rollout(
+        rollout = self.rollouts[index] = Rollout.from_response(
             self._prompts[index], index % self._group_size, generation.tokens, generation.logprobs,
             generation.finish_reason, self._policy_version)
         self._count(len(generation.tokens))

@@ -280,7 +280,7 @@ def test_sft_examples(tmp_path):
     file = write(tmp_path / "f.jsonl", [{"prompt": "1+1=", "answer": 2, "solution": "two"},
                                         {"prompt": "9+9=", "answer": 18, "solution": "x"}])
     examples = load_sft_examples([file], TOKENIZER, config()).examples
-    assert [TOKENIZER.decode(e.prompt_tokens) for e in examples] == ["1+1=", "9+9="]
+    assert [TOKENIZER.decode(e.prompt.tokens) for e in examples] == ["1+1=", "9+9="]
     assert examples[1].response_tokens.tolist() == [ord("1"), ord("8"), 0]
     assert examples[1].response_tokens.dtype == np.int32
     named = load_sft_examples([file], TOKENIZER, config(response_key="solution", max_response_length=4)).examples

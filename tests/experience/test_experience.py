@@ -7,6 +7,7 @@ The rest of experience/ is tested through whole runs (tests/trainer/).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.experience.columns import gather_token_values
 from megatron_rl.experience.pack import pack_rollouts
-from megatron_rl.packing.batch import PackedSequence, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import build_train_batch, expand_to_tokens
+from megatron_rl.types import Branch
 from reward_samples import make_rollout
 
 # Prompt of 2, responses of 3, 1, 2 and 4 tokens; that of rollout 1 is kept out of the loss.
@@ -28,8 +30,8 @@ ADVANTAGES = [1.0, 0.0, -1.0, 2.0]
 
 
 def _gather(rank: int, world_size: int) -> dict[str, Any]:
-    sequences = [
-        PackedSequence(np.arange(2 + n), 2, np.zeros(n, np.float32), in_loss=i != 1) for i, n in enumerate(RESPONSES)]
+    sequences = [Branch.of_response(np.arange(2 + n), 2) for n in RESPONSES]
+    sequences[1] = replace(sequences[1], sampled=np.zeros(2 + RESPONSES[1], bool))
     plans = [((0, 1), [[[1]], [[0]]]), ((2, 3), [[[1, 0]], [[]]])]  # replica 0: rollout 1, then 3 and 2
     batch = build_train_batch(
         sequences, [1.0] * 4, plans, dp_rank=rank // 2, pad_multiple=4, device=torch.device("cpu"))

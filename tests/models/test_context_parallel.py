@@ -24,7 +24,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, ModelConfig
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.packing.batch import TrainBatch, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy
@@ -32,6 +32,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.ulysses import combine_shards, shard_rows
 from megatron_rl.training.policy import Policy
+from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 
@@ -75,12 +76,12 @@ CASES = {
 
 
 @cache
-def draw_sequences() -> list[PackedSequence]:
+def draw_sequences() -> list[Branch]:
     """Random tokens; a group has one prompt."""
     prompts = draw_tokens([PROMPT_LENGTHS[GROUP_OF.index(g)] for g in range(3)])
     responses = draw_tokens(RESPONSE_LENGTHS, seed=1)
     return [
-        PackedSequence(np.concatenate([prompts[g], r]), len(prompts[g]), np.zeros(len(r), np.float32))
+        Branch.of_response(np.concatenate([prompts[g], r]), len(prompts[g]))
         for g, r in zip(GROUP_OF, responses, strict=True)
     ]
 

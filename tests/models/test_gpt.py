@@ -24,12 +24,12 @@ from megatron_rl.models import gpt
 from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.transformer_config import build_transformer_config
-from megatron_rl.packing.batch import PackedSequence, build_train_batch
+from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.policy import Policy
-from megatron_rl.types import UserError
+from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.families import Head, load_model_shape
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
@@ -142,7 +142,7 @@ def collect_logits(
 
 def _run_policy(policy: Policy) -> list[torch.Tensor] | None:
     """Run the pipeline; the hidden states of the last stage are caught on their way to the scoring."""
-    sequences = [PackedSequence(tokens, 1, np.zeros(len(tokens) - 1, np.float32)) for tokens in draw_tokens(LENGTHS)]
+    sequences = [Branch.of_response(tokens, 1) for tokens in draw_tokens(LENGTHS)]
     plan = plan_microbatches(LENGTHS, dp_size=1, max_tokens=32, count_multiple=policy.microbatch_count_multiple)
     batch = build_train_batch(
         sequences, np.ones(len(LENGTHS)), [(range(len(LENGTHS)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of single tokens out of real tokenizers, and per-token values as a row holds them.
 
-The gathering of the values over ranks is tested in tests/experience/test_experience.py, whole runs in tests/trainer/test_trainer.py.
+The gathering of the values over ranks is tested in tests/experience/test_experience.py, whole runs in
+tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> No
 
 def test_half_a_character_in_a_capsule(tmp_path: Path) -> None:
     prompt = Prompt(0, np.zeros(1, np.int32), HALF, HALF, HALF)
-    rollout = Rollout(prompt, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, HALF, 1.0, {})
+    rollout = Rollout.from_response(prompt, 0, np.zeros(1, np.int32), None, "stop")
+    rollout.response, rollout.reward = HALF, 1.0
     write_rollouts(tmp_path / "rollouts.jsonl", Collected([RolloutGroup(prompt, [rollout])], None, {}))
     [group] = read_rollouts(tmp_path / "rollouts.jsonl").groups
     assert (group.prompt.text, group.prompt.ground_truth, group.rollouts[0].response) == (HALF, HALF, HALF)

@@ -9,17 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")
 
 
-def make_sequence(tokens: list[int], num_prompt_tokens: int) -> PackedSequence:
+def make_sequence(tokens: list[int], num_prompt_tokens: int) -> Branch:
     """Rollout logprobs are minus the token, so that alignment shows in the values."""
     logprobs = -np.asarray(tokens[num_prompt_tokens:], np.float32)
-    return PackedSequence(np.asarray(tokens, np.int32), num_prompt_tokens, logprobs)
+    return Branch.of_response(np.asarray(tokens, np.int32), num_prompt_tokens, logprobs)
 
 
 SEQUENCES = [make_sequence([10, 11, 12], 1), make_sequence([20, 21, 22, 23], 2), make_sequence([30, 31], 1)]
@@ -236,7 +237,7 @@ def test_every_token_counts_once(
     assert sorted(seen) == [(int(i >= cut), i) for i in range(len(sequences))]
 
 
-def _check_microbatch(part: TrainBatch, sequences: list[PackedSequence]) -> list[int]:
+def _check_microbatch(part: TrainBatch, sequences: list[Branch]) -> list[int]:
     """Compare each packed sequence with its source; returns the indices of the rollouts."""
     bounds, found = part.slices[0].cu_seqlens.tolist(), []
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
@@ -248,9 +249,8 @@ def _check_microbatch(part: TrainBatch, sequences: list[PackedSequence]) -> list
             assert not part.rollout_logprobs[start:stop].any() and stop == bounds[-1]
             continue
         source = sequences[index]
-        first = start + source.num_prompt_tokens
         assert part.tokens[start:stop].tolist() == source.tokens.tolist()
-        assert part.rollout_logprobs[first:stop].tolist() == source.rollout_logprobs.tolist()
+        assert part.rollout_logprobs[start:stop].tolist() == source.logprobs.tolist()
         assert part.loss_mask[start:stop].tolist() == [i >= source.num_prompt_tokens for i in range(stop - start)]
         found.append(index)
     return found

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.packing.batch import TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, build_buckets, padding_metrics
+from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def pack(lengths: list[int], *, group_of: list[int] | None = None, max_seqlen: i
     """One microbatch; prompts have two tokens."""
     prompt = [1, 2]
     sequences = [
-        PackedSequence(np.array([*prompt, *range(3, n + 1)], np.int64), 2, np.zeros(n - 2, np.float32))
+        Branch.of_response(np.array([*prompt, *range(3, n + 1)], np.int64), 2)
         for n in lengths]
     return build_train_batch(
         sequences, [1.0] * len(lengths), [(range(len(lengths)), [[list(range(len(lengths)))]])], dp_rank=0,

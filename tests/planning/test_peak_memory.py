@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,11 +26,12 @@ from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.training.actor import Actor
+from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 
@@ -80,7 +80,7 @@ LAYOUTS = {
 def build_batch(actor: Actor) -> TrainBatch:
     """Rollouts of the full length, complete but for the old logprobs; every microbatch is full."""
     lengths, groups = [LENGTH] * ROLLOUTS, actor.groups
-    sequences = [PackedSequence(tokens, PROMPT, np.zeros(LENGTH - PROMPT, np.float32))
+    sequences = [Branch.of_response(tokens, PROMPT)
                  for tokens in draw_tokens(lengths)]
     plan = plan_microbatches(lengths, dp_size=groups.layout.dp_size, max_tokens=BUDGET,
                              count_multiple=actor.microbatch_count_multiple)

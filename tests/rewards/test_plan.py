@@ -16,7 +16,7 @@ from megatron_rl.rewards.plan import (
 )
 from megatron_rl.rewards.scoring import Score
 from megatron_rl.types import UserError
-from reward_samples import make_rollout, make_sample, write_function
+from reward_samples import make_rollout, write_function
 
 URL = "http://localhost:8700/score"
 
@@ -102,6 +102,6 @@ def test_overlong_penalty_by_hand(length, expected):
 
 def test_overlong_penalty_is_added_and_logged():
     plan = build_reward_plan(RewardConfig(rule="math", overlong_buffer_length=20), 100)
-    assert compute_reward(plan, [Score(1.0)], make_sample("x" * 95)) == (0.25, {"overlong": -0.75})
-    reward, components = compute_reward(plan, [Score(1.0)], make_sample("x" * 10))
+    assert compute_reward(plan, [Score(1.0)], make_rollout("x" * 95)) == (0.25, {"overlong": -0.75})
+    reward, components = compute_reward(plan, [Score(1.0)], make_rollout("x" * 10))
     assert (reward, components) == (1.0, {"overlong": 0.0}) and math.copysign(1, components["overlong"]) == 1

@@ -8,12 +8,12 @@ import pytest
 from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.rewards.scoring import Score, compute_score, parse_score
 from megatron_rl.types import UserError
-from reward_samples import make_rollout, make_sample, write_function
+from reward_samples import make_rollout, write_function
 
 
 def score(directory, body, response="82"):
     function = load_reward_function(write_function(directory, body, imports="import numpy as np, json, sys"))
-    return compute_score(function, make_sample(response))
+    return compute_score(function, make_rollout(response))
 
 
 def test_function_gets_all_four_arguments(tmp_path):
@@ -32,9 +32,9 @@ def test_numbers_of_all_kinds(tmp_path, value, expected):
 
 def test_extra_info_of_the_prompt_is_not_changed(tmp_path):
     function = load_reward_function(write_function(tmp_path, "extra_info['x'] = 1\nreturn 0"))
-    sample = make_sample()
+    sample = make_rollout()
     assert compute_score(function, sample).value == 0.0
-    assert sample.extra_info == {"level": 3}
+    assert sample.prompt.extra_info == {"level": 3}
 
 
 def test_exception_names_rollout_and_line(tmp_path):
@@ -42,7 +42,7 @@ def test_exception_names_rollout_and_line(tmp_path):
     imports = "import json\ndef help_with(text):\n    return json.loads(text)"
     function = load_reward_function(write_function(tmp_path, body, imports=imports))
     with pytest.raises(UserError) as caught:
-        compute_score(function, make_sample("begin " + "x" * 5000 + " end"))
+        compute_score(function, make_rollout("begin " + "x" * 5000 + " end"))
     message = str(caught.value)
     assert "prompt_id 17, sample_index 5, data_source \"sums\"" in message and "JSONDecodeError" in message
     assert "begin xx" in message and "xx end" in message and "(5012 characters)" in message
@@ -68,11 +68,3 @@ def test_parsing_says_what_is_wrong():
     with pytest.raises(ValueError, match="'no' \\(str\\) as score"):
         parse_score({"score": "no"})
     assert parse_score({"score": 1, "why": "text"}) == Score(1.0)
-
-
-def test_sample_of_a_rollout():
-    sample = make_sample("8")
-    assert (sample.prompt_id, sample.sample_index, sample.data_source) == (17, 5, "sums")
-    assert (sample.prompt, sample.response, sample.ground_truth) == ("37+45=", "8", "82")
-    rollout = make_rollout()
-    assert sample.extra_info == rollout.prompt.extra_info and sample.extra_info is not rollout.prompt.extra_info

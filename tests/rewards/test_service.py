@@ -20,10 +20,10 @@ import requests
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.deadline import DeadlineExceeded, post_within
-from megatron_rl.rewards.scoring import Sample, Score
+from megatron_rl.rewards.scoring import Score
 from megatron_rl.rewards.service import RewardService
-from megatron_rl.types import UserError
-from reward_samples import make_sample
+from megatron_rl.types import Rollout, UserError
+from reward_samples import make_rollout
 
 SERVICE = Path(__file__).with_name("misbehaving_service.py")
 QUICK = RewardConfig(service_batch_size=4, service_retries=2, service_backoff_seconds=0.02)
@@ -56,7 +56,7 @@ def service() -> Iterator[str]:
     stop(process)
 
 
-def ask(url: str, config: RewardConfig, samples: list[Sample]) -> list[Score]:
+def ask(url: str, config: RewardConfig, samples: list[Rollout]) -> list[Score]:
     client = RewardService(url, config, "reward.service_url")
     try:
         waits = [client.begin(sample) for sample in samples]
@@ -65,8 +65,8 @@ def ask(url: str, config: RewardConfig, samples: list[Sample]) -> list[Score]:
         client.close()
 
 
-def samples_of(count: int) -> list[Sample]:
-    return [make_sample("x" * n, prompt_id=100 + n, sample_index=n) for n in range(count)]
+def samples_of(count: int) -> list[Rollout]:
+    return [make_rollout("x" * n, prompt_id=100 + n, sample_index=n) for n in range(count)]
 
 
 def seen(service: str, test: str) -> dict[str, int]:
@@ -81,7 +81,8 @@ def test_batches_come_back_in_order(service):
 
 def test_service_is_told_everything(service):
     """numpy values, as parquet files give them, included."""
-    sample = replace(make_sample(), extra_info={"level": np.float32(2.5), "options": np.arange(3)})
+    sample = make_rollout()
+    sample.prompt = replace(sample.prompt, extra_info={"level": np.float32(2.5), "options": np.arange(3)})
     assert ask(f"{service}/echo/told", QUICK, [sample]) == [Score(5.0, {"level": 2.5, "keys": 7.0})]
 
 
@@ -127,7 +128,7 @@ def test_lasting_trouble_stops_the_run(service, behaviour, message, attempts):
     url = f"{service}/{behaviour}/lasting-{behaviour}"
     timeout = 0.3 if "0.3" in message else 20.0
     with pytest.raises(UserError, match=message) as caught:
-        ask(url, replace(QUICK, service_timeout_seconds=timeout, service_max_answer_bytes=4_000_000), [make_sample()])
+        ask(url, replace(QUICK, service_timeout_seconds=timeout, service_max_answer_bytes=4_000_000), [make_rollout()])
     assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
     assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.service_url"
     assert seen(service, f"lasting-{behaviour}")["requests"] == attempts
@@ -176,8 +177,9 @@ def test_fallback_is_counted_and_logged(service, caplog):
 def test_fallback_does_not_hide_other_errors(service):
     """What is no failure of the service, here a sample that JSON cannot hold, is raised with either policy."""
     with pytest.raises(TypeError, match="keys must be str"):
-        ask(f"{service}/score/keys", replace(QUICK, service_on_failure="fallback"),
-            [replace(make_sample(), extra_info={(1, 2): 3})])
+        rollout = make_rollout()
+        rollout.prompt = replace(rollout.prompt, extra_info={(1, 2): 3})
+        ask(f"{service}/score/keys", replace(QUICK, service_on_failure="fallback"), [rollout])
 
 
 @pytest.mark.parametrize("policy", ["stop", "fallback"])

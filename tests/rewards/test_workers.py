@@ -21,7 +21,7 @@ from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.rewards.scoring import Score, compute_score
 from megatron_rl.rewards.workers import WorkerPool
 from megatron_rl.types import UserError
-from reward_samples import make_sample, wait_for_end, wait_for_file, write_function
+from reward_samples import make_rollout, wait_for_end, wait_for_file, write_function
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTING = "reward.function"
@@ -40,11 +40,11 @@ def open_pool(
 
 def test_scores_are_those_of_the_rank_in_order(tmp_path):
     function = write_function(tmp_path, "return {'score': len(solution_str), 'level': extra_info['level']}")
-    samples = [make_sample("x" * n, sample_index=n) for n in range(12)]
+    samples = [make_rollout("x" * n, sample_index=n) for n in range(12)]
     expected = [compute_score(load_reward_function(function), sample) for sample in samples]
     with open_pool("format", function, num_workers=3) as pool:
         futures = [pool.submit(1, sample) for sample in samples]
-        marked = pool.submit(0, make_sample("#### 1"))
+        marked = pool.submit(0, make_rollout("#### 1"))
         assert [future.result() for future in futures] == expected
         assert marked.result() == Score(1.0)
 
@@ -54,7 +54,7 @@ def test_worker_imports_the_file_and_little_else(tmp_path):
             "return {'score': sum(name in sys.modules for name in heavy), 'stdin': len(sys.stdin.read()),\n"
             "        'main_thread': threading.current_thread() is threading.main_thread()}")
     with open_pool(write_function(tmp_path, body, imports="import sys, threading")) as pool:
-        assert pool.submit(0, make_sample()).result() == Score(0.0, {"stdin": 0.0, "main_thread": 1.0})
+        assert pool.submit(0, make_rollout()).result() == Score(0.0, {"stdin": 0.0, "main_thread": 1.0})
 
 
 def test_hanging_function_is_killed_and_named(tmp_path):
@@ -65,7 +65,7 @@ def test_hanging_function_is_killed_and_named(tmp_path):
         f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(1000)",
         imports="import os, subprocess, time")
     with open_pool(function, timeout=0.7) as pool:
-        hanging, fine = pool.submit(0, make_sample("stay")), pool.submit(0, make_sample("go", sample_index=6))
+        hanging, fine = pool.submit(0, make_rollout("stay")), pool.submit(0, make_rollout("go", sample_index=6))
         with pytest.raises(UserError, match=r"not done after 0\.7 s") as caught:
             hanging.result()
         assert "prompt_id 17, sample_index 5" in str(caught.value) and "'stay'" in str(caught.value)
@@ -82,16 +82,16 @@ def test_hanging_function_is_killed_and_named(tmp_path):
 def test_dying_worker_is_named(tmp_path, body, message):
     function = write_function(tmp_path, body, imports="import os, threading, time")
     with open_pool(function) as pool, pytest.raises(UserError, match=message) as caught:
-        pool.submit(0, make_sample()).result()
+        pool.submit(0, make_rollout()).result()
     assert "ended its process" in str(caught.value) and "prompt_id 17, sample_index 5" in str(caught.value)
 
 
 def test_exception_names_rollout_and_line_as_in_the_rank(tmp_path):
     function = write_function(tmp_path, "return 1 / len(solution_str[2:])")
     with pytest.raises(UserError) as here:
-        compute_score(load_reward_function(function), make_sample())
+        compute_score(load_reward_function(function), make_rollout())
     with open_pool(function) as pool, pytest.raises(UserError) as there:
-        pool.submit(0, make_sample()).result()
+        pool.submit(0, make_rollout()).result()
     assert str(there.value) == str(here.value) and there.value.source == f"{tmp_path / 'reward.py'}:3"
 
 
@@ -99,7 +99,7 @@ def test_file_that_loads_in_the_rank_only(tmp_path):
     name = write_function(tmp_path, "return 1", imports=f"import os\nif os.getpid() != {os.getpid()}: raise OSError(7)")
     load_reward_function(name)
     with open_pool(name) as pool, pytest.raises(UserError, match="importing the file raised OSError: 7"):
-        pool.submit(0, make_sample()).result()
+        pool.submit(0, make_rollout()).result()
 
 
 def test_file_that_ends_the_process_on_import(tmp_path):
@@ -108,7 +108,7 @@ def test_file_that_ends_the_process_on_import(tmp_path):
                          ("os.kill(os.getpid(), 9)", "did not start: EOFError, killed by SIGKILL")):
         with open_pool(write_function(tmp_path, "return 1", imports=f"import os\n{end}")) as pool:
             with pytest.raises(UserError, match=message):
-                pool.submit(0, make_sample()).result()
+                pool.submit(0, make_rollout()).result()
 
 
 def test_workers_do_not_inherit_secrets(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_workers_do_not_inherit_secrets(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "1")
     function = write_function(tmp_path, f"return {{'score': 1, **{{n: 1 for n in {names} if n in os.environ}}}}")
     with open_pool(function, secrets=["OPENAI_API_KEY"]) as pool:
-        assert pool.submit(0, make_sample()).result().components.keys() == {
+        assert pool.submit(0, make_rollout()).result().components.keys() == {
             "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "KEYBOARD"}
 
 
@@ -126,10 +126,10 @@ def test_close_ends_idle_and_busy_workers(tmp_path):
         tmp_path, f"open({str(tmp_path)!r} + '/' + solution_str, 'w').write(str(os.getpid()))\n"
         "time.sleep(1000 * (solution_str == 'busy'))\nreturn 1")
     pool = WorkerPool([(function, SETTING)], 2, 1000.0)
-    pool.submit(0, make_sample("busy"))
+    pool.submit(0, make_rollout("busy"))
     wait_for_file(tmp_path / "busy")
-    pool.submit(0, make_sample("idle")).result()
-    queued = [pool.submit(0, make_sample("busy")) for _ in range(3)]
+    pool.submit(0, make_rollout("idle")).result()
+    queued = [pool.submit(0, make_rollout("busy")) for _ in range(3)]
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 10
@@ -142,8 +142,8 @@ def test_workers_end_with_a_killed_rank(tmp_path):
     """Even in the middle of a function, as nobody is left who could kill them."""
     function = write_function(
         tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)")
-    code = ("from megatron_rl.rewards.workers import WorkerPool\nfrom reward_samples import make_sample\n"
-            f"WorkerPool([({function!r}, 'reward.function')], 1, 1000.0).submit(0, make_sample()).result()")
+    code = ("from megatron_rl.rewards.workers import WorkerPool\nfrom reward_samples import make_rollout\n"
+            f"WorkerPool([({function!r}, 'reward.function')], 1, 1000.0).submit(0, make_rollout()).result()")
     rank = subprocess.Popen([sys.executable, "-c", code],
                             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
     try:
@@ -158,7 +158,7 @@ def _score_between_collectives(rank: int, world_size: int, function: str) -> tup
     total = torch.ones(1)
     dist.all_reduce(total)  # gloo's threads are there when the workers start
     with open_pool(function, num_workers=2) as pool:
-        futures = [pool.submit(0, make_sample("x" * (4 * rank + n))) for n in range(4)]
+        futures = [pool.submit(0, make_rollout("x" * (4 * rank + n))) for n in range(4)]
         dist.all_reduce(total)
         return [future.result().value for future in futures], float(total)
 

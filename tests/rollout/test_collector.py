@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,8 +16,7 @@ def make_group(rewards: list[float], **components: list[float]) -> RolloutGroup:
     """Responses with these rewards and components."""
     prompt = Prompt(0, np.zeros(1, np.int32), "", "")
     rollouts = [
-        Rollout(prompt=prompt, sample_index=i, response_tokens=np.zeros(1, np.int32),
-                rollout_logprobs=np.zeros(1, np.float32), finish_reason="stop", reward=reward,
+        replace(Rollout.from_response(prompt, i, np.zeros(1, np.int32), None, "stop"), reward=reward,
                 reward_components={name: values[i] for name, values in components.items()})
         for i, reward in enumerate(rewards)]
     return RolloutGroup(prompt, rollouts)

@@ -31,7 +31,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.packing.batch import PackedSequence, build_train_batch
+from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
@@ -118,8 +118,7 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     result["rng_untouched"] = torch.equal(rng_before, torch.get_rng_state())
     result["sampled"] = [r.response_tokens.tolist() for r in sampled]
 
-    sequences = [PackedSequence(np.concatenate([r.prompt.tokens, r.response_tokens]), len(r.prompt.tokens),
-                                r.rollout_logprobs) for r in sampled]
+    sequences = [branch for r in sampled for branch in r.branches]
     plan = plan_microbatches([len(s.tokens) for s in sequences], dp_size=layout.dp_size, max_tokens=200,
                              count_multiple=actor.microbatch_count_multiple)
     batch = build_train_batch(sequences, np.full(10, 0.01), [(range(10), plan)], dp_rank=groups.at.dp,

@@ -17,11 +17,12 @@ from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantage
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
-from megatron_rl.packing.batch import PackedSequence, TrainBatch, build_train_batch
+from megatron_rl.packing.batch import TrainBatch, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.actor import Actor
+from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape, model_shape_from_config
 from tools.benchmarks._scripted_workloads import Workload
 
@@ -82,10 +83,10 @@ def build_bench_batch(
     return batch
 
 
-def _join(prompt: np.ndarray, response: np.ndarray, pad_to: int) -> PackedSequence:
+def _join(prompt: np.ndarray, response: np.ndarray, pad_to: int) -> Branch:
     padding = np.zeros(max(pad_to - len(prompt) - len(response), 0), np.int64)
     tokens = np.concatenate([prompt, response, padding])
-    return PackedSequence(tokens, len(prompt), np.zeros(len(tokens) - len(prompt), np.float32))
+    return Branch.of_response(tokens, len(prompt))
 
 
 def _estimate_advantages(actor: Actor, work: Workload, batch: TrainBatch) -> torch.Tensor:
