@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 # A busy machine is no reason for an example to fail.
@@ -16,15 +15,10 @@ settings.load_profile("no-deadline")
 
 @pytest.fixture(scope="session")
 def vllm_imported() -> None:
-    """Import vllm and what its engine imports lazily; forked ranks inherit all of it."""
-    import importlib
+    """What `import_engine` imports."""
+    from rl_runs import import_engine
 
-    from megatron_rl.engines.vllm import prepare_vllm
-
-    prepare_vllm(torch.device("cpu"))
-    for name in ("entrypoints.llm", "v1.worker.cpu_worker", "v1.engine.core", "model_executor.models.qwen2",
-                 "model_executor.models.qwen3", "model_executor.models.llama"):
-        importlib.import_module(f"vllm.{name}")
+    import_engine()
 
 
 @pytest.fixture(scope="session")

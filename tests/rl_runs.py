@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import torch
 
 import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the parent
+import megatron_rl.trainer.sft as sft_module
 from megatron_rl.config.loading import load_config
+from megatron_rl.engines.vllm import prepare_vllm
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
@@ -64,6 +68,27 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def fine_tune(rank: int, world_size: int, overrides: Sequence[str]) -> None:
+    """One rank of supervised fine-tuning."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    sft_module.train_sft(load_config(None, overrides), None)
+
+
+def sft_overrides(task: Path, *extra: str) -> list[str]:
+    """Command line of supervised fine-tuning on the task."""
+    return [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
+            "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
+            "trainer.total_steps=4", "actor.lr=1e-3", *extra]
+
+
+def import_engine() -> None:
+    """Import vllm and what its engine imports lazily; forked ranks inherit all of it."""
+    prepare_vllm(torch.device("cpu"))
+    for name in ("entrypoints.llm", "v1.worker.cpu_worker", "v1.engine.core", "model_executor.models.qwen2",
+                 "model_executor.models.qwen3", "model_executor.models.llama"):
+        importlib.import_module(f"vllm.{name}")
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:

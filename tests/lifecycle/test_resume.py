@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +31,8 @@ from megatron_rl.lifecycle.changes import check_dependencies, describe_changes, 
 from megatron_rl.lifecycle.lock import RunLock
 from megatron_rl.lifecycle.opening import choose_checkpoint
 from megatron_rl.observability.run import Run
-from megatron_rl.trainer.sft import train_sft
 from megatron_rl.types import UserError
-from rl_runs import layout_overrides, overrides_for, read_records, train
+from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
 # What has a state: dynamic sampling, the adaptive KL coefficient, the schedule, the best metric, the certificate.
@@ -192,17 +190,6 @@ def test_digests_tell_contents_apart(tmp_path: Path) -> None:
     assert check_dependencies({}, before, [], tmp_path) == [], "a checkpoint of an older version"
 
 
-def _train_sft(rank: int, world_size: int, overrides: Sequence[str]) -> None:
-    os.environ["WORLD_SIZE"] = str(world_size)
-    train_sft(load_config(None, overrides), None)
-
-
-def sft_overrides(task: Path, *extra: str) -> list[str]:
-    return [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
-            "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
-            "trainer.total_steps=4", "actor.lr=1e-3", *extra]
-
-
 def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
     """One that was written because time had passed goes when the next is there. Two saves in a row fail, the run goes
     on and its summary names them; with a limit of two it ends there, with the last good checkpoint."""
@@ -218,7 +205,7 @@ def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
 
         ChunkWriter.close = close
         try:
-            _train_sft(rank, world_size, sft_overrides(
+            fine_tune(rank, world_size, sft_overrides(
                 task, f"trainer.run_dir={tmp_path}/{limit}", "checkpoint.save_every_minutes=1e-9",
                 "trainer.save_freq=4", "trainer.total_steps=6", "checkpoint.async_save=false",
                 f"checkpoint.max_failed_saves={limit}"))
@@ -263,12 +250,12 @@ def test_a_reward_function_may_change_the_working_directory(task: Path, tmp_path
 def test_supervised_fine_tuning_goes_on(task: Path, tmp_path: Path) -> None:
     overrides = sft_overrides(task, *layout_overrides(1, 2, 1))
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    run_ranks(_train_sft, 2, [*overrides, f"trainer.run_dir={whole}"], timeout=100)
+    run_ranks(fine_tune, 2, [*overrides, f"trainer.run_dir={whole}"], timeout=100)
     overrides.append(f"trainer.run_dir={run_dir}")
     stop = Blow("update", entry=3, number=signal.SIGTERM)
-    reasons = run_ranks(train_under, 2, overrides, stop, _train_sft, timeout=100)
+    reasons = run_ranks(train_under, 2, overrides, stop, fine_tune, timeout=100)
     assert all(reason.startswith("preempted: SIGTERM after step 3") for reason in reasons)
-    run_ranks(_train_sft, 2, overrides, timeout=100)
+    run_ranks(fine_tune, 2, overrides, timeout=100)
     assert read_records(run_dir) == read_records(whole) and len(read_records(whole)) == 4
 
 
