@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models as full logical tensors, and the shards that a list of placements cuts out of them.
 
-Written without the planner, the executor and the loader, so that it can be the reference for all of them.
+Written without the plan, the executor and the loader, so that it can be the reference for all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding.planner import Shard, group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
@@ -87,6 +88,11 @@ def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.
         name for name in names
         if name not in actual or name not in expected or not torch.equal(actual[name], expected[name])
     )
+
+
+def as_shards(tables: Sequence[Sequence[ShardBox]]) -> list[Shard]:
+    """Ranks with equal tables are one shard."""
+    return group_shards(tables.__getitem__, lambda rank: tuple(tables[rank]), len(tables))
 
 
 def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[ShardBox]]:

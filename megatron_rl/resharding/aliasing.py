@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which destination parameters are a source parameter of the same rank, byte for byte (pure).
+"""Which destination parameters are a source parameter of the same rank, byte for byte.
 
 Such a pair can share one storage: the switch moves nothing for it, and there is no second copy.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel.collectives import gather_rows, share_object
 from megatron_rl.weights.shard_box import Box, ShardBox
 
 
 def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) -> dict[str, str]:
-    """Destination parameter -> source parameter that holds the same pieces at the same places.
+    """Destination parameter -> source parameter that holds the same pieces at the same places (pure).
 
     Only layouts are compared; that shapes (vocabulary padding) and dtypes agree as well is for the one who
     binds the storages to check.
@@ -25,6 +30,17 @@ def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) ->
     by_content = {content: name for name, content in _contents(source).items()}
     matches = {name: by_content.get(content) for name, content in _contents(destination).items()}
     return {name: match for name, match in matches.items() if match is not None}
+
+
+def gather_names(names: frozenset[str], group: dist.ProcessGroup) -> list[frozenset[str]]:
+    """The sets of all ranks, by rank; collective. A rank sends 8 bytes, and each distinct set travels once."""
+    digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8]
+    mine = torch.tensor([[int.from_bytes(digest, "little", signed=True)]])
+    digests = gather_rows(mine, group)[:, 0].tolist()
+    owners = {found: rank for rank, found in reversed(list(enumerate(digests)))}  # the first rank of each set
+    sets = {found: share_object(names, group, dist.get_global_rank(group, rank))
+            for found, rank in sorted(owners.items(), key=lambda item: item[1])}
+    return [sets[found] for found in digests]
 
 
 def _contents(placements: Iterable[ShardBox]) -> dict[str, frozenset[tuple[Box, str, Box]]]:

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.resharding.planner import Shard
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -69,15 +71,24 @@ class Side:
     params_with_padding: Sequence[str]
 
 
-def count_once(placements: Sequence[Sequence[ShardBox]], rank: int) -> list[ShardBox]:
-    """The placements of `rank` whose box no earlier rank (or earlier placement) holds."""
-    seen = {(p.hf_name, p.hf_box) for earlier in placements[:rank] for p in earlier}
-    counted = []
-    for p in placements[rank]:
-        if (p.hf_name, p.hf_box) not in seen and box_volume(p.hf_box):
-            seen.add((p.hf_name, p.hf_box))
-            counted.append(p)
-    return counted
+def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
+    """The placements of `rank` whose box no earlier rank (or earlier placement) holds.
+
+    Args:
+        shards: in the order of their first ranks, as `group_shards` returns them.
+        rank: whose placements.
+    """
+    own = next((shard for shard in shards if shard.ranks[0] == rank), None)
+    if own is None:  # an earlier rank holds the same
+        return []
+    counted: dict[tuple[str, Box], ShardBox] = {}
+    for p in own.placements:
+        if box_volume(p.hf_box):
+            counted.setdefault((p.hf_name, p.hf_box), p)
+    for shard in takewhile(lambda shard: shard is not own, shards):
+        for p in shard.placements:
+            counted.pop((p.hf_name, p.hf_box), None)
+    return list(counted.values())
 
 
 class Certificate:

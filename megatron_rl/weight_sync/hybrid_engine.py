@@ -27,9 +27,10 @@ from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, gather_arrays, raise_together, reduce_scalars
+from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.executor import Resharder, ReshardStats
-from megatron_rl.resharding.planner import group_shards, plan_rank
+from megatron_rl.resharding.planner import Shard, group_shards, plan_rank
 from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
@@ -81,22 +82,21 @@ class HybridEngine:
         self._num_engines = process.world_size // engine_tp_size
         self._engine_index, self._engine_rank = divmod(process.rank, engine_tp_size)
         self._engine_tp_size = engine_tp_size
-        self._resharder = self._build_resharder(process, config)
-        self._certificate = self._build_certificate(process)
+        source = group_shards(actor.placements, actor.shard_key, process.world_size)
+        self._resharder = self._build_resharder(source, process, config)
+        self._certificate = self._build_certificate(source, process)
         self.reshard_stats = self._total_stats()
         self._policy_version = -1
         self.verified_tensors = 0
         self.progress = RolloutProgress()
 
-    def _build_resharder(self, process: Process, config: HybridConfig) -> Resharder:
+    def _build_resharder(self, source: Sequence[Shard], process: Process, config: HybridConfig) -> Resharder:
         """Plan what is not borrowed, and make it ready."""
         actor, engine = self._actor, self._engine
-        borrowed: list[frozenset[str]] = [frozenset()] * process.world_size
-        dist.all_gather_object(borrowed, engine.borrowed, group=self._group)
+        borrowed = gather_names(engine.borrowed, self._group)
         destination = group_shards(
             lambda rank: [p for p in engine.placements(rank) if p.param not in borrowed[rank]],
             lambda rank: (engine.shard_key(rank), borrowed[rank]), process.world_size)
-        source = group_shards(actor.placements, actor.shard_key, process.world_size)
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(
             plan, actor.params, engine.params, self._group, dtype=self._dtype, bucket_bytes=config.bucket_bytes,
@@ -111,16 +111,16 @@ class HybridEngine:
         """How pieces cross between ranks: pull, buckets, or pull+buckets."""
         return self._resharder.transport
 
-    def _build_certificate(self, process: Process) -> Certificate:
-        actor, engine, rank = self._actor, self._engine, process.rank
-        first = rank - self._engine_rank
-        source = count_once([actor.placements(r) for r in range(process.world_size)], rank)
-        destination = count_once(
-            [engine.placements(r) for r in range(first, first + self._engine_tp_size)], self._engine_rank)
+    def _build_certificate(self, source: Sequence[Shard], process: Process) -> Certificate:
+        actor, engine, first = self._actor, self._engine, process.rank - self._engine_rank
+        destination = group_shards(
+            lambda rank: engine.placements(first + rank), lambda rank: engine.shard_key(first + rank),
+            self._engine_tp_size)
         padded = [name for name in actor.params if name.endswith(actor.padded_params)]
         return Certificate(
-            actor.shape.logical_tensors(), Side(actor.params, source, padded),
-            Side(engine.params, destination, [name for name in engine.padded_params if name in engine.params]),
+            actor.shape.logical_tensors(), Side(actor.params, count_once(source, process.rank), padded),
+            Side(engine.params, count_once(destination, self._engine_rank),
+                 [name for name in engine.padded_params if name in engine.params]),
             dtype=self._dtype, num_engines=self._num_engines, engine=self._engine_index, group=self._group)
 
     def _total_stats(self) -> ReshardStats:

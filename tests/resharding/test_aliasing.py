@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
+from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.resharding.aliasing import find_aliases, gather_names
 from shards import make_shape, place_megatron, place_vllm
 
 
@@ -37,3 +39,18 @@ def test_other_tp_shares_only_what_is_replicated() -> None:
     source = place_megatron(shape, ParallelLayout(2, tp_size=2))
     aliases = find_aliases(source[0], place_vllm(shape, 2, 1)[0])
     assert aliases and all("norm" in name for name in aliases)
+
+
+def _gather(rank: int, world_size: int, sets: list[frozenset[str]]) -> tuple[list[frozenset[str]], int]:
+    """What `gather_names` returns on this rank, and how many sets travelled."""
+    sent, broadcast = [], dist.broadcast_object_list
+    dist.broadcast_object_list = lambda objects, *args, **options: (
+        sent.append(1), broadcast(objects, *args, **options))
+    return gather_names(sets[rank], dist.group.WORLD), len(sent)
+
+
+@pytest.mark.parametrize("sets", [
+    [frozenset()] * 4, [frozenset("ab"), frozenset("c"), frozenset("ab"), frozenset("c")],
+    [frozenset("d"), frozenset("c"), frozenset("b"), frozenset({"a", "bb"})]])
+def test_names_are_gathered_by_rank_and_equal_sets_travel_once(sets: list[frozenset[str]]) -> None:
+    assert run_ranks(_gather, 4, sets, timeout=60) == [(sets, len(set(sets)))] * 4

@@ -6,6 +6,7 @@ Not covered: digests of types that are not 1, 2 or 4 bytes wide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import Certificate, CertificateError, Side, compute_digest, count_once
-from megatron_rl.weights.shard_box import full_box
-from shards import cut_shards, make_full_tensors, make_shape, place_megatron, place_vllm
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.shard_box import ShardBox, box_volume, full_box
+from shards import as_shards, cut_shards, make_full_tensors, make_shape, place_megatron, place_vllm
 
 SHAPE = make_shape("qwen2", tied_embeddings=False)
 MASK = (1 << 64) - 1
@@ -69,6 +71,30 @@ def test_every_flipped_bit_shows(element: int, bit: int) -> None:
 
 
 MOE_SHAPE = make_shape("qwen3_moe", tied_embeddings=False)
+
+
+def count_by_definition(tables: list[list[ShardBox]], rank: int) -> list[ShardBox]:
+    """Rank by rank: what no earlier rank and no earlier placement of this rank holds."""
+    seen = {(p.hf_name, p.hf_box) for table in tables[:rank] for p in table}
+    counted = []
+    for p in tables[rank]:
+        if (p.hf_name, p.hf_box) not in seen and box_volume(p.hf_box):
+            seen.add((p.hf_name, p.hf_box))
+            counted.append(p)
+    return counted
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(tp_size=2, pp_size=2), dict(pp_size=4, vpp_size=1, cp_size=2), dict(tp_size=2, ep_size=4),
+    dict(pp_size=2, vpp_size=2, ep_size=2), {}], ids=str)
+@pytest.mark.parametrize("shape", [MOE_SHAPE, make_shape("qwen3_moe", tied_embeddings=True)], ids=["untied", "tied"])
+def test_counting_by_shard_is_counting_by_rank(shape: ModelShape, sizes: dict[str, int]) -> None:
+    """The same placements in the same order, on every rank and for an engine whose ranks share KV heads."""
+    for tables in (place_megatron(shape, ParallelLayout(8, **sizes)), place_vllm(shape, 8, 8)):
+        counted = [count_once(as_shards(tables), rank) for rank in range(8)]
+        assert counted == [count_by_definition(tables, rank) for rank in range(8)]
+        assert sum(box_volume(p.hf_box) for table in counted for p in table) == sum(
+            math.prod(size) for size in shape.logical_tensors().values())
 
 
 def no_fault(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
@@ -135,8 +161,8 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
     first = rank // 2 * 2
     certificate = Certificate(
         shape.logical_tensors(),
-        Side(source, count_once(source_tables, rank), [n for n in source if "embed" in n or "output_layer" in n]),
-        Side(destination, count_once(tables[first : first + 2], rank - first),
+        Side(source, count_once(as_shards(source_tables), rank), [n for n in source if "embed" in n or "output_layer" in n]),
+        Side(destination, count_once(as_shards(tables[first : first + 2]), rank - first),
              ["model.embed_tokens.weight", "lm_head.weight"]),
         dtype=dtype, num_engines=2, engine=rank // 2, group=dist.group.WORLD, sample_share=0.1)
     try:

@@ -18,6 +18,7 @@ from megatron_rl.resharding.planner import Planner, RankPlan, Shard, TransferOp,
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
 from shards import (
+    as_shards,
     cut_shards,
     find_differences,
     find_sizes,
@@ -54,11 +55,6 @@ def find_layouts(shape: ModelShape) -> list[ParallelLayout]:
         for world in sorted({smallest, WORLD}):
             layouts.append(ParallelLayout(world, tp_size=tp, pp_size=pp, vpp_size=vpp, ep_size=ep))
     return layouts
-
-
-def as_shards(tables: Tables) -> list[Shard]:
-    """Ranks with equal tables are one shard."""
-    return group_shards(tables.__getitem__, lambda rank: tuple(tables[rank]), len(tables))
 
 
 def make_plans(source: Tables, destination: Tables, ranks_per_node: int = 4) -> list[RankPlan]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import Planner, Shard, group_shards, plan_all
+from megatron_rl.resharding.planner import Planner, Shard, plan_all
 from megatron_rl.resharding.summary import (
     Bandwidths,
     ReshardSummary,
@@ -19,7 +19,7 @@ from megatron_rl.resharding.summary import (
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, rows
-from shards import make_shape, place_megatron, place_vllm
+from shards import as_shards, make_shape, place_megatron, place_vllm
 
 BUCKET = 1 << 20
 SHAPES = {"dense": make_shape("qwen2", tied_embeddings=True), "experts": make_shape("qwen3_moe")}
@@ -27,10 +27,7 @@ SHAPES = {"dense": make_shape("qwen2", tied_embeddings=True), "experts": make_sh
 
 def make_sides(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tuple[list[Shard], list[Shard]]:
     """Shards of both sides."""
-    source, destination = place_megatron(shape, layout), place_vllm(shape, layout.world_size, rollout_tp)
-    return tuple(
-        group_shards(tables.__getitem__, lambda rank, tables=tables: tuple(tables[rank]), layout.world_size)
-        for tables in (source, destination))
+    return as_shards(place_megatron(shape, layout)), as_shards(place_vllm(shape, layout.world_size, rollout_tp))
 
 
 def hold(tensor: str, start: int, stop: int) -> ShardBox:
