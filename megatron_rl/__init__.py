@@ -9,7 +9,8 @@
 
 from typing import Any
 
-__all__ = ["Trainer", "UserError"]
+__all__ = ["Trainer", "UserError", "__version__"]
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:

