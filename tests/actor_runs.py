@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from role_setups import make_setup
 
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
-from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch
 from megatron_rl.weights.experts import split_huggingface_experts
@@ -80,26 +81,27 @@ def draw_ref_logprobs() -> list[torch.Tensor]:
 def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10, weights: Path | None = None) -> Actor:
     """The actor of this rank, with the weights of `path` or of a checkpoint; collective."""
     groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
-    return Actor(
-        ModelConfig(path=str(path), dtype=case.dtype), ActorConfig(**(ACTOR | case.actor)), load_model_shape(path),
-        groups, path=weights or path, temperature=case.temperature, seed=1, total_optimizer_steps=total_optimizer_steps)
+    return Actor(make_setup(
+        "actor", path, ActorConfig(**(ACTOR | case.actor)), groups, dtype=case.dtype,
+        spec=dict(path=str(weights or path)), temperature=case.temperature,
+        total_optimizer_steps=total_optimizer_steps))
 
 
-def build_batch(actor: PackedModel, case: Case, advantages: list[float] | None = None) -> TrainBatch:
+def build_batch(model: PackedModel, case: Case, advantages: list[float] | None = None) -> TrainBatch:
     """The batch of this rank for any role, complete but for the old logprobs, values and returns."""
     sequences = [
         Branch.of_response(tokens, NUM_PROMPT_TOKENS)
         for tokens in draw_tokens(LENGTHS)
     ]
-    groups = actor.groups
+    groups = model.groups
     plans = [
         (rollouts, plan_microbatches(
             [LENGTHS[i] for i in rollouts], dp_size=groups.layout.dp_size, max_tokens=case.max_tokens,
-            count_multiple=actor.microbatch_count_multiple))
+            count_multiple=model.microbatch_count_multiple))
         for rollouts in case.minibatches
     ]
     batch = build_train_batch(
-        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, pad_multiple=actor.pad_multiple, device=CPU)
+        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, pad_multiple=model.pad_multiple, device=CPU)
     batch.advantages = expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch)
     reference = torch.nn.utils.rnn.pad_sequence([*draw_ref_logprobs(), torch.zeros(1)], batch_first=True)
     batch.ref_logprobs = reference[batch.sequence_ids, batch.position_ids]
@@ -117,27 +119,27 @@ def cut_responses(values: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x[NUM_PROMPT_TOKENS - 1 :] for x in values]
 
 
-def list_pieces(actor: PackedModel) -> list[Piece]:
+def list_pieces(model: PackedModel) -> list[Piece]:
     """This rank's weights in HF coordinates."""
-    at = actor.groups.at
-    rank = actor.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+    at = model.groups.at
+    rank = model.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
     return [
-        (p.hf_name, box_slices(p.hf_box), actor.params[p.param][box_slices(p.local_box)].clone())
-        for p in actor.placements(rank)
+        (p.hf_name, box_slices(p.hf_box), model.params[p.param][box_slices(p.local_box)].clone())
+        for p in model.placements(rank)
     ]
 
 
 def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     before = split_by_rollout(batch.old_logprobs, batch)
     minibatches = list(batch.minibatches())
     metrics = [actor.update(minibatches[0], ALGORITHM)]
-    pieces = list_pieces(actor)
+    pieces = list_pieces(actor.model)
     metrics.append(actor.update(minibatches[-1], ALGORITHM))
     after = split_by_rollout(actor.compute_logprobs(batch), batch)
-    return dict(at=actor.groups.at, before=before, after=after, metrics=metrics, pieces=pieces,
+    return dict(at=actor.model.groups.at, before=before, after=after, metrics=metrics, pieces=pieces,
                 num_microbatches=len(batch.slices), version=actor.policy_version)
 
 

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.pieces import Piece, make_weight_pieces
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.checkpoint.side_files import list_side_files
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.shard_box import box_slices
 
@@ -41,7 +41,7 @@ def make_saver(root: Path, outcomes: list[SaveOutcome], **changes: Any) -> Check
 
 def update(actor: Actor, case: Case) -> dict[str, float]:
     """One optimizer step on the fixed batch."""
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     return actor.update(next(batch.minibatches()), ALGORITHM)
 
@@ -49,7 +49,8 @@ def update(actor: Actor, case: Case) -> dict[str, float]:
 def snapshot(actor: Actor) -> list[Piece]:
     """Copies of all pieces that this rank has."""
     rank = dist.get_rank()
-    pieces = [*make_weight_pieces(megatron_global_placements(actor.shape), actor.placements(rank), actor.params),
+    model = actor.model
+    pieces = [*make_weight_pieces(megatron_global_placements(model.shape), model.placements(rank), model.params),
               *make_state_pieces(actor, rank, None)]
     return [Piece(p.key, p.shape, p.offset, p.data.clone()) for p in pieces]
 
@@ -93,10 +94,10 @@ def resume(actor: Actor, path: Path, directory: Path) -> ResumedRun:
 def _resume_on_rank(rank: int, world_size: int, case: Case, path: Path, directory: Path) -> Any:
     actor = build_actor(case, path)
     with torch.no_grad():
-        for param in actor.params.values():
+        for param in actor.model.params.values():
             param.fill_(7.0)  # all of it comes from the checkpoint
-    for name, param in actor.params.items():
-        if name.endswith(actor.padded_params):
+    for name, param in actor.model.params.items():
+        if name.endswith(actor.model.padded_params):
             param.zero_()
     run = resume(actor, path, directory)
     loaded = snapshot(actor)

@@ -27,9 +27,9 @@ from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.engines.transformers import HuggingFaceEngine  # noqa: E402
 from megatron_rl.resharding.executor import Resharder  # noqa: E402
 from megatron_rl.rewards.scorer import Scorer  # noqa: E402
+from megatron_rl.roles.actor import Actor  # noqa: E402
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.trainer.grpo import Trainer  # noqa: E402
-from megatron_rl.training.actor import Actor  # noqa: E402
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine  # noqa: E402
 
 TOO_MUCH = 1 << 47  # bytes; more than the address space of a process

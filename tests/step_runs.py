@@ -9,23 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from role_setups import make_setup
 
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
-from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, ModelConfig
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.actor import Actor
-from megatron_rl.training.critic import Critic
-from megatron_rl.training.trainable import TrainedModel
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.critic import Critic
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch
-from megatron_rl.weights.families import load_model_shape
 from tiny_models import VOCAB_SIZE
 
+Trained = Actor | Critic
 BUDGET = 64
 GROUP_SIZE = 4
 PROMPT, LONGEST = 5, 24  # tokens of a prompt, and of the longest sequence
@@ -55,20 +56,15 @@ class Setup:
         return self.config.get("share_prompts", False)
 
 
-def build_role(setup: Setup, path: Path, groups: ParallelGroups, step_mode: str) -> TrainedModel:
+def build_role(setup: Setup, path: Path, groups: ParallelGroups, step_mode: str) -> Trained:
     """The role of this rank; collective."""
     settings = SETTINGS | dict(share_prompts=False) | setup.config | dict(step_mode=step_mode)
-    model = ModelConfig(path=str(path), dtype=setup.dtype)
-    if setup.role == "critic":
-        return Critic(
-            model, CriticConfig(**settings, value_clip=0.02), load_model_shape(path, head="score"), groups, path=path,
-            seed=1, total_optimizer_steps=100)
-    return Actor(
-        model, ActorConfig(**settings), load_model_shape(path), groups, path=path, temperature=1.0, seed=1,
-        total_optimizer_steps=100)
+    config = CriticConfig(**settings, value_clip=0.02) if setup.role == "critic" else ActorConfig(**settings)
+    made = make_setup(setup.role, path, config, groups, dtype=setup.dtype, total_optimizer_steps=100)
+    return Critic(made) if setup.role == "critic" else Actor(made)
 
 
-def build_ragged_batch(model: TrainedModel, buckets: Buckets | None, step: int, *, shares_prompts: bool) -> TrainBatch:
+def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *, shares_prompts: bool) -> TrainBatch:
     """Twelve rollouts of new lengths in two minibatches, complete but for the old log-probs and values."""
     rng = np.random.default_rng(step)
     lengths = rng.integers(PROMPT + 1, LONGEST + 1, 12).tolist()
@@ -88,7 +84,7 @@ def build_ragged_batch(model: TrainedModel, buckets: Buckets | None, step: int, 
         responses = [n - PROMPT for n in part]
         weights.append(compute_sequence_weights("token-mean", responses, LONGEST))
         ledgers.append(build_ledger("token-mean", responses, LONGEST))
-    device = model.trainable.device
+    device = model.device
     batch = build_train_batch(
         sequences, np.concatenate(weights), plans, dp_rank=model.groups.at.dp, pad_multiple=model.pad_multiple,
         device=device, group_of=group_of, buckets=buckets, max_seqlen=LONGEST)
@@ -100,39 +96,39 @@ def build_ragged_batch(model: TrainedModel, buckets: Buckets | None, step: int, 
     return batch
 
 
-def take_steps(model: TrainedModel, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]]]:
+def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]]]:
     """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own."""
-    if isinstance(model, Critic):
-        batch.values = model.compute_values(batch)
-        return batch.values, [model.update(minibatch) for minibatch in batch.minibatches()]
-    batch.old_logprobs = model.compute_logprobs(batch)
+    if isinstance(role, Critic):
+        batch.values = role.compute_values(batch)
+        return batch.values, [role.update(minibatch) for minibatch in batch.minibatches()]
+    batch.old_logprobs = role.compute_logprobs(batch)
     batch.record_updates()
     algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
-    return batch.old_logprobs, [model.update(minibatch, algorithm) for minibatch in batch.minibatches()]
+    return batch.old_logprobs, [role.update(minibatch, algorithm) for minibatch in batch.minibatches()]
 
 
-def gradients(model: TrainedModel) -> list[torch.Tensor]:
+def gradients(model: PackedModel) -> list[torch.Tensor]:
     """The gradient buffers, as the last optimizer step has left them."""
     buffers = [b for m in model.modules for b in (*m.buffers, *m.expert_parallel_buffers)]
     return [buffer.grad_data for buffer in buffers]
 
 
-def reduced_gradient(model: TrainedModel) -> torch.Tensor:
+def reduced_gradient(role: Trained) -> torch.Tensor:
     """The part of the gradient that this rank's optimizer has used: under ZeRO its shard.
 
     The rest of a gradient buffer is not reduced, and so depends on which context parallel rank has which rows.
     """
-    groups = [group for adam in model.trainable.adams for group in adam.param_groups]
+    groups = [group for adam in role.optimizer.adams for group in adam.param_groups]
     return torch.cat([p.grad.flatten() for group in groups for p in group["params"]])
 
 
-def find_differences(first: TrainedModel, second: TrainedModel) -> list[str]:
+def find_differences(first: Trained, second: Trained) -> list[str]:
     """What is not bitwise equal: gradients, weights, states of the optimizer."""
-    pairs = {"gradients": (gradients(first), gradients(second))}
-    pairs["weights"] = ([*first.params.values()], [*second.params.values()])
+    pairs = {"gradients": (gradients(first.model), gradients(second.model))}
+    pairs["weights"] = ([*first.model.params.values()], [*second.model.params.values()])
     states = [
         [x for state in adam.state.values() for x in state.values()]
-        for model in (first, second) for adam in model.trainable.adams]
+        for role in (first, second) for adam in role.optimizer.adams]
     pairs["states"] = (sum(states[: len(states) // 2], []), sum(states[len(states) // 2 :], []))
     return [name for name, (a, b) in pairs.items()
             if len(a) != len(b) or not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))]
@@ -158,10 +154,10 @@ def compare_modes(
     eager, other = (build_role(setup, path, groups, name) for name in ("eager", mode))
     differences: dict[int, list[str]] = {}
     for step in range(num_steps):
-        batches = [build_ragged_batch(eager, other.buckets, step, shares_prompts=setup.shares_prompts)
+        batches = [build_ragged_batch(eager.model, other.model.buckets, step, shares_prompts=setup.shares_prompts)
                    for _ in range(2)]
         (scores, metrics), (other_scores, other_metrics) = (
-            take_steps(model, batch, step) for model, batch in zip((eager, other), batches, strict=True))
+            take_steps(role, batch, step) for role, batch in zip((eager, other), batches, strict=True))
         found = find_differences(eager, other)
         found += [] if torch.equal(scores, other_scores) else ["scores"]
         if isinstance(eager, Actor) and groups.is_last_stage and not have_equal_records(*batches):
@@ -169,7 +165,7 @@ def compare_modes(
         found += [] if metrics == other_metrics else [f"metrics {metrics} and {other_metrics}"]
         if found:
             differences[step] = found
-    return dict(differences=differences, shapes=other.runner.num_shapes, sizes=len(other.buckets.sizes),
+    return dict(differences=differences, shapes=other.step.num_shapes, sizes=len(other.model.buckets.sizes),
                 metrics=metrics[-1])
 
 
@@ -179,9 +175,9 @@ def measure_padding(setup: Setup, path: Path, world_size: int) -> dict[str, floa
     plain, padded = (build_role(setup, path, groups, name) for name in ("eager", "static"))
     found: dict[str, float] = {}
     results = []
-    for model in (plain, padded):
-        batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=setup.shares_prompts)
-        scores, metrics = take_steps(model, next(batch.minibatches()), 0)
+    for role in (plain, padded):
+        batch = build_ragged_batch(role.model, role.model.buckets, 0, shares_prompts=setup.shares_prompts)
+        scores, metrics = take_steps(role, next(batch.minibatches()), 0)
         real = batch.sequence_ids[: len(scores)] >= 0
         results.append((scores[real], metrics[0]))
     (scores, metrics), (padded_scores, padded_metrics) = results

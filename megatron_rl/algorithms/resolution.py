@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron_rl.algorithms.catalog import find_advantage_estimator
-from megatron_rl.config.roles import Roles
+from megatron_rl.config.run_spec import Roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.types import UserError

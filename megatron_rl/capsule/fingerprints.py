@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.pieces import (
     MOMENTS,
     STATE_PREFIX,
     Piece,
-    TrainedRole,
+    SavedRole,
     choose_saved,
     find_holders,
     make_weight_pieces,
@@ -69,19 +69,19 @@ def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(zlib.crc32(name.encode())).integers(np.prod(shape), size=NUM_SAMPLES)
 
 
-def fingerprint_weights(role: TrainedRole, group: dist.ProcessGroup) -> Fingerprints:
+def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
     """Of the weights of a role, the same on every rank; collective over `group`."""
-    shapes = role.shape.logical_tensors()
+    shapes = role.model.shape.logical_tensors()
     saved = choose_saved(role, find_holders(role), group.rank())
     return fingerprint_pieces(shapes, (
         Piece(p.hf_name, shapes[p.hf_name], tuple(start for start, _ in p.hf_box),
-              role.params[p.param][box_slices(p.local_box)]) for p in saved), group)
+              role.model.params[p.param][box_slices(p.local_box)]) for p in saved), group)
 
 
-def fingerprint_optimizer(role: TrainedRole, group: dist.ProcessGroup) -> Fingerprints:
+def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
     """Of the optimizer states of a role, the same on every rank; none before its first step; collective."""
     shapes = {f"{STATE_PREFIX}{state}.{name}": shape
-              for name, shape in role.shape.logical_tensors().items() for state in _STATES}
+              for name, shape in role.model.shape.logical_tensors().items() for state in _STATES}
     return fingerprint_pieces(shapes, make_state_pieces(role, group.rank(), find_holders(role)), group)
 
 

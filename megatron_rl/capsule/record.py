@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.numpy import save as to_safetensors
 
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
-from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.experience.collected import Collected
 from megatron_rl.experience.columns import gather_columns
 from megatron_rl.packing.batch import TrainBatch
@@ -79,7 +79,7 @@ class StepObserver:
         group: all ranks.
     """
 
-    def __init__(self, roles: Mapping[str, TrainedRole], group: dist.ProcessGroup) -> None:
+    def __init__(self, roles: Mapping[str, SavedRole], group: dist.ProcessGroup) -> None:
         self._roles, self._group = roles, group
         self._before: list[Section] = []
 

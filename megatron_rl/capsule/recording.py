@@ -30,7 +30,7 @@ from megatron_rl.capsule.rollouts import write_rollouts
 from megatron_rl.checkpoint.directory import FORMAT_VERSION
 from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, write_file
 from megatron_rl.checkpoint.manifest import list_packages, seal
-from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict
 from megatron_rl.config.schema import RunConfig
@@ -54,7 +54,7 @@ class CapsuleRecorder:
     """
 
     def __init__(
-        self, config: RunConfig, plan: BatchPlan, run: Run, roles: Mapping[str, TrainedRole],
+        self, config: RunConfig, plan: BatchPlan, run: Run, roles: Mapping[str, SavedRole],
         save_state: Callable[[Path], UserError | None],
     ) -> None:
         self._config, self._plan, self._run, self._roles = config, plan, run, roles
@@ -117,7 +117,7 @@ class CapsuleRecorder:
             "created": datetime.now(UTC).isoformat(timespec="seconds"), "step": step,
             "state": f"{STATE}/step_{step - 1}", "world_size": self._plan.world_size,
             "device": "cuda" if torch.cuda.is_available() else "cpu", "packages": list_packages(),
-            "layouts": {name: role.groups.layout.describe() for name, role in self._roles.items()},
+            "layouts": {name: role.model.groups.layout.describe() for name, role in self._roles.items()},
             "config": config_to_dict(self._config), "plan": self._plan.to_dict(), "metrics": self._run.counted(),
             "sections": entries,
         }

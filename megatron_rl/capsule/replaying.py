@@ -20,7 +20,7 @@ from megatron_rl.capsule.record import Section, decode_sections
 from megatron_rl.capsule.recording import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
 from megatron_rl.capsule.rollouts import read_rollouts
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
-from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.loading import load_config
@@ -145,7 +145,7 @@ def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool
 
 
 def restore_state(
-    capsule: Capsule, roles: Mapping[str, TrainedRole], group: dist.ProcessGroup, *, allow_changed: bool
+    capsule: Capsule, roles: Mapping[str, SavedRole], group: dist.ProcessGroup, *, allow_changed: bool
 ) -> ResumedRun:
     """Bring the roles into the state that the step began with; collective.
 

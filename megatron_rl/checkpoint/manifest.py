@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl import __version__
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems
 from megatron_rl.checkpoint.files import FileRecord, publish, write_digests, write_file
-from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files
 from megatron_rl.checkpoint.torch_dist import Chunk, dtype_name, write_index
 from megatron_rl.types import UserError
@@ -47,7 +47,7 @@ class RunContent:
     is_passing: bool = False
 
 
-def make_manifest(content: RunContent, roles: Mapping[str, TrainedRole], *, with_optimizer: bool) -> dict[str, Any]:
+def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
     """What is known when the checkpoint is taken; nothing in it changes when training goes on.
 
     Raises:
@@ -61,15 +61,15 @@ def make_manifest(content: RunContent, roles: Mapping[str, TrainedRole], *, with
     }))
 
 
-def describe_role(role: TrainedRole) -> dict[str, Any]:
+def describe_role(role: SavedRole) -> dict[str, Any]:
     """A role as the manifest has it: model, dtype, layout, progress."""
-    layout = role.groups.layout
+    layout = role.model.groups.layout
     return {
-        "model": dataclasses.asdict(role.shape),
-        "dtype": dtype_name(next(iter(role.params.values())).dtype),
+        "model": dataclasses.asdict(role.model.shape),
+        "dtype": dtype_name(next(iter(role.model.params.values())).dtype),
         "layout": {name: getattr(layout, name) for name in _LAYOUT_SIZES},
-        "optimizer_steps": role.optimizer_steps,
-        "schedule": role.trainable.scheduler.state_dict(),
+        "optimizer_steps": role.optimizer.steps,
+        "schedule": role.optimizer.scheduler.state_dict(),
     }
 
 

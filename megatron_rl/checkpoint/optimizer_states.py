@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
-from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, TrainedRole
+from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect
 
@@ -40,10 +40,10 @@ class StateShard:
     main: torch.Tensor
 
 
-def list_state_shards(role: TrainedRole) -> list[StateShard]:
+def list_state_shards(role: SavedRole) -> list[StateShard]:
     """All parts that this rank's optimizer updates; none where it has no parameters."""
-    names = {param: name for name, param in role.stages.named_parameters()}
-    whole, shards = role.trainable.optimizer, []
+    names = {param: name for name, param in role.model.stages.named_parameters()}
+    whole, shards = role.optimizer.megatron, []
     for part in whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]:
         if part.is_stub_optimizer:
             continue
@@ -59,18 +59,18 @@ def list_state_shards(role: TrainedRole) -> list[StateShard]:
     return shards
 
 
-def count_steps(role: TrainedRole) -> int:
-    """Steps that this rank's optimizer says it has taken; `role.optimizer_steps` where it has no parameters."""
+def count_steps(role: SavedRole) -> int:
+    """Steps that this rank's optimizer says it has taken; `role.optimizer.steps` where it has no parameters."""
     found = set()
     for shard in list_state_shards(role):
         state = shard.optimizer.state.get(shard.main, {})
         group = next(g for g in shard.optimizer.param_groups if any(p is shard.main for p in g["params"]))
         found.add(int(state.get("step", group.get("step", 0)) if state else 0))
     assert len(found) <= 1, f"parameters of one optimizer have taken {sorted(found)} steps"
-    return found.pop() if found else role.optimizer_steps
+    return found.pop() if found else role.optimizer.steps
 
 
-def create_states(role: TrainedRole, steps: int) -> None:
+def create_states(role: SavedRole, steps: int) -> None:
     """Give the optimizer the states that it has after `steps` steps, to be filled; none for 0 steps.
 
     torch's Adam counts steps in every state, those of apex and Transformer Engine in the group.
@@ -90,7 +90,7 @@ def create_states(role: TrainedRole, steps: int) -> None:
                     float(steps), dtype=torch.float32, device=main.device if on_device else None)
 
 
-def make_state_pieces(role: TrainedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
+def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
     """Pieces of this rank's optimizer states.
 
     Args:
@@ -98,16 +98,16 @@ def make_state_pieces(role: TrainedRole, rank: int, saved_by: Holders | None) ->
         rank: this rank.
         saved_by: holders of all boxes: only what this rank saves; None: all that it has (to load).
     """
-    shapes = role.shape.logical_tensors()
+    shapes = role.model.shape.logical_tensors()
     by_param: dict[str, list[ShardBox]] = {}
-    for placement in role.placements(rank):
+    for placement in role.model.placements(rank):
         by_param.setdefault(placement.param, []).append(placement)
     for shard in list_state_shards(role):
-        param, placements = role.params[shard.param], by_param[shard.param]
+        param, placements = role.model.params[shard.param], by_param[shard.param]
         if saved_by is not None:
             placements = [
                 p for p in placements if box_volume(p.hf_box) and _saves(
-                    role.groups.layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=shard.is_sharded)]
+                    role.model.groups.layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=shard.is_sharded)]
         state = shard.optimizer.state.get(shard.main, {})
         flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
         if param.dtype != torch.float32:

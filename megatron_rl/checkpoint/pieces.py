@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,24 +31,33 @@ Holders = dict[tuple[str, Box], list[int]]
 STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "main_param"
 
 
-class Trainable(Protocol):
-    """The optimizer of a role and its schedule."""
-
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-
-
-class TrainedRole(Protocol):
-    """What a checkpoint needs of an actor or a critic (`training.trainable.TrainedModel` has it)."""
+class SavedModel(Protocol):
+    """The weights of a role."""
 
     shape: ModelShape
     groups: ParallelGroups
     stages: torch.nn.ModuleList
     params: Mapping[str, torch.Tensor]
-    trainable: Trainable
-    optimizer_steps: int
     placements: Callable[[int], list[ShardBox]]
     shard_key: Callable[[int], Hashable]
+
+
+class SavedOptimizer(Protocol):
+    """The optimizer of a role and its schedule."""
+
+    megatron: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    steps: int
+
+    def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
+        """Go on after so many steps, from the state of a schedule."""
+
+
+class SavedRole(Protocol):
+    """What a checkpoint needs of an actor or a critic."""
+
+    model: SavedModel
+    optimizer: SavedOptimizer
 
 
 @dataclass(frozen=True)
@@ -92,26 +101,26 @@ def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:
     return Piece(place.key, place.shape, (*place.leading, *inner), data)
 
 
-def find_holders(role: TrainedRole) -> Holders:
+def find_holders(role: SavedRole) -> Holders:
     """Logical tensor and box -> the ranks that hold it."""
     holders: Holders = {}
-    for shard in group_shards(role.placements, role.shard_key, role.groups.layout.world_size):
+    for shard in group_shards(role.model.placements, role.model.shard_key, role.model.groups.layout.world_size):
         for p in shard.placements:
             if box_volume(p.hf_box):
                 holders.setdefault((p.hf_name, p.hf_box), []).extend(shard.ranks)
     return holders
 
 
-def choose_saved(role: TrainedRole, holders: Holders, rank: int) -> list[ShardBox]:
+def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]:
     """The placements of `rank` that it saves: each box is saved once, and the replicas share the bytes."""
-    loads, mine = [0] * role.groups.layout.world_size, set()
+    loads, mine = [0] * role.model.groups.layout.world_size, set()
     for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):
         owner = min(ranks, key=loads.__getitem__)
         loads[owner] += box_volume(box)
         if owner == rank:
             mine.add((name, box))
     saved = []
-    for p in role.placements(rank):
+    for p in role.model.placements(rank):
         if (p.hf_name, p.hf_box) in mine:
             mine.remove((p.hf_name, p.hf_box))  # once, should the rank hold it under two names
             saved.append(p)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from megatron_rl.checkpoint.directory import find_problems_together, read_manifest
 from megatron_rl.checkpoint.manifest import RECIPE_FILE, check_model, describe_role
 from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
-from megatron_rl.checkpoint.pieces import Piece, TrainedRole, make_weight_pieces
+from megatron_rl.checkpoint.pieces import Piece, SavedRole, make_weight_pieces
 from megatron_rl.checkpoint.rng import restore_rng
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.torch_dist import ChunkReader
@@ -52,7 +52,7 @@ class ResumedRun:
 
 
 def load_training_state(
-    directory: Path, roles: Mapping[str, TrainedRole], *, side_files: Mapping[str, Mapping[str, Path]],
+    directory: Path, roles: Mapping[str, SavedRole], *, side_files: Mapping[str, Mapping[str, Path]],
     group: dist.ProcessGroup, is_verified: bool = False,
 ) -> ResumedRun:
     """Restore all roles from a checkpoint; collective.
@@ -94,7 +94,7 @@ def load_training_state(
 
 
 def _check_roles(
-    directory: Path, manifest: Mapping[str, Any], roles: Mapping[str, TrainedRole],
+    directory: Path, manifest: Mapping[str, Any], roles: Mapping[str, SavedRole],
     side_files: Mapping[str, Mapping[str, Path]],
 ) -> None:
     """Refuse a checkpoint that does not fit the run."""
@@ -108,7 +108,7 @@ def _check_roles(
             raise UserError(
                 f"the checkpoint has no {name}", source=str(directory), expected=f"one of {sorted(roles)}",
                 hint="the run that wrote it trained other roles; compare its config.yaml")
-        check_model(saved["model"], role.shape, directory / name)
+        check_model(saved["model"], role.model.shape, directory / name)
         dtype = describe_role(role)["dtype"]
         if saved["dtype"] != dtype:
             raise UserError(
@@ -119,16 +119,13 @@ def _check_roles(
 
 
 @torch.no_grad()
-def _load_role(directory: Path, saved: Mapping[str, Any], role: TrainedRole, rank: int) -> None:
+def _load_role(directory: Path, saved: Mapping[str, Any], role: SavedRole, rank: int) -> None:
     reader = ChunkReader(directory)
     _fill(reader, list(make_weight_pieces(
-        megatron_global_placements(role.shape), role.placements(rank), role.params)))
+        megatron_global_placements(role.model.shape), role.model.placements(rank), role.model.params)))
     create_states(role, saved["optimizer_steps"])
     _fill(reader, list(make_state_pieces(role, rank, None)))
-    scheduler = role.trainable.scheduler
-    scheduler.num_steps = saved["schedule"]["num_steps"]
-    scheduler.step(0)  # the learning rate of this step; its shape is that of the present config
-    role.optimizer_steps = saved["optimizer_steps"]
+    role.optimizer.resume(saved["optimizer_steps"], saved["schedule"])
 
 
 def _fill(reader: ChunkReader, pieces: Sequence[Piece]) -> None:

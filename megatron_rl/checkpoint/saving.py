@@ -29,7 +29,7 @@ from megatron_rl.checkpoint.directory import point_at, prune
 from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_write_error, write_file
 from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_manifest
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
-from megatron_rl.checkpoint.pieces import Piece, TrainedRole, choose_saved, find_holders, make_weight_pieces
+from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
 from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
 from megatron_rl.observability.failures import Scene, explain
@@ -120,7 +120,7 @@ class CheckpointSaver:
         return self._pending is not None
 
     def save(
-        self, content: RunContent, roles: Mapping[str, TrainedRole], *, with_optimizer: bool = True,
+        self, content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool = True,
         is_best: bool = False, export: Callable[[Path], None] | None = None,
         rng: dict[str, torch.Tensor] | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class CheckpointSaver:
             self._pending.blocked += time.monotonic() - began
             self._commit(self._pending)
 
-    def _prepare(self, partial: Path, roles: Mapping[str, TrainedRole]) -> None:
+    def _prepare(self, partial: Path, roles: Mapping[str, SavedRole]) -> None:
         """Rank 0 makes the empty directories."""
         error: UserError | None = None
         if self._group.rank() == 0:
@@ -230,12 +230,12 @@ class CheckpointSaver:
             error))
 
 
-def _list_pieces(role: TrainedRole, rank: int, with_optimizer: bool) -> list[Piece]:
+def _list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]:
     """What this rank saves of a role."""
-    holders, table = find_holders(role), megatron_global_placements(role.shape)
-    pieces = list(make_weight_pieces(table, choose_saved(role, holders, rank), role.params))
+    holders, table = find_holders(role), megatron_global_placements(role.model.shape)
+    pieces = list(make_weight_pieces(table, choose_saved(role, holders, rank), role.model.params))
     if with_optimizer:
-        assert count_steps(role) == role.optimizer_steps, "the optimizer and its role count different steps"
+        assert count_steps(role) == role.optimizer.steps, "the optimizer and its role count different steps"
         pieces += make_state_pieces(role, rank, holders)
     return pieces
 

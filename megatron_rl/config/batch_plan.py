@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.roles import Roles
+from megatron_rl.config.run_spec import Roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 

@@ -85,7 +85,7 @@ class LayoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainableConfig(LayoutConfig):
+class TrainedConfig(LayoutConfig):
     """A role with an optimizer."""
 
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
@@ -119,7 +119,7 @@ class TrainableConfig(LayoutConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(TrainableConfig):
+class ActorConfig(TrainedConfig):
     """The policy in training: its layout, its batches, its optimizer."""
 
     ppo_mini_batch_size: int | None = option(
@@ -129,7 +129,7 @@ class ActorConfig(TrainableConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig(TrainableConfig):
+class CriticConfig(TrainedConfig):
     """The value model of PPO, in a layout of its own; it takes the actor's minibatches and passes."""
 
     enable: bool | None = option(

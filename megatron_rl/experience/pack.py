@@ -25,7 +25,7 @@ from megatron_rl.types import Branch, Rollout
 
 
 class PackedRole(Protocol):
-    """What packing asks of a role; see `PackedModel`."""
+    """What packing asks of a role's `PackedModel`."""
 
     groups: ParallelGroups
     buckets: Buckets | None

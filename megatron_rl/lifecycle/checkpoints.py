@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
-from megatron_rl.checkpoint.pieces import TrainedRole
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
@@ -55,7 +55,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: RunConfig, opened: OpenedRun, roles: Mapping[str, TrainedRole], parts: Mapping[str, Stateful], *,
+        self, config: RunConfig, opened: OpenedRun, roles: Mapping[str, SavedRole], parts: Mapping[str, Stateful], *,
         side_files: Mapping[str, Mapping[str, Path]], export: Callable[[Path], None], total_steps: int,
     ) -> None:
         self._config, self._run, self._opened, self._total_steps = config, opened.run, opened, total_steps
@@ -129,7 +129,7 @@ class Checkpoints:
         state = {name: part.state_dict() for name, part in self._parts.items()} | {
             "best_value": None if best == float("-inf") else best, "record": self._run.counted(),
             "dependencies": self._opened.dependencies, "failed_saves": list(self._run.failed_saves)}
-        version = self._roles["actor"].optimizer_steps
+        version = self._roles["actor"].optimizer.steps
         self._marked = RunContent(step, version, self._recipe, state, self._side_files), read_rng()
 
     def end_step(self, step: int, is_best: bool = False) -> None:

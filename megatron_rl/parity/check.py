@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, build_engine
 from megatron_rl.engines.sampling import SamplingConfig
@@ -31,7 +32,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
-from megatron_rl.training.policy import Policy
+from megatron_rl.training.heads import LogprobHead
+from megatron_rl.training.packed_model import PackedModel, RoleSetup
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import ModelShape, load_model_shape
 
@@ -113,16 +115,18 @@ def _describe(check: ParityCheck) -> dict[str, Any]:
     }
 
 
-def _build_policy(check: ParityCheck, shape: ModelShape) -> Policy:
+def _build_policy(check: ParityCheck, shape: ModelShape) -> PackedModel:
     layout = check.layout
     config = LayoutConfig(
         tensor_model_parallel_size=layout.tp_size, pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
         context_parallel_size=layout.cp_size, expert_model_parallel_size=layout.ep_size,
         sequence_parallel=check.sequence_parallel)
-    return Policy(
-        ModelConfig(path=str(check.hf), dtype=check.dtype), config, shape, build_groups(layout),
-        path=check.weights or check.hf, temperature=1.0, seed=0)
+    spec = RoleSpec(
+        name="policy", path=str(check.weights or check.hf), section="layout", layout=config, head="logprob")
+    return PackedModel(RoleSetup(
+        spec=spec, model=ModelConfig(path=str(check.hf), dtype=check.dtype), shape=shape, groups=build_groups(layout),
+        seed=0))
 
 
 def _ask_engine(
@@ -163,7 +167,7 @@ def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
     return list(found.values())
 
 
-def _score_with_megatron(policy: Policy, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
+def _score_with_megatron(policy: PackedModel, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
     """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective."""
     packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
     lengths = [len(tokens) for tokens in sequences]
@@ -171,8 +175,8 @@ def _score_with_megatron(policy: Policy, sequences: Sequence[np.ndarray], skip: 
         lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple)
     batch = build_train_batch(
         packed, [0.0] * len(packed), [(range(len(packed)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,
-        device=next(policy.stages.parameters()).device)
-    logprobs = policy.compute_logprobs(batch)
+        device=policy.device)
+    logprobs = policy.compute_forward(batch, LogprobHead(policy))
     return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]
 
 

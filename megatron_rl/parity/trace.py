@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.packing.batch import build_train_batch
-from megatron_rl.training.policy import Policy
+from megatron_rl.training.heads import LogprobHead
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import stage_layers
@@ -64,7 +65,7 @@ def trace_huggingface(model: torch.nn.Module, tokens: np.ndarray) -> Trace:
 
 
 @torch.no_grad()
-def trace_megatron(policy: Policy, tokens: np.ndarray) -> Trace:
+def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
     """The trace of a Megatron model of any layout without context parallelism; collective.
 
     Returns:
@@ -86,9 +87,9 @@ def trace_megatron(policy: Policy, tokens: np.ndarray) -> Trace:
     count = policy.microbatch_count_multiple
     batch = build_train_batch(
         [sequence] * count, [0.0] * count, [(range(count), [[[i] for i in range(count)]])], dp_rank=0,
-        pad_multiple=policy.pad_multiple, device=next(policy.stages.parameters()).device)
+        pad_multiple=policy.pad_multiple, device=policy.device)
     with _catching(catches):
-        policy.compute_logprobs(batch)
+        policy.compute_forward(batch, LogprobHead(policy))
     mine = {name: value[: len(tokens)] for name, value in trace.items()}
     is_first_replica = policy.groups.at.dp == 0 and policy.groups.at.tp == 0
     parts: list[Trace | None] = [None] * dist.get_world_size()
@@ -96,7 +97,7 @@ def trace_megatron(policy: Policy, tokens: np.ndarray) -> Trace:
     return {name: value for part in parts for name, value in (part or {}).items()}
 
 
-def _catch_chunk(policy: Policy, model: torch.nn.Module, numbers: range, trace: Trace) -> Iterator[_Catch]:
+def _catch_chunk(policy: PackedModel, model: torch.nn.Module, numbers: range, trace: Trace) -> Iterator[_Catch]:
     """What to catch in one model chunk; every TP rank catches the same, as pieces are gathered at once."""
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
 

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.resolution import resolve
-from megatron_rl.config.roles import Roles
+from megatron_rl.config.run_spec import Roles
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineSpec, build_engine
 from megatron_rl.observability.timers import PhaseTimers
@@ -21,12 +22,14 @@ from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.resharding.planner import group_shards
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import ModelInputs, ScoringInputs
-from megatron_rl.training.actor import Actor
-from megatron_rl.training.critic import Critic
-from megatron_rl.training.reference import Reference
-from megatron_rl.training.reward_model import RewardModel
+from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.training.packed_model import PackedModel, RoleSetup
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.families import SCORE_HEAD
 from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -43,34 +46,41 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 def build_actor(
     config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, total_optimizer_steps: int,
-    make: Callable[..., Actor] = Actor,
+    make: Callable[[RoleSetup], Actor] = Actor,
 ) -> Actor:
     """The policy in training, its weights read from `model.path`; collective."""
-    return make(
-        config.model, config.actor, inputs.shape, groups, path=config.model.path,
-        temperature=config.rollout.temperature, seed=config.trainer.seed,
-        total_optimizer_steps=total_optimizer_steps)
+    spec = RoleSpec(
+        name="actor", path=config.model.path, section="actor", layout=config.actor, head="logprob", trainable=True)
+    return make(RoleSetup(
+        spec=spec, model=config.model, shape=inputs.shape, groups=groups, seed=config.trainer.seed,
+        temperature=config.rollout.temperature, total_optimizer_steps=total_optimizer_steps))
 
 
 def build_reference(
-    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, make: Callable[..., Reference] = Reference
+    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, make: Callable[[RoleSetup], Reference] = Reference
 ) -> Reference:
     """The frozen model of the KL term in the actor's layout."""
-    return make(
-        config.model, config.actor, inputs.shape, groups, path=config.reference.path or config.model.path,
-        temperature=config.rollout.temperature, seed=config.trainer.seed, offload=config.reference.offload)
+    spec = RoleSpec(
+        name="reference", path=config.reference.path or config.model.path, section="actor", layout=config.actor,
+        head="logprob", offload=config.reference.offload)
+    return make(RoleSetup(
+        spec=spec, model=config.model, shape=inputs.shape, groups=groups, seed=config.trainer.seed,
+        temperature=config.rollout.temperature))
 
 
 def build_critic(
     config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups, total_optimizer_steps: int,
-    make: Callable[..., Critic] = Critic,
+    make: Callable[[RoleSetup], Critic] = Critic,
 ) -> Critic | None:
     """The value model, or None when no estimator needs one; collective."""
     if inputs is None:
         return None
-    return make(
-        config.model, config.critic, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
-        seed=config.trainer.seed, total_optimizer_steps=total_optimizer_steps)
+    spec = RoleSpec(
+        name="critic", path=inputs.path, section="critic", layout=config.critic, head="value", trainable=True,
+        may_lack=(SCORE_HEAD,))
+    return make(RoleSetup(
+        spec=spec, model=config.model, shape=inputs.shape, groups=_groups_of(inputs.layout, groups, config),
+        seed=config.trainer.seed, total_optimizer_steps=total_optimizer_steps))
 
 
 def build_reward_model(
@@ -79,9 +89,12 @@ def build_reward_model(
     """The reward model, or None without `reward_model.path`; collective."""
     if inputs is None:
         return None
-    return RewardModel(
-        config.model, config.reward_model, inputs.shape, _groups_of(inputs.layout, groups, config), path=inputs.path,
-        seed=config.trainer.seed)
+    spec = RoleSpec(
+        name="reward_model", path=inputs.path, section="reward_model", layout=config.reward_model, head="score",
+        offload=config.reward_model.offload)
+    return RewardModel(RoleSetup(
+        spec=spec, model=config.model, shape=inputs.shape, groups=_groups_of(inputs.layout, groups, config),
+        seed=config.trainer.seed))
 
 
 def _groups_of(layout: ParallelLayout, actor_groups: ParallelGroups, config: RunConfig) -> ParallelGroups:
@@ -99,8 +112,8 @@ def build_hybrid_engine(
     def lend(wanted: list[ShardBox]) -> dict[str, torch.Tensor]:
         if not config.hybrid.alias_weights:
             return {}
-        pairs = find_aliases(actor.placements(process.rank), wanted)
-        return {name: actor.params[owned] for name, owned in pairs.items()}
+        pairs = find_aliases(actor.model.placements(process.rank), wanted)
+        return {name: actor.model.params[owned] for name, owned in pairs.items()}
 
     engine = build_engine(EngineSpec(
         model_path=str(find_model_files(config.model.path)), shape=inputs.shape, dtype=config.model.dtype,
@@ -112,14 +125,14 @@ def build_hybrid_engine(
         run_seed=config.trainer.seed, timers=timers)
 
 
-def actor_export(config: RunConfig, actor: Actor) -> Callable[[Path], None]:
+def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None]:
     """What writes the actor in HF format to a directory, with the tokenizer and config of `model.path`; collective."""
     model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
 
     def export(directory: Path) -> None:
         save_huggingface(
-            directory, actor.shape, group_shards(actor.placements, actor.shard_key, actor.groups.layout.world_size),
-            actor.params, side_files_from=model_files, group=actor.groups.world,
+            directory, model.shape, group_shards(model.placements, model.shard_key, model.groups.layout.world_size),
+            model.params, side_files_from=model_files, group=model.groups.world,
             bucket_bytes=config.hybrid.bucket_bytes)
 
     return export

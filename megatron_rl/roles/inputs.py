@@ -16,8 +16,8 @@ from megatron_rl.algorithms.catalog import find_policy_loss
 from megatron_rl.algorithms.resolution import resolve
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.roles import Roles
-from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainableConfig
+from megatron_rl.config.run_spec import Roles
+from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainedConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.prompts import PromptSet, SftSet, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, find_stop_tokens, load_tokenizer
@@ -176,12 +176,12 @@ def read_layout(config: LayoutConfig, world_size: int, shape: ModelShape, sectio
         layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=config.sequence_parallel,
         section=section)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
-    if shape.num_experts and isinstance(config, TrainableConfig):
+    if shape.num_experts and isinstance(config, TrainedConfig):
         _check_experts(config, shape, section)
     return layout
 
 
-def _check_experts(config: TrainableConfig, shape: ModelShape, section: str) -> None:
+def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> None:
     """Refuse what an optimizer step cannot do with a mixture of experts."""
     if config.overlap_grad_reduce:
         raise UserError(

@@ -40,8 +40,7 @@ class Parts:
         reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
             scores are the reward, or are added to what `reward.components` gives.
         rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
-        actor, critic, reference: called with the arguments of `Actor`, `Critic`, `Reference` in `megatron_rl.training`,
-            such as a class derived from them.
+        actor, critic, reference: `RoleSetup` -> the role, such as a class derived from `Actor`, `Critic`, `Reference`.
     """
 
     reward: RewardFunction | None = None

@@ -40,6 +40,7 @@ from megatron_rl.parallel.collectives import init_distributed, memory_in_use, op
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.build import (
     actor_export,
     build_actor,
@@ -51,14 +52,13 @@ from megatron_rl.roles.build import (
     launched_sizes,
     side_files,
 )
+from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
 from megatron_rl.roles.parts import NO_PARTS, Parts
+from megatron_rl.roles.reference import Reference
 from megatron_rl.rollout.collector import Collector
-from megatron_rl.training.actor import Actor
-from megatron_rl.training.critic import Critic
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler
-from megatron_rl.training.reference import Reference
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import Rollout, UserError
 
@@ -124,7 +124,7 @@ class Trainer:
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
             side_files={"actor": side_files(config, config.model.path)}
             | ({"critic": side_files(config, inputs.critic.path)} if critic else {}),
-            export=actor_export(config, actor), total_steps=plan.total_steps)
+            export=actor_export(config, actor.model), total_steps=plan.total_steps)
         self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into)
 
     def train(self) -> None:
@@ -147,7 +147,7 @@ class Trainer:
                 algorithm = self.algorithm_now()
                 estimate = self.estimate(collected, batch, algorithm)
                 batch.advantages = estimate.advantages
-                batch.chosen = choose_tokens(batch, algorithm, self.actor.groups.dp)  # for clip_cov and kl_cov
+                batch.chosen = choose_tokens(batch, algorithm, self.actor.model.groups.dp)  # for clip_cov and kl_cov
                 self.checkpoints.safe_point()  # or here, or after the step
                 if self.critic:
                     critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
@@ -225,10 +225,10 @@ class Trainer:
             say("note: %s", note)
         say("algorithm: %s, %s loss", config.algorithm.adv_estimator, config.algorithm.policy_loss)
         say("actor: %s, %s, %s layers on %s", self.inputs.model.layout.describe(), config.model.dtype,
-            self.actor.transformer_impl, self.process.device)
+            self.actor.model.transformer_impl, self.process.device)
         for name, role in (("critic", self.critic), ("reward model", self.reward_model)):
             if role:
-                say("%s: %s", name, role.groups.layout.describe())
+                say("%s: %s", name, role.model.groups.layout.describe())
         modes = describe_modes(config.rollout, self.process.device)
         say("rollout: %s, %d engine(s) of tp=%d%s", config.rollout.engine, self.plan.num_engines,
             self.plan.rollout_tp_size, modes and f"; {modes}")
@@ -269,8 +269,8 @@ class Trainer:
 
     def pack(self, rollouts: Sequence[Rollout], section: str) -> TrainBatch:
         """The packed batch on this rank of the role that a section of the config describes."""
-        role, config = getattr(self, section), getattr(self.config, section)
-        batch, metrics = pack_rollouts(rollouts, self.plan, self.config.algorithm, role, config, self.process.device)
+        model, config = getattr(self, section).model, getattr(self.config, section)
+        batch, metrics = pack_rollouts(rollouts, self.plan, self.config.algorithm, model, config, self.process.device)
         if section == "actor":
             self.run.count(metrics)
             if self.config.trainer.log_rollouts:
@@ -279,7 +279,7 @@ class Trainer:
 
     def pack_for_critic(self, rollouts: Sequence[Rollout], batch: TrainBatch) -> TrainBatch:
         """The critic's packed batch: the actor's own where both would be packed alike."""
-        actor, critic = self.actor, self.critic
+        actor, critic = self.actor.model, self.critic.model
         is_alike = (
             actor.groups.layout == critic.groups.layout and actor.pad_multiple == critic.pad_multiple
             and actor.buckets == critic.buckets
@@ -289,11 +289,11 @@ class Trainer:
 
     def from_critic(self, values: torch.Tensor, critic_batch: TrainBatch, batch: TrainBatch) -> torch.Tensor:
         """Token values from the critic's packing in the actor's; collective."""
-        return move_tokens(values, critic_batch, batch, self.critic.groups.is_replica_leader, dist.group.WORLD)
+        return move_tokens(values, critic_batch, batch, self.critic.model.groups.is_replica_leader, dist.group.WORLD)
 
     def from_actor(self, values: torch.Tensor, batch: TrainBatch, critic_batch: TrainBatch) -> torch.Tensor:
         """Token values from the actor's packing in the critic's; collective."""
-        return move_tokens(values, batch, critic_batch, self.actor.groups.is_replica_leader, dist.group.WORLD)
+        return move_tokens(values, batch, critic_batch, self.actor.model.groups.is_replica_leader, dist.group.WORLD)
 
     def score_with_model(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The reward model's score of each rollout; collective."""
@@ -306,7 +306,7 @@ class Trainer:
 
     def estimate(self, collected: Collected, batch: TrainBatch, algorithm: AlgorithmConfig) -> Advantages:
         """Advantages and returns; measures the KL and the gap to the engine on the way; collective."""
-        group, rollouts, kl = self.actor.groups.dp, collected.rollouts, None
+        group, rollouts, kl = self.actor.model.groups.dp, collected.rollouts, None
         if batch.ref_logprobs is not None:
             kl, tokens = measure_kl(batch, len(rollouts), algorithm.kl_type, group)
             self.kl.update(measure_for_target(kl, tokens, algorithm), len(rollouts))
@@ -336,7 +336,7 @@ class Trainer:
         })
         rollouts = collected.rollouts if limit < 0 else collected.rollouts[:limit]
         values = gather_token_values(
-            batch, len(rollouts), self.config.algorithm, self.actor.groups.is_last_stage_leader, dist.group.WORLD)
+            batch, len(rollouts), self.config.algorithm, self.actor.model.groups.is_last_stage_leader, dist.group.WORLD)
         self.run.write_histograms(step, partial(describe_distributions, collected.rollouts, batch))
         self.run.write_rollouts(
             step, (rollout_row(r, self.token_texts, found) for r, found in zip(rollouts, values, strict=True)))

@@ -50,7 +50,7 @@ class SftTrainer:
         self.checkpoints = Checkpoints(
             config, opened, {"actor": actor}, {"prompts": self.examples},
             side_files={"actor": side_files(config, config.model.path)},
-            export=actor_export(config, actor), total_steps=plan.total_steps)
+            export=actor_export(config, actor.model), total_steps=plan.total_steps)
 
     def train(self) -> None:
         """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
@@ -70,7 +70,7 @@ class SftTrainer:
         """This rank's packed batch: one minibatch; a response to learn is packed as a sampled one is."""
         config = replace(self.config.actor, share_prompts=False)  # every example has a prompt of its own
         batch, metrics = pack_rollouts(
-            examples, self.plan, self.config.algorithm, self.actor, config, self.process.device)
+            examples, self.plan, self.config.algorithm, self.actor.model, config, self.process.device)
         self.run.count(metrics)
         self.run.count({
             "tokens/prompt": sum(len(e.prompt.tokens) for e in examples),
@@ -107,7 +107,7 @@ def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
     say, data = trainer.run.log.info, inputs.data
     say("run directory: %s", trainer.run.dir)
     say("actor: %s, %s, %s layers on %s", inputs.model.layout.describe(), trainer.config.model.dtype,
-        trainer.actor.transformer_impl, trainer.process.device)
+        trainer.actor.model.transformer_impl, trainer.process.device)
     say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
     for line in trainer.plan.formulas():
         say("  %s", line)

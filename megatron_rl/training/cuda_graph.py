@@ -15,7 +15,7 @@ Order of an optimizer step:
 2. `run`: copy a microbatch into its buffers, replay, take the metrics out before the next replay overwrites them.
 3. `finish`: the learning rates and `is_sound` are on the device already; replay.
 
-Gradients accumulate on the stream on which DDP was built: it must be the one of the capture (`stream`).
+Gradients accumulate on the stream on which DDP was built: it must be the one of the capture (`PackedModel.stream`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,10 @@ from megatron.core.tensor_parallel.random import get_all_rng_states, model_paral
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shape, find_shape
 from megatron_rl.types import UserError
-
-if TYPE_CHECKING:
-    from megatron_rl.training.trainable import TrainedModel
 
 _WARM_UPS = 3
 _GIB = 1 << 30
@@ -62,13 +61,17 @@ class GraphStep(StaticStep):
     """`StaticStep` with its functions replayed from graphs.
 
     Args:
-        model: one pipeline stage, dense.
+        model: one pipeline stage, dense, that knows the stream of its gradients.
+        head, optimizer: what is trained with it.
         memory_gib: once the graphs hold so much, further shapes run without capture; None: no limit.
     """
 
-    def __init__(self, model: TrainedModel, memory_gib: float | None) -> None:
-        super().__init__(model)
-        self.stream = torch.cuda.Stream()
+    def __init__(
+        self, model: PackedModel, head: Head, optimizer: Optimizer, memory_gib: float | None
+    ) -> None:
+        super().__init__(model, head, optimizer)
+        assert model.stream is not None
+        self._stream = model.stream
         self._pool: Any = None
         self._graphs: dict[tuple[str, Shape], Captured] = {}
         self._uncaptured: set[tuple[str, Shape]] = set()
@@ -106,9 +109,8 @@ class GraphStep(StaticStep):
         for key, microbatch in sorted(missing.items(), key=lambda item: -len(item[1].tokens)):
             self._prepare_shape(key, microbatch, loss)
         if self._finish is None:
-            trainable = self._model.trainable
-            trainable.is_sound.fill_(False)  # Adam makes its states, and changes nothing
-            self._finish = self._capture(trainable.finish, "the end of the optimizer step")
+            self.optimizer.is_sound.fill_(False)  # Adam makes its states, and changes nothing
+            self._finish = self._capture(self.optimizer.finish, "the end of the optimizer step")
 
     def _prepare_shape(self, key: tuple[str, Shape], microbatch: TrainBatch, loss: StepLoss) -> None:
         name = describe_shape(microbatch)
@@ -116,7 +118,7 @@ class GraphStep(StaticStep):
             log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
             self._uncaptured.add(key)
             return
-        self._model.trainable.zero_grad()
+        self.optimizer.zero_grad()
         static = self._inputs.load(microbatch)
         self._graphs[key] = self._capture(lambda: self.forward_backward(static, loss), f"a microbatch of {name}")
         log.info("captured a CUDA graph for microbatches of %s; all hold %.2f GiB", name, self.memory_bytes / _GIB)
@@ -125,8 +127,8 @@ class GraphStep(StaticStep):
         """The same on all ranks that compute a microbatch together: its collectives run during a capture."""
         if self._memory_limit is None:
             return False
-        is_full = torch.tensor(int(self.memory_bytes >= self._memory_limit), device=self._model.trainable.device)
-        group = self._model.groups.collection.tp_cp
+        is_full = torch.tensor(int(self.memory_bytes >= self._memory_limit), device=self.model.device)
+        group = self.model.groups.collection.tp_cp
         if group.size() > 1:
             dist.all_reduce(is_full, op=dist.ReduceOp.MAX, group=group)
         return bool(is_full)
@@ -139,12 +141,12 @@ class GraphStep(StaticStep):
         return metrics
 
     def finish(self) -> torch.Tensor:
-        """`TrainableModel.finish` from its graph."""
+        """`Optimizer.finish` from its graph."""
         return self._finish.replay()
 
     def _make_rng_capturable(self) -> None:
         """Generators in a form that a capture can hold; dropout is 0, so their states do not matter."""
-        at, expert_at = self._model.groups.at, self._model.groups.expert_at
+        at, expert_at = self.model.groups.at, self.model.groups.expert_at
         model_parallel_cuda_manual_seed(
             torch.cuda.initial_seed() % (1 << 31), use_cudagraphable_rng=True, tp_rank=at.tp, ep_rank=expert_at.ep,
             etp_rank=at.tp, force_reset_rng=True)
@@ -154,17 +156,17 @@ class GraphStep(StaticStep):
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 function()
-        current.wait_stream(self.stream)
-        self._model.trainable.optimizer.zero_grad()  # no .grad must be left for the capture to add to
+        current.wait_stream(self._stream)
+        self.optimizer.megatron.zero_grad()  # no .grad must be left for the capture to add to
         gc.collect()
         ops = OpRecorder()
         try:
             # thread_local: NCCL's watchdog may look at its events meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"), ops:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"), ops:
                 result = function()
         except Exception as error:
             raise explain_capture_failure(error, ops.last, name) from error

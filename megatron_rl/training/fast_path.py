@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.config.schema import TrainableConfig
+from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.attention_backends import (
     choose_attention_backend,
     find_kernel_failure,
@@ -41,7 +41,7 @@ class FastPath:
 
 
 def find_fast_paths(
-    config: TrainableConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1
+    config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1
 ) -> list[FastPath]:
     """Look at everything that a role's step may use.
 
@@ -102,7 +102,7 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
                            "reinstall it for this torch and this GPU, or uninstall it")
 
 
-def _find_launches(config: TrainableConfig, device: torch.device) -> Iterator[FastPath]:
+def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[FastPath]:
     is_fast = device.type == "cpu" or config.step_mode == "graph"
     yield FastPath(
         "step", config.step_mode, is_fast, "" if is_fast else "no launch per kernel, which binds small microbatches",
@@ -111,7 +111,7 @@ def _find_launches(config: TrainableConfig, device: torch.device) -> Iterator[Fa
         yield FastPath("batches", "copied from pinned memory while the host goes on", True)
 
 
-def _find_overlaps(config: TrainableConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:
+def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:
     if dp_size == 1:
         return
     is_possible = config.step_mode == "eager"

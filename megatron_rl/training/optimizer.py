@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's optimizer (ZeRO-1 or replicated), its learning-rate schedule, and DDP.
+"""megatron-core's optimizer (ZeRO-1 or replicated) and its learning-rate schedule.
 
 The end of an optimizer step (reduce gradients, norm, clip, Adam, gather weights) looks at no number on the host:
 `finish` is the same function in every step mode, and a CUDA graph can hold it. Where the step is not sound (a loss or a
@@ -10,93 +10,97 @@ rate and that flag from the device, and needs neither apex nor Transformer Engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.config.schema import TrainableConfig
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.training.host_memory import HostMemory
+from megatron_rl.training.packed_model import PackedModel
 
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
-@dataclass
-class TrainableModel:
-    """DDP-wrapped model chunks with their optimizer and schedule.
+class Optimizer:
+    """The optimizer of a model that is trained, and its learning-rate schedule; building it is collective.
+
+    Args:
+        model: with `spec.trainable`.
+        config: the section of its role.
+        total_steps: length of the learning-rate schedule, in optimizer steps.
 
     Attributes:
-        collection: process groups of the role.
+        megatron: megatron-core's optimizer.
+        scheduler: of its learning rate.
         adams: torch's optimizers of this rank: of dense parameters, and of experts.
         is_sound: 0-d bool on the device, read by `finish`: whether the weights may be changed.
+        steps: how many have changed the weights.
     """
 
-    modules: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    collection: ProcessGroupCollection
-    device: torch.device
-    offload_gradients: bool = False
-    offload_optimizer: bool = False
-    is_released: bool = False
-    is_sound: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_sound = torch.ones((), dtype=torch.bool, device=self.device)
-        self._found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
-        chained = isinstance(self.optimizer, ChainedOptimizer)
-        self._parts = list(self.optimizer.chained_optimizers) if chained else [self.optimizer]
+    def __init__(self, model: PackedModel, config: TrainedConfig, total_steps: int) -> None:
+        self._modules, self._collection, self._device = model.modules, model.groups.collection, model.device
+        self._offloads_gradients, self._offloads_states = config.offload_gradients, config.offload_optimizer
+        self.megatron = _build_optimizer(model, config)
+        self.scheduler = _build_scheduler(self.megatron, config, total_steps)
+        self.steps = 0
+        self.is_sound = torch.ones((), dtype=torch.bool, device=self._device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._parts = _list_parts(self.megatron)
         self.adams = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
         for adam in self.adams:
             adam.found_inf = self._found_inf
-        self._host_memory = HostMemory(self.device)
+        self._host_memory = HostMemory(self._device)
+        self._is_released = False
         self._learning_rates = [
-            torch.zeros((), dtype=torch.float32, device=self.device) for _ in self.optimizer.param_groups]
+            torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups]
+
+    def count_step(self) -> None:
+        """Say that a step has changed the weights."""
+        self.steps += 1
+
+    def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
+        """Go on after so many steps, from the state of a schedule whose shape may have been another."""
+        self.steps = steps
+        self.scheduler.num_steps = schedule["num_steps"]
+        self.scheduler.step(0)  # the learning rate of this step; its shape is that of the present config
 
     def release(self) -> None:
         """Give back what generation does not need, as configured; gradients are lost, states go to the host."""
-        if self.offload_gradients:
-            for module in self.modules:
+        if self._offloads_gradients:
+            for module in self._modules:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.offload_to_cpu(move_params=False, move_grads=True)
-        if self.offload_optimizer and not self.is_released:
+        if self._offloads_states and not self._is_released:
             states = self._list_states()
             for state, copy in zip(states, self._host_memory.store(states), strict=True):
                 state.data = copy
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.is_released = True
+        self._is_released = True
 
     def restore(self) -> None:
         """Take it back before an update; does nothing if nothing was released."""
-        if not self.is_released:
+        if not self._is_released:
             return
-        if self.offload_gradients:
-            for module in self.modules:
+        if self._offloads_gradients:
+            for module in self._modules:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.reload_from_cpu(move_params=False, move_grads=True)
-        if self.offload_optimizer:
+        if self._offloads_states:
             states = self._list_states()
             for state, loaded in zip(states, self._host_memory.load(states), strict=True):
                 state.data = loaded
-        self.is_released = False
+        self._is_released = False
 
     def _list_states(self) -> list[torch.Tensor]:
         """Adam's moments, and the float32 weights where they are not the model's own."""
-        of_model = {p.untyped_storage().data_ptr() for module in self.modules for p in module.parameters()}
+        of_model = {p.untyped_storage().data_ptr() for module in self._modules for p in module.parameters()}
         groups = [group for adam in self.adams for group in adam.param_groups]
         weights = [p for group in groups for p in group["params"]]
         states = [x for adam in self.adams for state in adam.state.values() for x in state.values() if x.dim()]
@@ -104,18 +108,18 @@ class TrainableModel:
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
-        for module in self.modules:
+        for module in self._modules:
             module.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.megatron.zero_grad()
 
     def advance_schedule(self) -> float:
         """The learning rate of the next update, which `finish` will read from the device."""
         # Before the update, so that step k of a W-step warm-up uses lr * k / W (the first is not lost on lr 0).
         # The schedule also applies the per-group weight decay multipliers.
         self.scheduler.step(increment=1)
-        for tensor, group in zip(self._learning_rates, self.optimizer.param_groups, strict=True):
+        for tensor, group in zip(self._learning_rates, self.megatron.param_groups, strict=True):
             tensor.fill_(group["lr"])
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.megatron.param_groups[0]["lr"])
 
     @torch.no_grad()
     def finish(self) -> torch.Tensor:
@@ -126,10 +130,10 @@ class TrainableModel:
         Returns:
             The global gradient norm before clipping, 0-d float32.
         """
-        finalize_model_grads(self.modules, None, pg_collection=self.collection)
-        self.optimizer.prepare_grads()
+        finalize_model_grads(self._modules, None, pg_collection=self._collection)
+        self.megatron.prepare_grads()
         norm = self._compute_norm()
-        limit = self.optimizer.config.clip_grad
+        limit = self.megatron.config.clip_grad
         if limit > 0:
             coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
             for adam in self.adams:
@@ -138,7 +142,7 @@ class TrainableModel:
                     torch._foreach_mul_(grads, coefficient)
         self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
         with self._learning_rates_on_device():
-            self.optimizer.step_with_ready_grads()
+            self.megatron.step_with_ready_grads()
         return norm
 
     def _compute_norm(self) -> torch.Tensor:
@@ -146,9 +150,9 @@ class TrainableModel:
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for part in self._parts:
             by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         for group, grads in by_group.items():
-            square = torch.zeros((), dtype=torch.float32, device=self.device)
+            square = torch.zeros((), dtype=torch.float32, device=self._device)
             if grads:
                 square = torch.stack(torch._foreach_norm(grads)).square().sum()
             if group.size() > 1:
@@ -159,7 +163,7 @@ class TrainableModel:
     @contextmanager
     def _learning_rates_on_device(self) -> Iterator[None]:
         """Groups hold tensors in the block, and numbers outside of it (for the schedule and for checkpoints)."""
-        groups = self.optimizer.param_groups
+        groups = self.megatron.param_groups
         numbers = [group["lr"] for group in groups]
         for group, tensor in zip(groups, self._learning_rates, strict=True):
             group["lr"] = tensor
@@ -170,65 +174,34 @@ class TrainableModel:
                 group["lr"] = number
 
 
-def build_trainable(
-    stages: torch.nn.ModuleList, config: TransformerConfig, groups: ParallelGroups, role: TrainableConfig,
-    *, total_optimizer_steps: int, stream: Any = None,
-) -> TrainableModel:
-    """Wrap model chunks in DDP and build their optimizer; collective over the role.
-
-    Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
-
-    Args:
-        stream: CUDA stream on which gradients accumulate: the one that graphs will be captured on.
-    """
-    overlaps = role.overlap_grad_reduce
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=role.use_distributed_optimizer,
-        overlap_grad_reduce=overlaps)
-    with _on_stream(stream):
-        modules = [
-            DistributedDataParallel(config, ddp_config, stage, disable_bucketing=index > 0,
-                                    pg_collection=groups.collection)
-            for index, stage in enumerate(stages)
-        ]
-    if overlaps:
-        config.no_sync_func = [module.no_sync for module in modules] if len(modules) > 1 else modules[0].no_sync
+def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimizer:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=role.lr, min_lr=role.min_lr, weight_decay=role.weight_decay,
             adam_beta1=role.adam_beta1, adam_beta2=role.adam_beta2, adam_eps=role.adam_eps,
-            clip_grad=role.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            clip_grad=role.clip_grad, bf16=model.config.bf16, params_dtype=model.config.params_dtype,
             use_distributed_optimizer=role.use_distributed_optimizer),
-        modules, use_gloo_process_groups=False, pg_collection=groups.collection)
-    device = next(stages.parameters()).device
-    _use_fused_adam(optimizer, is_capturable=stream is not None)
-    config.grad_scale_func = optimizer.scale_loss
-    decay_steps = max(total_optimizer_steps, role.lr_warmup_steps + 1)
-    scheduler = OptimizerParamScheduler(
+        model.modules, use_gloo_process_groups=False, pg_collection=model.groups.collection)
+    _use_fused_adam(optimizer, is_capturable=model.stream is not None)
+    return optimizer
+
+
+def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_steps: int) -> OptimizerParamScheduler:
+    decay_steps = max(total_steps, role.lr_warmup_steps + 1)
+    return OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=role.lr, min_lr=min(role.min_lr, role.lr),
         lr_warmup_steps=role.lr_warmup_steps, lr_decay_steps=decay_steps, lr_decay_style=role.lr_decay_style,
         start_wd=role.weight_decay, end_wd=role.weight_decay, wd_incr_steps=decay_steps,
         wd_incr_style="constant")
-    return TrainableModel(
-        modules, optimizer, scheduler, groups.collection, device, offload_gradients=role.offload_gradients,
-        offload_optimizer=role.offload_optimizer)
 
 
-@contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    """Work that follows what is queued, on another stream, and that what comes next waits for."""
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
-        yield
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
+def _list_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _use_fused_adam(optimizer: MegatronOptimizer, *, is_capturable: bool) -> None:
     """Put torch's fused AdamW in the place of the one that megatron-core chose (apex's, TE's or torch's)."""
-    chained = isinstance(optimizer, ChainedOptimizer)
-    for part in optimizer.chained_optimizers if chained else [optimizer]:
+    for part in _list_parts(optimizer):
         if part.is_stub_optimizer:
             continue
         groups = part.optimizer.param_groups

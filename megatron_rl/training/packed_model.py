@@ -2,25 +2,27 @@
 """A megatron-core model over packed batches: what all roles (actor, reference, critic, reward model) have in common.
 
 The schedule is megatron-core's (no pipelining, 1F1B or interleaved). The last pipeline stage ends in hidden states;
-a role says what it makes of them (`_read_out`), and only that stage ever has it.
+a head (`heads.py`) says what is made of them, and only that stage ever has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.checkpoint.distributed import load_weights
-from megatron_rl.config.schema import LayoutConfig, ModelConfig, TrainableConfig
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import ModelConfig, TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
@@ -29,63 +31,123 @@ from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.ulysses import combine_shards, shard_rows
+from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
-# (microbatch, *what the role reads out [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
-LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (hidden states of the last stage, microbatch) -> tensors [t] of the whole microbatch; see `heads.py`
+Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
+# (microbatch, *what the head gives [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
+LossFunction = Callable[..., tuple[torch.Tensor, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSetup:
+    """What a role is built from; the same on all of its ranks, but for `groups`.
+
+    Attributes:
+        spec: weights, layout and head, and whether it is trained.
+        model: dtype and implementation of the layers.
+        shape: the architecture; with a score head (`load_model_shape(path, head="score")`) unless `spec.head` is
+            "logprob".
+        groups: process groups of its layout.
+        seed: of megatron-core's RNG streams.
+        temperature: that the logits of a language model are divided by.
+        total_optimizer_steps: length of the learning-rate schedule.
+    """
+
+    spec: RoleSpec
+    model: ModelConfig
+    shape: ModelShape
+    groups: ParallelGroups
+    seed: int
+    temperature: float = 1.0
+    total_optimizer_steps: int = 0
 
 
 class PackedModel:
-    """This rank's stages of one model.
+    """This rank's stages of one model, complete with its weights; collective over the role.
 
     Attributes:
         shape: the architecture.
         groups: process groups of the role.
-        stages: model chunks (`vpp_size` of them), weights loaded.
-        modules: what the schedule runs; roles with an optimizer put DDP wrappers here.
+        device: of the weights.
+        stages: model chunks (`vpp_size` of them).
+        modules: what the schedule runs: the stages, of a model that is trained in DDP wrappers.
+        stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
         params: this rank's parameters by name.
         buckets: the shapes that its training step takes; None: any.
         padded_params: ends of the names of parameters with rows that pad the vocabulary.
     """
 
     padded_params = PADDED_PARAMETERS
-    _may_lack: tuple[str, ...] = ()  # logical tensors that are zero when the checkpoint does not have them
 
-    def __init__(
-        self, model: ModelConfig, layout_config: LayoutConfig, shape: ModelShape, groups: ParallelGroups,
-        *, path: str | Path, seed: int,
-    ) -> None:
-        self.shape, self.groups = shape, groups
+    def __init__(self, setup: RoleSetup) -> None:
+        spec, groups = setup.spec, setup.groups
+        assert setup.shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
+        self.shape, self.groups = setup.shape, groups
         at = groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
-            seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True)
-        self.transformer_impl = choose_transformer_impl(model.transformer_impl)
+            setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True)
+        self.transformer_impl = choose_transformer_impl(setup.model.transformer_impl)
         self.config = build_transformer_config(
-            shape, groups.layout, dtype=DTYPES[model.dtype], sequence_parallel=layout_config.sequence_parallel,
-            recompute_granularity=layout_config.recompute_granularity,
+            setup.shape, groups.layout, dtype=DTYPES[setup.model.dtype],
+            sequence_parallel=spec.layout.sequence_parallel, recompute_granularity=spec.layout.recompute_granularity,
             use_transformer_engine=self.transformer_impl == "transformer_engine")
-        self.buckets = self._build_buckets(layout_config)
-        self.stages = build_gpt_stages(shape, self.config, groups, self.transformer_impl)
+        self.stages = build_gpt_stages(setup.shape, self.config, groups, self.transformer_impl)
+        self.device = next(self.stages.parameters()).device
+        self._load(spec)
+        self.buckets: Buckets | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.modules: list[torch.nn.Module] = list(self.stages)
-        self.params = {name: p.data for name, p in self.stages.named_parameters()}
-        placements = self.placements(groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
-        check_placements(
-            placements, {name: tuple(p.shape) for name, p in self.params.items()}, where=f"megatron {at}",
-            padded=[name for name in self.params if name.endswith(PADDED_PARAMETERS)])
-        load_weights(Path(path), shape, placements, self.params, may_lack=self._may_lack)
-        self._host_memory = HostMemory(next(self.stages.parameters()).device)
+        if spec.trainable:
+            assert isinstance(spec.layout, TrainedConfig)
+            self._prepare_training(spec.layout)
+        else:
+            self.stages.requires_grad_(False)
+        self.params = self._list_params()
+        self._host_memory = HostMemory(self.device)
         self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded
+        if spec.offload:
+            self.offload()
 
-    def _build_buckets(self, config: LayoutConfig) -> Buckets | None:
-        if not isinstance(config, TrainableConfig) or config.step_mode == "eager":
-            return None
-        return build_buckets(
-            config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs)
+    def _load(self, spec: RoleSpec) -> None:
+        at, params = self.groups.at, self._list_params()
+        placements = self.placements(self.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
+        check_placements(
+            placements, {name: tuple(p.shape) for name, p in params.items()}, where=f"megatron {at}",
+            padded=[name for name in params if name.endswith(PADDED_PARAMETERS)])
+        load_weights(Path(spec.path), self.shape, placements, params, may_lack=spec.may_lack)
+
+    def _prepare_training(self, config: TrainedConfig) -> None:
+        """Fix the shapes of its steps, and wrap the stages in DDP, which moves the parameters into buffers.
+
+        Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
+        """
+        if config.step_mode != "eager":
+            self.buckets = build_buckets(
+                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs)
+        if config.step_mode == "graph":
+            self.stream = torch.cuda.Stream()
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer,
+            overlap_grad_reduce=config.overlap_grad_reduce)
+        with _on_stream(self.stream):
+            wrapped = [
+                DistributedDataParallel(self.config, ddp_config, stage, disable_bucketing=index > 0,
+                                        pg_collection=self.groups.collection)
+                for index, stage in enumerate(self.stages)
+            ]
+        if config.overlap_grad_reduce:
+            no_sync = [module.no_sync for module in wrapped]
+            self.config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        self.modules = list(wrapped)
+
+    def _list_params(self) -> dict[str, torch.Tensor]:
+        return {name: p.data for name, p in self.stages.named_parameters()}
 
     def placements(self, rank: int) -> list[ShardBox]:
         """ShardBox table of any rank of the layout."""
@@ -136,7 +198,7 @@ class PackedModel:
             return
         for p, weights in zip(self.stages.parameters(), self._host_memory.load(self._on_host), strict=True):
             p.data = weights
-        self.params = {name: p.data for name, p in self.stages.named_parameters()}
+        self.params = self._list_params()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -149,10 +211,18 @@ class PackedModel:
             if was_offloaded:
                 self.offload()
 
+    def own_rows(self, microbatch: TrainBatch) -> slice:
+        """The rows of a microbatch that this context parallel rank holds."""
+        return shard_rows(len(microbatch.tokens), self.groups.layout.cp_size, self.groups.at.cp)
+
     @torch.no_grad()
-    def compute_forward(self, batch: TrainBatch) -> torch.Tensor:
-        """The first thing the role reads out, [t] float32 for a packed batch, the same on every rank of the replica."""
-        results = self.run_schedule(batch, loss_function=None)
+    def compute_forward(self, batch: TrainBatch, head: Head) -> torch.Tensor:
+        """The first thing that the head gives, [t] float32 for a packed batch, the same on every rank of the replica.
+
+        Weights that were offloaded come for that time.
+        """
+        with self.on_device():
+            results = self.run_microbatches(batch.microbatches(), head)
         if self.groups.is_last_stage:
             found = torch.cat(results)
         else:
@@ -160,21 +230,20 @@ class PackedModel:
         broadcast_tensors([found], self.groups.last_stage_rank, self.groups.pp)
         return found
 
-    def run_schedule(self, batch: TrainBatch, loss_function: LossFunction | None) -> list[Any]:
-        """Run all microbatches of `batch` through the pipeline.
+    def run_microbatches(
+        self, microbatches: Sequence[TrainBatch], head: Head, loss_function: LossFunction | None = None
+    ) -> list[Any]:
+        """Run microbatches through the pipeline.
 
         Args:
-            batch: microbatches of one minibatch (or more, forward only).
+            microbatches: of one minibatch (or more, forward only).
+            head: what is made of the hidden states.
             loss_function: forward and backward with this loss, or None for forward only.
 
         Returns:
-            On the last stage one entry per microbatch: the loss's metrics, or the first tensor [t] that the role
-            reads out when `loss_function` is None; empty on other stages.
+            On the last stage one entry per microbatch: the loss's metrics, or the first tensor [t] that the head gives
+            when `loss_function` is None; empty on other stages.
         """
-        return self.run_microbatches(batch.microbatches(), loss_function)
-
-    def run_microbatches(self, microbatches: Sequence[TrainBatch], loss_function: LossFunction | None) -> list[Any]:
-        """`run_schedule` for microbatches that exist already."""
         layout = self.groups.layout
         is_forward_only = loss_function is None
         is_interleaved = layout.vpp_size > 1
@@ -184,7 +253,7 @@ class PackedModel:
             module.train(not is_forward_only)
         p2p = P2PCommunicator(self.groups.pp, self.config) if layout.pp_size > 1 else None
         return forward_backward(
-            forward_step_func=partial(self.forward_step, loss_function),
+            forward_step_func=partial(self.forward_step, head, loss_function),
             data_iterator=iterators if is_interleaved else iterators[0],
             model=self.modules if is_interleaved else self.modules[0],
             num_microbatches=len(microbatches),
@@ -197,7 +266,7 @@ class PackedModel:
         )
 
     def forward_step(
-        self, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
+        self, head: Head, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         """megatron-core's forward step function: the output of `module`, and what makes a loss or a result of it."""
         microbatch = next(batches)
@@ -206,13 +275,13 @@ class PackedModel:
             piece, microbatch.position_ids, head_dim=self.shape.head_dim, rope_theta=self.shape.rope_theta,
             dtype=self.config.params_dtype, cp_size=self.groups.layout.cp_size, cp_rank=self.groups.at.cp,
             rope_scaling=self.shape.rope_scaling)
-        mine = self._own_rows(microbatch)
+        mine = self.own_rows(microbatch)
         output = module(
             microbatch.tokens[None, mine], microbatch.position_ids[None, mine], attention_mask=None,
             packed_seq_params=packed)
 
         def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-            found = self._read_out(hidden, microbatch)
+            found = head(hidden, microbatch)
             if non_loss_data:
                 return found[0]
             loss, metrics = loss_function(microbatch, *found)
@@ -221,43 +290,13 @@ class PackedModel:
 
         return output, finish
 
-    def _read_out(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
-        """What the role makes of the last stage's hidden states [t/cp, 1, h] (or [t/cp/tp, 1, h] under TP-SP).
 
-        The results are [t] of the whole microbatch, on every context parallel rank: the loss knows nothing of shards.
-        """
-        raise NotImplementedError
-
-    def _own_rows(self, microbatch: TrainBatch) -> slice:
-        """The rows of a microbatch that this context parallel rank holds."""
-        return shard_rows(len(microbatch.tokens), self.groups.layout.cp_size, self.groups.at.cp)
-
-    def _predicted_rows(self, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]:
-        """Tokens that this context parallel rank predicts: those in the loss, or where shapes must be fixed all.
-
-        Of a bucketed microbatch all rows predict, each its successor; where prompts are shared (which needs cp = 1)
-        all places are predicted, each by its predecessor. What is not in the loss is dropped by `_combine`.
-
-        Returns:
-            Their places in the microbatch [k]; the rows of the rank's shard whose hidden states predict them [k]; the
-            tokens [k]. Place t, behind the end, stands for nothing.
-        """
-        mine, predecessors = self._own_rows(microbatch), microbatch.predecessors
-        tokens, piece = microbatch.tokens, microbatch.slices[0]
-        if not piece.is_bucketed:
-            is_mine = microbatch.loss_mask & (predecessors >= mine.start) & (predecessors < mine.stop)
-            places = is_mine.nonzero()[:, 0]
-            return places, predecessors[places] - mine.start, tokens[places]
-        if piece.keys is not None:
-            assert self.groups.layout.cp_size == 1, "shared prompts have no fixed shape under context parallelism"
-            return torch.arange(len(predecessors), device=tokens.device), predecessors, tokens
-        places = torch.arange(mine.start + 1, mine.stop + 1, device=tokens.device)
-        return places, slice(None), F.pad(tokens, (0, 1))[mine.start + 1 : mine.stop + 1]
-
-    def _combine(self, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
-        """Values [k] of every context parallel rank at their places: [t], 0 where no rank has one."""
-        length = len(microbatch.tokens)
-        if not microbatch.slices[0].is_bucketed:
-            return combine_shards(values, places, length, self.groups.cp)
-        combined = combine_shards(values, places, length + 1, self.groups.cp)[:length]
-        return torch.where(microbatch.loss_mask, combined, 0.0)
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work that follows what is queued, on another stream, and that what comes next waits for."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        yield
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)

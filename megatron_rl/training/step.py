@@ -13,42 +13,51 @@ Its results are gradients, added to megatron-core's gradient buffers, and the pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import TrainableConfig
+from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.types import UserError
-
-if TYPE_CHECKING:
-    from megatron_rl.training.trainable import TrainedModel
 
 Shape = tuple[Any, ...]
 
 
-@dataclass
 class StepLoss:
-    """A loss of an optimizer step; called by the schedule with a microbatch and what the role reads out.
+    """A loss of an optimizer step; called by the schedule with a microbatch and what the head gives.
+
+    Args:
+        name: one loss has one name.
+        function: (settings, microbatch, *what the head gives) -> the loss, and its metrics by name: sums, and maxima
+            whose names begin with "max/".
+        device: of the model.
 
     Attributes:
-        name: one loss has one name.
-        function: returns the loss, and its metrics by name: sums, and maxima whose names begin with "max/".
-        settings: what the function has taken from the config as numbers; a graph holds for one value of it.
+        settings: what the function takes from the config as numbers; a graph holds for one value of it.
         metric_names: of the packed metrics, sums first; known after the first call.
         num_sums: how many of them are sums.
+        is_pulled: 0-d bool on the device: whether the loss had a gradient at what the head gives, since it was cleared.
     """
 
-    name: str
-    function: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-    settings: Any = None
-    metric_names: tuple[str, ...] = ()
-    num_sums: int = field(default=0)
+    def __init__(
+        self, name: str, function: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]], device: torch.device
+    ) -> None:
+        self.name, self._function = name, function
+        self.settings: Any = None
+        self.metric_names: tuple[str, ...] = ()
+        self.num_sums = 0
+        self.is_pulled = torch.zeros((), dtype=torch.bool, device=device)
 
-    def __call__(self, microbatch: TrainBatch, *read_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, microbatch: TrainBatch, *found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss (scalar), and its metrics packed in one tensor [num_metrics] float64."""
-        loss, metrics = self.function(microbatch, *read_out)
+        for values in found:
+            if values.requires_grad:
+                values.register_hook(self._note_gradient)
+        loss, metrics = self._function(self.settings, microbatch, *found)
         sums = [name for name in metrics if not name.startswith("max/")]
         self.set_names((*sums, *(name for name in metrics if name.startswith("max/"))))
         return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
@@ -58,32 +67,43 @@ class StepLoss:
         self.metric_names = names
         self.num_sums = sum(not name.startswith("max/") for name in names)
 
+    def set_settings(self, settings: Any) -> None:
+        """For the steps that follow."""
+        self.settings = settings
+
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
+        self.is_pulled.logical_or_(gradient.any())  # on the device, and part of a captured step
+
 
 class EagerStep:
-    """megatron-core's schedule, on microbatches as they are."""
+    """megatron-core's schedule, on microbatches as they are.
 
-    stream: Any = None  # on which gradients accumulate; None: the current one
+    Args:
+        model: that is trained.
+        head: what the loss is of.
+        optimizer: of the model.
+    """
 
-    def __init__(self, model: TrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
+        self.model, self.optimizer, self._head = model, optimizer, head
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
         """What must be done before the gradients are cleared; may leave rubbish in them."""
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
-        return self._model.run_microbatches(minibatch.microbatches(), loss)
+        return self.model.run_microbatches(minibatch.microbatches(), self._head, loss)
 
     def finish(self) -> torch.Tensor:
-        """`TrainableModel.finish`."""
-        return self._model.trainable.finish()
+        """`Optimizer.finish`."""
+        return self.optimizer.finish()
 
 
 class StaticStep(EagerStep):
     """One function of static buffers per microbatch; under pipelining megatron-core's schedule on static buffers."""
 
-    def __init__(self, model: TrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
+        super().__init__(model, head, optimizer)
         self._inputs = StaticInputs()
 
     @property
@@ -94,10 +114,10 @@ class StaticStep(EagerStep):
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
         microbatches = minibatch.microbatches()
-        if self._model.groups.layout.pp_size > 1:
+        if self.model.groups.layout.pp_size > 1:
             # Several are under way at once: each needs buffers of its own.
             static = [self._inputs.load(microbatch, slot) for slot, microbatch in enumerate(microbatches)]
-            metrics = self._model.run_microbatches(static, loss)
+            metrics = self.model.run_microbatches(static, self._head, loss)
             for microbatch, buffers in zip(microbatches, static, strict=True):
                 microbatch.take_updates(buffers)
             return metrics
@@ -111,12 +131,12 @@ class StaticStep(EagerStep):
 
     def forward_backward(self, static: TrainBatch, loss: StepLoss) -> torch.Tensor:
         """Add the gradient of one microbatch to the gradient buffers; returns its packed metrics."""
-        model = self._model
+        model = self.model
         if not model.modules[0].training:
             model.modules[0].train()
-        output, finish = model.forward_step(loss, iter((static,)), model.modules[0])
+        output, finish = model.forward_step(self._head, loss, iter((static,)), model.modules[0])
         value, _, metrics = finish(output)
-        model.config.grad_scale_func(value).backward()
+        value.backward()
         return metrics
 
 
@@ -189,7 +209,7 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         torch._foreach_copy_(to, from_)
 
 
-def check_step_mode(config: TrainableConfig, section: str) -> None:
+def check_step_mode(config: TrainedConfig, section: str) -> None:
     """Refuse a step mode that this machine cannot run.
 
     Raises:

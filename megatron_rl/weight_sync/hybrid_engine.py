@@ -38,22 +38,33 @@ from megatron_rl.weights.shard_box import ShardBox
 _FINISH_REASONS = ("stop", "length")
 
 
-class WeightSource(Protocol):
-    """What the engine needs of an actor."""
+class SourceModel(Protocol):
+    """The weights that the engine gets."""
 
     shape: ModelShape
     params: Mapping[str, torch.Tensor]
     padded_params: tuple[str, ...]
-    policy_version: int
-
-    def release_training_memory(self) -> None:
-        """Give back what generation does not need; training takes it back by itself."""
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
 
     def placements(self, rank: int) -> list[ShardBox]:
         """ShardBox table of any rank of the job."""
+
+
+class Releasable(Protocol):
+    """What training holds besides the weights."""
+
+    def release(self) -> None:
+        """Give back what generation does not need; training takes it back by itself."""
+
+
+class WeightSource(Protocol):
+    """What the engine needs of an actor."""
+
+    model: SourceModel
+    optimizer: Releasable
+    policy_version: int
 
 
 class HybridEngine:
@@ -92,7 +103,7 @@ class HybridEngine:
 
     def _build_resharder(self, source: Sequence[Shard], process: Process, config: HybridConfig) -> Resharder:
         """Plan what is not borrowed, and make it ready."""
-        actor, engine = self._actor, self._engine
+        actor, engine = self._actor.model, self._engine
         borrowed = gather_names(engine.borrowed, self._group)
         destination = group_shards(
             lambda rank: [p for p in engine.placements(rank) if p.param not in borrowed[rank]],
@@ -112,7 +123,7 @@ class HybridEngine:
         return self._resharder.transport
 
     def _build_certificate(self, source: Sequence[Shard], process: Process) -> Certificate:
-        actor, engine, first = self._actor, self._engine, process.rank - self._engine_rank
+        actor, engine, first = self._actor.model, self._engine, process.rank - self._engine_rank
         destination = group_shards(
             lambda rank: engine.placements(first + rank), lambda rank: engine.shard_key(first + rank),
             self._engine_tp_size)
@@ -152,7 +163,7 @@ class HybridEngine:
         Training memory is given back before the engine takes its own, and the engine sleeps before
         training takes it back, so that the peak is that of one mode, not of both.
         """
-        self._actor.release_training_memory()
+        self._actor.optimizer.release()
         self.reshard()
         try:
             yield self
@@ -215,7 +226,7 @@ class HybridEngine:
         names = [f"prompt_id {prompt.prompt_id}, sample {sample % group_size}" for prompt, sample in requests]
         try:
             check_generations(generations, names, max_tokens=sampling.max_tokens,
-                              vocab_size=self._actor.shape.vocab_size, engine=engine)
+                              vocab_size=self._actor.model.shape.vocab_size, engine=engine)
         except UserError as error:
             return error
         return stream.error

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from role_setups import make_setup
 
 from actor_runs import Case, build_actor
 from checkpoint_runs import STATE, join_pieces, make_content, make_saver, resume_actor, save_actor, snapshot
@@ -20,12 +21,11 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
 from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.side_files import list_side_files
-from megatron_rl.config.schema import CriticConfig, ModelConfig
+from megatron_rl.config.schema import CriticConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.critic import Critic
+from megatron_rl.roles.critic import Critic
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import load_model_shape
 from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences
 from tiny_models import save_tiny_model
@@ -107,11 +107,11 @@ def _refuse_on_rank(rank: int, world_size: int, path: Path, directory: Path, oth
 
     def attempt(case: Case, model: Path, tokenizer: Path | None = None) -> None:
         actor = build_actor(case, model)
-        before = {name: param.clone() for name, param in actor.params.items()}
+        before = {name: param.clone() for name, param in actor.model.params.items()}
         with pytest.raises(UserError) as caught:
             load_training_state(directory, {"actor": actor}, group=dist.group.WORLD,
                                 side_files={"actor": list_side_files(path, tokenizer)})
-        assert all(torch.equal(before[name], param) for name, param in actor.params.items())
+        assert all(torch.equal(before[name], param) for name, param in actor.model.params.items())
         found.append(str(caught.value))
 
     attempt(Case(world_size), other / "larger-vocabulary")
@@ -141,23 +141,21 @@ def test_what_does_not_fit_is_refused(models, tmp_path: Path):
 def test_critic_and_actor_in_layouts_of_their_own(models, tmp_path: Path):
     """Both roles of PPO in one checkpoint; the critic has another layout and has taken other steps."""
     path = models["qwen2"]
-    shape = load_model_shape(path, head="score")
 
     def build_roles(world_size: int, **critic_sizes: int) -> dict[str, Any]:
         groups = build_groups(ParallelLayout(world_size, **critic_sizes))
-        critic = Critic(ModelConfig(path=str(path), dtype="float32"), CriticConfig(), shape, groups, path=path, seed=1,
-                        total_optimizer_steps=10)
+        critic = Critic(make_setup("critic", path, CriticConfig(), groups, total_optimizer_steps=10))
         return {"actor": build_actor(Case(world_size), path), "critic": critic}
 
     def save(rank: int, world_size: int) -> Any:
         roles = build_roles(2, tp_size=2)
         with torch.no_grad():
             create_states(roles["critic"], 3)
-            roles["critic"].optimizer_steps = 3
+            roles["critic"].optimizer.resume(3, {"num_steps": 3})
             for piece in make_state_pieces(roles["critic"], rank, None):
                 piece.data.copy_(torch.rand(piece.shape, generator=torch.Generator().manual_seed(len(piece.key)))[
                     box_slices(piece.box)].view_as(piece.data))
-            for name, param in roles["critic"].params.items():
+            for name, param in roles["critic"].model.params.items():
                 if name.endswith("score.weight"):
                     param.fill_(0.5)
         outcomes = []
@@ -168,7 +166,7 @@ def test_critic_and_actor_in_layouts_of_their_own(models, tmp_path: Path):
     def load(rank: int, world_size: int) -> Any:
         roles = build_roles(1)
         run = load_training_state(tmp_path / "step_1", roles, side_files={}, group=dist.group.WORLD)
-        assert not run.same_layout and [role.optimizer_steps for role in roles.values()] == [0, 3]
+        assert not run.same_layout and [role.optimizer.steps for role in roles.values()] == [0, 3]
         return snapshot(roles["critic"])
 
     saved, loaded = run_ranks(save, 2), run_ranks(load, 1)

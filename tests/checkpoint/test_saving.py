@@ -33,8 +33,8 @@ from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.observability.rank_log import open_rank_log
+from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.build import actor_export
-from megatron_rl.training.actor import Actor
 from megatron_rl.types import UserError
 from shards import find_differences
 from tiny_models import save_tiny_model
@@ -50,10 +50,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(actor: Actor) -> None:
     """What an optimizer step does, without the work: other weights, one more step."""
-    create_states(actor, actor.optimizer_steps + 1)
-    for param in actor.params.values():
+    create_states(actor, actor.optimizer.steps + 1)
+    for param in actor.model.params.values():
         param.add_(1.0)
-    actor.optimizer_steps += 1
+    actor.optimizer.count_step()
 
 
 def _save_four(rank: int, world_size: int, path: Path, root: Path, is_async: bool) -> list[SaveOutcome]:
@@ -103,7 +103,7 @@ def test_what_is_saved_is_the_state_of_that_moment(path: Path, tmp_path: Path):
             step(actor)
         saver.wait()
         resume(actor, path, tmp_path / "step_1")
-        return taken, snapshot(actor), actor.optimizer_steps, exported
+        return taken, snapshot(actor), actor.optimizer.steps, exported
 
     ranks = run_ranks(on_rank, 2)
     assert find_differences(join_pieces([r[1] for r in ranks]), join_pieces([r[0] for r in ranks])) == []
@@ -258,7 +258,7 @@ def test_an_export_that_does_not_fit_is_reported(path: Path, tmp_path: Path):
             make_content(path, 2, 0), {"actor": actor},
             export=actor_export(RunConfig(
                 model=ModelConfig(path=str(path)), data=DataConfig(train_files=[], train_batch_size=1),
-                actor=ActorConfig()), actor))
+                actor=ActorConfig()), actor.model))
         _limit_files(resource.RLIM_INFINITY)
         return outcomes[0]
 

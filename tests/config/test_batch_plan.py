@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.roles import Roles
+from megatron_rl.config.run_spec import Roles
 from megatron_rl.config.schema import (
     ActorConfig,
     DataConfig,

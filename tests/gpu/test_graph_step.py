@@ -67,14 +67,14 @@ def test_twenty_steps_equal_eager(name: str, mode: str, path: Path) -> None:
 def test_every_bucket_is_captured_once_and_replayed(path: Path) -> None:
     groups = build_groups(ParallelLayout(1))
     eager, graph = (build_role(SETUPS["bfloat16"], path, groups, mode) for mode in ("eager", "graph"))
-    assert isinstance(graph.runner, GraphStep)
+    assert isinstance(graph.step, GraphStep)
     shapes, counts = set(), []
     for step in range(12):
-        batches = [build_ragged_batch(eager, graph.buckets, step, shares_prompts=False) for _ in range(2)]
+        batches = [build_ragged_batch(eager.model, graph.model.buckets, step, shares_prompts=False) for _ in range(2)]
         shapes |= {find_shape(m) for m in batches[1].microbatches()}
-        for model, batch in zip((eager, graph), batches, strict=True):
-            take_steps(model, batch, step)
-        counts.append((graph.runner.num_graphs, graph.runner.memory_bytes))
+        for actor, batch in zip((eager, graph), batches, strict=True):
+            take_steps(actor, batch, step)
+        counts.append((graph.step.num_graphs, graph.step.memory_bytes))
     assert not find_differences(eager, graph)
     assert counts[-1][0] <= len(shapes) and counts[-1][1] > 0
     largest = max(memory for _, memory in counts)
@@ -84,39 +84,39 @@ def test_every_bucket_is_captured_once_and_replayed(path: Path) -> None:
 def test_a_full_budget_runs_uncaptured_and_equal(path: Path) -> None:
     setup = replace(SETUPS["bfloat16"], config=dict(graph_memory_gib=1e-6))
     assert not compare_modes(setup, path, 1, 4, "graph")["differences"]
-    model = build_role(setup, path, build_groups(ParallelLayout(1)), "graph")
+    actor = build_role(setup, path, build_groups(ParallelLayout(1)), "graph")
     for step in range(4):
-        take_steps(model, build_ragged_batch(model, model.buckets, step, shares_prompts=False), step)
-    assert model.runner.num_graphs == 1
+        take_steps(actor, build_ragged_batch(actor.model, actor.model.buckets, step, shares_prompts=False), step)
+    assert actor.step.num_graphs == 1
 
 
 def test_an_unsound_step_changes_nothing(path: Path) -> None:
-    model = build_role(SETUPS["bfloat16"], path, build_groups(ParallelLayout(1)), "graph")
-    batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=False)
-    batch.old_logprobs = model.compute_logprobs(batch)
+    actor = build_role(SETUPS["bfloat16"], path, build_groups(ParallelLayout(1)), "graph")
+    batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
+    batch.old_logprobs = actor.compute_logprobs(batch)
     minibatch = next(batch.minibatches())
-    model.update(minibatch, AlgorithmConfig())
-    weights = [x.clone() for x in model.params.values()]
+    actor.update(minibatch, AlgorithmConfig())
+    weights = [x.clone() for x in actor.model.params.values()]
     minibatch.advantages[minibatch.loss_mask] = float("nan")
     with pytest.raises(UserError, match="the loss of optimizer step 2"):
-        model.update(minibatch, AlgorithmConfig())
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.params.values(), strict=True))
+        actor.update(minibatch, AlgorithmConfig())
+    assert all(torch.equal(a, b) for a, b in zip(weights, actor.model.params.values(), strict=True))
 
 
 def test_failed_capture_names_operation_and_bucket(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that looks at a value on the host cannot be captured."""
-    model = build_role(SETUPS["bfloat16"], path, build_groups(ParallelLayout(1)), "graph")
-    batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=False)
-    batch.old_logprobs = model.compute_logprobs(batch)
-    inner = model._policy_loss.function
+    actor = build_role(SETUPS["bfloat16"], path, build_groups(ParallelLayout(1)), "graph")
+    batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    inner = actor._policy_loss._function
 
-    def nosy(microbatch: Any, *read_out: torch.Tensor) -> Any:
-        read_out[0].sum().item()
-        return inner(microbatch, *read_out)
+    def nosy(settings: AlgorithmConfig, microbatch: Any, *found: torch.Tensor) -> Any:
+        found[0].sum().item()
+        return inner(settings, microbatch, *found)
 
-    monkeypatch.setattr(model._policy_loss, "function", nosy)
+    monkeypatch.setattr(actor._policy_loss, "_function", nosy)
     with pytest.raises(UserError, match=r"(?s)microbatch of \d+ tokens.*_local_scalar_dense"):
-        model.update(next(batch.minibatches()), AlgorithmConfig())
+        actor.update(next(batch.minibatches()), AlgorithmConfig())
 
 
 def test_twenty_step_run_on_one_gpu(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from role_setups import make_setup
 
 from distributed import run_ranks
-from megatron_rl.config.schema import ActorConfig, ModelConfig
+from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.packing.batch import TrainBatch, build_train_batch
@@ -31,9 +32,8 @@ from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_en
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.ulysses import combine_shards, shard_rows
-from megatron_rl.training.policy import Policy
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch
-from megatron_rl.weights.families import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 
 PROMPT_LENGTHS, RESPONSE_LENGTHS, GROUP_OF = [9, 9, 9, 4, 4, 6], [5, 12, 1, 3, 8, 7], [0, 0, 0, 1, 1, 2]
@@ -101,9 +101,8 @@ def run_case(rank: int, world_size: int, case: Case, path: Path) -> Found:
     """Forward and backward of one microbatch."""
     groups = build_groups(ParallelLayout(world_size, tp_size=case.tp_size, cp_size=case.cp_size, ep_size=case.ep_size))
     config = ActorConfig(sequence_parallel=case.sequence_parallel, recompute_granularity=case.recompute)
-    policy = Policy(
-        ModelConfig(path=str(path), dtype="float32"), config, load_model_shape(path), groups, path=path,
-        temperature=1.0, seed=1)
+    policy = PackedModel(make_setup("reference", path, config, groups))
+    policy.stages.requires_grad_(True)
     batch = build_batch(case)
     logprobs = score(policy, batch)
     weights = torch.cos(7.0 * batch.sequence_ids + batch.position_ids) * batch.loss_mask
@@ -112,7 +111,7 @@ def run_case(rank: int, world_size: int, case: Case, path: Path) -> Found:
     return Found(responses, sum_gradients(policy, case), len(batch.tokens))
 
 
-def score(policy: Policy, batch: TrainBatch) -> torch.Tensor:
+def score(policy: PackedModel, batch: TrainBatch) -> torch.Tensor:
     """Log-probs [t] of the response tokens, 0 elsewhere."""
     groups, (piece,) = policy.groups, batch.slices
     mine = shard_rows(len(batch.tokens), groups.cp.size(), groups.cp.rank())
@@ -130,7 +129,7 @@ def score(policy: Policy, batch: TrainBatch) -> torch.Tensor:
     return combine_shards(logprobs, index, len(batch.tokens), groups.cp)
 
 
-def sum_gradients(policy: Policy, case: Case) -> dict[str, torch.Tensor]:
+def sum_gradients(policy: PackedModel, case: Case) -> dict[str, torch.Tensor]:
     """Over the context parallel ranks, and over TP where Megatron's sequence parallelism leaves a part on each rank.
 
     Experts are left out: with expert parallelism each rank has others.

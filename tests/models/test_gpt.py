@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from role_setups import make_setup
 
 from distributed import run_ranks
-from megatron_rl.config.schema import ActorConfig, ModelConfig
+from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models import gpt
 from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.heads import gather_for_vocab_shards
@@ -28,7 +29,8 @@ from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.policy import Policy
+from megatron_rl.training.heads import LogprobHead
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
 from megatron_rl.weights.families import Head, load_model_shape
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
@@ -132,15 +134,15 @@ def collect_logits(
     groups = build_groups(ParallelLayout(world_size, **case.sizes))
     result = {}
     for name, path in paths.items():
-        policy = Policy(
-            ModelConfig(path=str(path), dtype=case.dtype), ActorConfig(sequence_parallel=case.sequence_parallel),
-            replace(load_model_shape(path), **changes), groups, path=path, temperature=1.0, seed=1)
+        policy = PackedModel(make_setup(
+            "reference", path, ActorConfig(sequence_parallel=case.sequence_parallel), groups, dtype=case.dtype,
+            shape=replace(load_model_shape(path), **changes)))
         if (logits := _run_policy(policy)) is not None:
             result[name] = logits
     return result
 
 
-def _run_policy(policy: Policy) -> list[torch.Tensor] | None:
+def _run_policy(policy: PackedModel) -> list[torch.Tensor] | None:
     """Run the pipeline; the hidden states of the last stage are caught on their way to the scoring."""
     sequences = [Branch.of_response(tokens, 1) for tokens in draw_tokens(LENGTHS)]
     plan = plan_microbatches(LENGTHS, dp_size=1, max_tokens=32, count_multiple=policy.microbatch_count_multiple)
@@ -150,7 +152,7 @@ def _run_policy(policy: Policy) -> list[torch.Tensor] | None:
     assert len(batch.slices) >= 3
     caught: list[torch.Tensor] = []
     policy.stages[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
-    policy.compute_logprobs(batch)
+    policy.compute_forward(batch, LogprobHead(policy))
     if not policy.groups.is_last_stage:
         return None
     hidden = [

@@ -16,7 +16,7 @@ from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, compute_engine_numel, compute_role_bytes, list_chunks
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
 from megatron_rl.weights.families import load_model_shape
 from megatron_rl.weights.rollout_layout import vllm_placements
 from tiny_models import save_tiny_model
@@ -51,17 +51,18 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def measure(actor: Actor) -> RoleBytes:
     """What the actor's tensors take."""
-    buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
-    weights = [p.data for p in actor.stages.parameters()]
+    modules = actor.model.modules
+    buffers = [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+    weights = [p.data for p in actor.model.stages.parameters()]
     in_buffers = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     if in_buffers:  # the parameters are views of them
         starts = {tensor.untyped_storage().data_ptr() for tensor in in_buffers}
         assert {tensor.untyped_storage().data_ptr() for tensor in weights} == starts
-    states, optimizer = 0, actor.trainable.optimizer
+    states, optimizer = 0, actor.optimizer.megatron
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for param, state in part.optimizer.state.items():
             states += sum(tensor.nbytes for tensor in state.values() if torch.is_tensor(tensor) and tensor.ndim > 0)
-            if actor.config.bf16:
+            if actor.model.config.bf16:
                 assert param.dtype == torch.float32
                 states += param.nbytes
     return RoleBytes(sum(t.nbytes for t in in_buffers or weights), sum(b.grad_data.nbytes for b in buffers), states)
@@ -69,10 +70,10 @@ def measure(actor: Actor) -> RoleBytes:
 
 def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[RoleBytes, list[list[str]]]:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     actor.update(batch, ALGORITHM)
-    names = [[name for name, _ in stage.named_parameters()] for stage in actor.stages]
+    names = [[name for name, _ in stage.named_parameters()] for stage in actor.model.stages]
     return measure(actor), names
 
 

@@ -30,7 +30,7 @@ from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_t
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
@@ -79,14 +79,14 @@ LAYOUTS = {
 
 def build_batch(actor: Actor) -> TrainBatch:
     """Rollouts of the full length, complete but for the old logprobs; every microbatch is full."""
-    lengths, groups = [LENGTH] * ROLLOUTS, actor.groups
+    lengths, groups = [LENGTH] * ROLLOUTS, actor.model.groups
     sequences = [Branch.of_response(tokens, PROMPT)
                  for tokens in draw_tokens(lengths)]
     plan = plan_microbatches(lengths, dp_size=groups.layout.dp_size, max_tokens=BUDGET,
-                             count_multiple=actor.microbatch_count_multiple)
+                             count_multiple=actor.model.microbatch_count_multiple)
     weights = compute_sequence_weights("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH)
     batch = build_train_batch(sequences, weights, [(tuple(range(ROLLOUTS)), plan)], dp_rank=groups.at.dp,
-                              pad_multiple=actor.pad_multiple, device=torch.device("cpu"))
+                              pad_multiple=actor.model.pad_multiple, device=torch.device("cpu"))
     batch.advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
     batch.ref_logprobs = torch.full_like(batch.advantages, -7.0)
     return batch

@@ -22,10 +22,10 @@ from launch_runs import ROOT, assert_succeeded, run
 from megatron_rl.algorithms.catalog import RegisteredEstimator
 from megatron_rl.config.loading import load_config
 from megatron_rl.engines.transformers import HuggingFaceEngine
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.parts import Parts
-from megatron_rl.training.actor import Actor
-from megatron_rl.training.critic import Critic
-from megatron_rl.training.reference import Reference
+from megatron_rl.roles.reference import Reference
 from rl_runs import overrides_for, read_records
 
 PROGRAM = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_rl.training.actor as actor_module
+import megatron_rl.roles.actor as actor_module
 from distributed import run_ranks
 from megatron_rl.algorithms.ledger import LedgerError
 from megatron_rl.config.loading import load_config

@@ -214,13 +214,13 @@ def test_context_parallel_equals_one_rank(layout: str, family: str, wide: dict[s
 
 def _count_attention_calls(rank: int, world_size: int, case: Case, path: Path) -> tuple[int, int]:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     calls: list[int] = []
-    for layer in actor.stages[0].decoder.layers:
+    for layer in actor.model.stages[0].decoder.layers:
         layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
     actor.update(batch, ALGORITHM)
-    return len(calls), len(actor.stages[0].decoder.layers) * len(batch.slices)
+    return len(calls), len(actor.model.stages[0].decoder.layers) * len(batch.slices)
 
 
 @pytest.mark.parametrize(("granularity", "runs"), [("none", 1), ("selective", 2), ("full", 2)])
@@ -233,15 +233,15 @@ def test_recomputation_happens(granularity: str, runs: int, paths: dict[str, Pat
 
 def _train_on_bad_advantage(rank: int, world_size: int, case: Case, path: Path, bad: float) -> dict[str, Any]:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     actor.update(batch, ALGORITHM)
-    weights = [x.clone() for x in actor.params.values()]
+    weights = [x.clone() for x in actor.model.params.values()]
     batch.advantages[batch.sequence_ids == 3] = bad
     try:
         actor.update(batch, ALGORITHM)
     except UserError as error:
-        is_kept = all(torch.equal(a, b) for a, b in zip(weights, actor.params.values(), strict=True))
+        is_kept = all(torch.equal(a, b) for a, b in zip(weights, actor.model.params.values(), strict=True))
         return dict(message=error.found, source=error.source, is_kept=is_kept, version=actor.policy_version)
     return dict(message="nothing was raised")
 
@@ -269,13 +269,13 @@ def _train_without_gradient(rank: int, world_size: int, path: Path, reason: str)
     """The message of the error, or the norm; and the updates that were counted."""
     case = Case(world_size)
     actor = build_actor(case, path)
-    batch = build_batch(actor, case, advantages=[abs(x) + 0.5 for x in ADVANTAGES])
+    batch = build_batch(actor.model, case, advantages=[abs(x) + 0.5 for x in ADVANTAGES])
     batch.old_logprobs, batch.ref_logprobs = actor.compute_logprobs(batch), None
     if reason == "all clipped":
         batch.old_logprobs -= 1.0  # every ratio is e, every advantage positive
     else:
-        actor.stages.requires_grad_(False)
-        actor.stages[-1].register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
+        actor.model.stages.requires_grad_(False)
+        actor.model.stages[-1].register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
     try:
         return actor.update(batch, AlgorithmConfig())["policy/grad_norm"], actor.policy_version
     except UserError as error:
@@ -294,7 +294,7 @@ def test_a_gradient_that_does_not_reach_the_parameters_is_an_error(world_size: i
 
 def _train_on_responses(rank: int, world_size: int, case: Case, path: Path, steps: int) -> list[dict[str, float]]:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     return [actor.update_sft(batch) for _ in range(steps)]
 
 
@@ -316,11 +316,11 @@ def test_sft_starts_at_the_likelihood_of_transformers_and_lowers_it(
 
 def _train_on_zero_advantages(rank: int, world_size: int, case: Case, path: Path) -> Any:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case, advantages=[0.0] * len(LENGTHS))
+    batch = build_batch(actor.model, case, advantages=[0.0] * len(LENGTHS))
     batch.old_logprobs, batch.ref_logprobs = actor.compute_logprobs(batch), None
-    before = list_pieces(actor)
+    before = list_pieces(actor.model)
     metrics = actor.update(batch, AlgorithmConfig())
-    return before, list_pieces(actor), metrics
+    return before, list_pieces(actor.model), metrics
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -341,7 +341,7 @@ def test_zero_gradient_leaves_weight_decay_of_matrices(layout: str, family: str,
 
 def _score_at_temperature(rank: int, world_size: int, case: Case, path: Path) -> dict[int, torch.Tensor]:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     return split_by_rollout(actor.compute_logprobs(batch), batch)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from role_setups import make_setup
 from transformers import AutoModelForSequenceClassification
 
 from actor_runs import (
@@ -31,12 +32,12 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
-from megatron_rl.config.schema import CriticConfig, ModelConfig
+from megatron_rl.config.schema import CriticConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
-from megatron_rl.training.critic import Critic
+from megatron_rl.roles.critic import Critic
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 
@@ -77,14 +78,13 @@ def draw_returns() -> list[torch.Tensor]:
 
 def build_critic(case: Case, path: Path) -> Critic:
     groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
-    return Critic(
-        ModelConfig(path=str(path), dtype=case.dtype), CriticConfig(**(ACTOR | case.actor), value_clip=VALUE_CLIP),
-        load_model_shape(path, head="score"), groups, path=path, seed=1, total_optimizer_steps=10)
+    config = CriticConfig(**(ACTOR | case.actor), value_clip=VALUE_CLIP)
+    return Critic(make_setup("critic", path, config, groups, dtype=case.dtype, total_optimizer_steps=10))
 
 
 def build_value_batch(critic: Critic, case: Case) -> TrainBatch:
     """The batch of this rank with returns and the values before the update."""
-    batch = build_batch(critic, case)
+    batch = build_batch(critic.model, case)
     returns = torch.nn.utils.rnn.pad_sequence([*draw_returns(), torch.zeros(1)], batch_first=True)
     batch.returns = returns[batch.sequence_ids, batch.position_ids]
     batch.values = critic.compute_values(batch)
@@ -96,10 +96,11 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
     batch = build_value_batch(critic, case)
     assert batch.values.dtype == torch.float32 and not batch.values.requires_grad
     metrics = [critic.update(batch)]
-    pieces = list_pieces(critic)
+    pieces = list_pieces(critic.model)
     metrics.append(critic.update(batch))
-    return dict(at=critic.groups.at, before=split_by_rollout(batch.values, batch), metrics=metrics, pieces=pieces,
-                after=split_by_rollout(critic.compute_values(batch), batch), steps=critic.optimizer_steps)
+    before = split_by_rollout(batch.values, batch)
+    return dict(at=critic.model.groups.at, before=before, metrics=metrics, pieces=pieces,
+                after=split_by_rollout(critic.compute_values(batch), batch), steps=critic.optimizer.steps)
 
 
 def train(case: Case, path: Path) -> Measured:
@@ -232,14 +233,14 @@ def test_a_language_model_gets_a_head_of_zeros(family: str, tmp_path: Path) -> N
 
 def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Path) -> Any:
     critic = build_critic(case, path)
-    batch = build_value_batch(critic, case)
+    batch, model = build_value_batch(critic, case), critic.model
     critic.update(batch)
     save_huggingface(
-        target, critic.shape, group_shards(critic.placements, critic.shard_key, world_size), critic.params,
-        side_files_from=path, group=critic.groups.world, bucket_bytes=4096)
+        target, model.shape, group_shards(model.placements, model.shard_key, world_size), model.params,
+        side_files_from=path, group=model.groups.world, bucket_bytes=4096)
     values = critic.compute_values(batch)
     again = build_critic(case, target)
-    return critic.groups.at, split_by_rollout(values, batch), torch.equal(again.compute_values(batch), values)
+    return critic.model.groups.at, split_by_rollout(values, batch), torch.equal(again.compute_values(batch), values)
 
 
 def test_a_saved_critic_loads_again_and_in_transformers(tmp_path: Path) -> None:

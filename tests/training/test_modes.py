@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from role_setups import make_setup
 
 from actor_runs import Case, build_actor, build_batch, list_pieces
 from distributed import run_ranks
-from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.reference import Reference
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.roles.reference import Reference
 from tiny_models import save_tiny_model
 
 
@@ -33,25 +33,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def grad_bytes(actor: Any) -> int:
     """Memory of the gradient buffers."""
-    return sum(b.grad_data.untyped_storage().nbytes() for m in actor.trainable.modules for b in m.buffers)
+    return sum(b.grad_data.untyped_storage().nbytes() for m in actor.model.modules for b in m.buffers)
 
 
 def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool) -> dict[str, Any]:
     """Three updates, each after a visit to the other mode."""
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     before, released, states = grad_bytes(actor), [], []
     for _ in range(3):
         if is_released:
-            actor.release_training_memory()
+            actor.optimizer.release()
             released.append(grad_bytes(actor))
-            states.append(actor.trainable._host_memory.num_bytes)
+            states.append(actor.optimizer._host_memory.num_bytes)
         batch.old_logprobs = actor.compute_logprobs(batch)
         for minibatch in batch.minibatches():
             metrics = actor.update(minibatch, AlgorithmConfig())
-    numel = sum(p.numel() for adam in actor.trainable.adams for group in adam.param_groups for p in group["params"])
+    numel = sum(p.numel() for adam in actor.optimizer.adams for group in adam.param_groups for p in group["params"])
     return {"before": before, "released": released, "states": states, "numel": numel, "metrics": metrics,
-            "weights": list_pieces(actor)}
+            "weights": list_pieces(actor.model)}
 
 
 @pytest.mark.parametrize(("dtype", "options", "floats"), [
@@ -87,15 +87,14 @@ def test_offloaded_reference_scores_the_same(path: Path) -> None:
 
     def score(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]]:
         groups = build_groups(ParallelLayout(world_size, tp_size=2))
-        model, config = ModelConfig(path=str(path), dtype="float32"), ActorConfig(sequence_parallel=True)
+        config = ActorConfig(sequence_parallel=True)
         results, sizes = [], []
         for offload in (False, True):
-            reference = Reference(model, config, load_model_shape(path), groups, path=path, temperature=1.0, seed=1,
-                                  offload=offload)
-            batch = build_batch(reference, Case(world_size, {"tp_size": 2}))
+            reference = Reference(make_setup("reference", path, config, groups, spec=dict(offload=offload)))
+            batch = build_batch(reference.model, Case(world_size, {"tp_size": 2}))
             results += [reference.compute_logprobs(batch) for _ in range(2)]
-            sizes.append(sum(p.numel() for p in reference.stages.parameters()))
-            assert not any(p.requires_grad for p in reference.stages.parameters())
+            sizes.append(sum(p.numel() for p in reference.model.stages.parameters()))
+            assert not any(p.requires_grad for p in reference.model.stages.parameters())
         return results, sizes
 
     for results, (kept, offloaded) in run_ranks(score, 2, timeout=60):

@@ -29,13 +29,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _step_without_gradients(rank: int, world_size: int, path: Path, actor: dict[str, Any], steps: int) -> list[float]:
     settings = dict(lr=MAX_LR, min_lr=MIN_LR, lr_warmup_steps=WARMUP) | actor
-    trainable = build_actor(Case(actor=settings), path, total_optimizer_steps=TOTAL).trainable
+    optimizer = build_actor(Case(actor=settings), path, total_optimizer_steps=TOTAL).optimizer
     found = []
     for _ in range(steps):
-        trainable.zero_grad()
-        found.append(trainable.advance_schedule())
-        trainable.finish()
-        assert {group["lr"] for group in trainable.optimizer.param_groups} == {found[-1]}
+        optimizer.zero_grad()
+        found.append(optimizer.advance_schedule())
+        optimizer.finish()
+        assert {group["lr"] for group in optimizer.megatron.param_groups} == {found[-1]}
     return found
 
 
@@ -70,7 +70,7 @@ def test_no_warm_up(path: Path) -> None:
 
 def _gradient_norm(rank: int, world_size: int, path: Path, case: Case) -> float:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     return actor.update(batch, ALGORITHM)["policy/grad_norm"]
 
@@ -90,10 +90,10 @@ def test_gradient_norm_is_reported_before_clipping_and_without_it(
 
 def _update_thrice(rank: int, world_size: int, path: Path, case: Case) -> Any:
     actor = build_actor(case, path)
-    batch = build_batch(actor, case)
+    batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     assert len(batch.slices) > 1
-    return [actor.update(batch, ALGORITHM) for _ in range(3)], list_pieces(actor)
+    return [actor.update(batch, ALGORITHM) for _ in range(3)], list_pieces(actor.model)
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(pp_size=2)])

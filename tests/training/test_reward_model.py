@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from role_setups import make_setup
 
 from actor_runs import LENGTHS, Case, build_batch
 from distributed import run_ranks
-from megatron_rl.config.schema import ModelConfig, RewardModelConfig
+from megatron_rl.config.schema import RewardModelConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.reward_model import RewardModel
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.roles.reward_model import RewardModel
 from tiny_models import draw_tokens, save_tiny_model
 
 FAMILIES = ["qwen2", "llama"]
@@ -54,14 +54,15 @@ def expected(paths: dict[str, Path]) -> dict[str, torch.Tensor]:
 
 def build_reward_model(case: Case, path: Path) -> RewardModel:
     groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
-    return RewardModel(
-        ModelConfig(path="unused", dtype=case.dtype), RewardModelConfig(path=str(path), **case.actor),
-        load_model_shape(path, head="score"), groups, path=path, seed=1)
+    settings = dict(case.actor)
+    spec = dict(offload=settings.pop("offload", False))
+    return RewardModel(make_setup(
+        "reward_model", path, RewardModelConfig(**settings), groups, dtype=case.dtype, spec=spec))
 
 
 def _score_on_rank(rank: int, world_size: int, case: Case, path: Path) -> torch.Tensor:
     model = build_reward_model(case, path)
-    return model.compute_scores(build_batch(model, case))
+    return model.compute_scores(build_batch(model.model, case))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,10 +96,10 @@ def _score_offloaded(rank: int, world_size: int, case: Case, path: Path) -> Any:
     results, sizes = [], []
     for offload in (False, True):
         model = build_reward_model(replace(case, actor=case.actor | dict(offload=offload)), path)
-        batch = build_batch(model, case)
+        batch = build_batch(model.model, case)
         results += [model.compute_scores(batch) for _ in range(2)]
-        sizes.append(sum(p.numel() for p in model.stages.parameters()))
-        assert not any(p.requires_grad for p in model.stages.parameters())
+        sizes.append(sum(p.numel() for p in model.model.stages.parameters()))
+        assert not any(p.requires_grad for p in model.model.stages.parameters())
     return results, sizes
 
 

@@ -103,7 +103,7 @@ def test_padding_changes_nothing(world_size: int, path: Path) -> None:
 
 def _load_on_rank(rank: int, world_size: int, path: Path) -> None:
     groups = build_groups(ParallelLayout(world_size))
-    model = build_role(Setup(config=SHARED), path, groups, "static")
+    model = build_role(Setup(config=SHARED), path, groups, "static").model
     batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=True)
     microbatches, inputs = batch.microbatches(), StaticInputs()
     by_shape: dict[Any, list[Any]] = {}
@@ -128,19 +128,19 @@ def test_static_inputs_stay_where_they_are(path: Path) -> None:
 
 
 def _raise_on_rank(rank: int, world_size: int, path: Path, bad: float) -> Any:
-    model = build_role(Setup(sizes={}), path, build_groups(ParallelLayout(world_size)), "static")
-    batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=False)
-    batch.old_logprobs = model.compute_logprobs(batch)
+    actor = build_role(Setup(sizes={}), path, build_groups(ParallelLayout(world_size)), "static")
+    batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
+    batch.old_logprobs = actor.compute_logprobs(batch)
     first, second = batch.minibatches()
-    model.update(first, AlgorithmConfig())
-    weights = [x.clone() for x in model.params.values()]
-    states = [x.clone() for adam in model.trainable.adams for s in adam.state.values() for x in s.values()]
+    actor.update(first, AlgorithmConfig())
+    weights = [x.clone() for x in actor.model.params.values()]
+    states = [x.clone() for adam in actor.optimizer.adams for s in adam.state.values() for x in s.values()]
     second.advantages[second.sequence_ids == 9] = bad
     try:
-        model.update(second, AlgorithmConfig())
+        actor.update(second, AlgorithmConfig())
     except UserError as error:
-        kept = [x for adam in model.trainable.adams for s in adam.state.values() for x in s.values()]
-        same = all(torch.equal(a, b) for a, b in zip(weights, model.params.values(), strict=True))
+        kept = [x for adam in actor.optimizer.adams for s in adam.state.values() for x in s.values()]
+        same = all(torch.equal(a, b) for a, b in zip(weights, actor.model.params.values(), strict=True))
         return str(error), same, all(torch.equal(a, b) for a, b in zip(states, kept, strict=True))
     return None
 

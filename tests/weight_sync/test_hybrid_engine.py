@@ -120,15 +120,15 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
 
     sequences = [branch for r in sampled for branch in r.branches]
     plan = plan_microbatches([len(s.tokens) for s in sequences], dp_size=layout.dp_size, max_tokens=200,
-                             count_multiple=actor.microbatch_count_multiple)
+                             count_multiple=actor.model.microbatch_count_multiple)
     batch = build_train_batch(sequences, np.full(10, 0.01), [(range(10), plan)], dp_rank=groups.at.dp,
-                              pad_multiple=actor.pad_multiple, device=process.device)
+                              pad_multiple=actor.model.pad_multiple, device=process.device)
     batch.old_logprobs = actor.compute_logprobs(batch)
     result["gap"] = float((batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
     batch.advantages = torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0)
     result["deviation"] = actor.update(batch, AlgorithmConfig())["policy/ratio_max_deviation"]
 
-    actor_export(config, actor)(path.parent / "updated")
+    actor_export(config, actor.model)(path.parent / "updated")
     groups_after = generate(GREEDY)
     result["after"] = [g.rollouts[0].response_tokens.tolist() for g in groups_after]
     result["versions"] = {g.rollouts[0].policy_version for g in groups_after}

@@ -16,12 +16,15 @@ from safetensors.torch import save_file
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, compute_token_rewards
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
 from megatron_rl.packing.batch import TrainBatch, build_train_batch
+from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
+from megatron_rl.training.packed_model import RoleSetup
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape, model_shape_from_config
 from tools.benchmarks._scripted_workloads import Workload
@@ -45,13 +48,16 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
 def build_bench_actor(path: Path, groups: ParallelGroups, dtype: str = "float32", **settings: Any) -> Actor:
     """An actor on the model in `path`, with `settings` of `ActorConfig`; collective."""
     config = ActorConfig(**(dict(lr=1e-5, weight_decay=0.0) | settings))
-    return Actor(
-        ModelConfig(path=str(path), dtype=dtype), config, load_model_shape(path), groups, path=path, temperature=1.0,
-        seed=1, total_optimizer_steps=10**6)
+    spec = RoleSpec(
+        name="actor", path=str(path), section="actor", layout=config, head="logprob", trainable=True)
+    return Actor(RoleSetup(
+        spec=spec, model=ModelConfig(path=str(path), dtype=dtype), shape=load_model_shape(path), groups=groups, seed=1,
+        total_optimizer_steps=10**6))
 
 
 def build_bench_batch(
-    actor: Actor, work: Workload, *, max_tokens: int, share_prompts: bool, device: torch.device, pad_to: int = 0
+    actor: Actor, work: Workload, *, max_tokens: int, share_prompts: bool, device: torch.device, pad_to: int = 0,
+    buckets: Buckets | None = None,
 ) -> TrainBatch:
     """This rank's part of one minibatch of a workload, packed as the main loop does it.
 
@@ -60,20 +66,21 @@ def build_bench_batch(
         share_prompts: pack the prompt of a group once per microbatch.
         pad_to: append padding to every sequence until it has so many tokens; 0: none. The padding is computed and
             enters no loss, as where a minibatch is a [sequences, longest] tensor.
+        buckets: shapes of the microbatches; None: those of the actor.
     """
-    pairs = work.draw_tokens(actor.shape.vocab_size)
+    pairs = work.draw_tokens(actor.model.shape.vocab_size)
     responses = [len(response) for _, response in pairs]
     sequences = [_join(prompt, response, pad_to) for prompt, response in pairs]
-    groups, group_of = actor.groups, work.group_of if share_prompts else None
+    groups, group_of = actor.model.groups, work.group_of if share_prompts else None
     plan = plan_microbatches(
         [len(s.tokens) for s in sequences], dp_size=groups.layout.dp_size, max_tokens=max_tokens,
-        count_multiple=actor.microbatch_count_multiple, attention_ratio=actor.attention_ratio,
+        count_multiple=actor.model.microbatch_count_multiple, attention_ratio=actor.model.attention_ratio,
         shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]) if share_prompts else None)
     mode = ALGORITHM.loss_agg_mode
     batch = build_train_batch(
         sequences, compute_sequence_weights(mode, responses, work.longest_response), [(range(len(sequences)), plan)],
-        dp_rank=groups.at.dp, pad_multiple=actor.pad_multiple, device=device, group_of=group_of,
-        buckets=actor.buckets)
+        dp_rank=groups.at.dp, pad_multiple=actor.model.pad_multiple, device=device, group_of=group_of,
+        buckets=buckets or actor.model.buckets)
     batch.ledgers = [build_ledger(mode, responses, work.longest_response)]
     if pad_to:
         ends = torch.tensor([*work.lengths, 0], device=device)
@@ -94,7 +101,7 @@ def _estimate_advantages(actor: Actor, work: Workload, batch: TrainBatch) -> tor
     return compute_advantages(AdvantageInputs(
         scores=rewards, group_sizes=np.array([len(lengths) for lengths in work.response_lengths]), baselines=None,
         token_rewards=compute_token_rewards(rewards, None, 0.0, mask, ids), values=None, loss_mask=mask,
-        sequence_ids=ids, group=actor.groups.dp), ALGORITHM).advantages
+        sequence_ids=ids, group=actor.model.groups.dp), ALGORITHM).advantages
 
 
 def measure_peak(device: torch.device, function: Callable[[], Any]) -> int:

@@ -20,7 +20,7 @@ import torch
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
 from tools.benchmarks._bench_actor import ALGORITHM, build_bench_actor, build_bench_batch
 from tools.benchmarks._step_contest import (
     LEARNING_RATE,

@@ -101,14 +101,14 @@ class Contestant:
     def _build_batch(self) -> TrainBatch:
         actor, draw = self._actor, self._draw
         # All modes take what the static ones need.
-        actor.buckets = build_buckets(draw.size, [draw.size], actor.pad_multiple, 64)
+        buckets = build_buckets(draw.size, [draw.size], actor.model.pad_multiple, 64)
         lengths = draw.lengths()
         work = Workload([_PROMPT] * draw.microbatches, [[n - _PROMPT for n in lengths]] * draw.microbatches)
         self.real_tokens = sum(lengths)
         batch = build_bench_batch(
-            actor, work, max_tokens=draw.size, share_prompts=False, device=self._device)
+            actor, work, max_tokens=draw.size, share_prompts=False, device=self._device, buckets=buckets)
         assert len(batch.slices) == draw.microbatches and len(batch.tokens) == draw.size * draw.microbatches
-        batch.old_logprobs = torch.full_like(batch.loss_weights, -math.log(actor.shape.vocab_size))
+        batch.old_logprobs = torch.full_like(batch.loss_weights, -math.log(actor.model.shape.vocab_size))
         return batch
 
     def _update(self) -> None:
@@ -141,10 +141,10 @@ class Contestant:
         """Take the fingerprint and give all memory back."""
         self.fingerprint.append([
             int(p.view(torch.int32 if p.element_size() == 4 else torch.int16).long().sum())
-            for p in self._actor.params.values()])
-        self._shape = self._actor.shape
+            for p in self._actor.model.params.values()])
+        self._shape = self._actor.model.shape
         if self.mode == "graph":
-            self._found |= {"graph_bytes": self._actor.runner.memory_bytes, "graphs": self._actor.runner.num_graphs}
+            self._found |= {"graph_bytes": self._actor.step.memory_bytes, "graphs": self._actor.step.num_graphs}
         if self._device.type == "cuda":
             self._found["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         del self._actor, self._batch

@@ -42,7 +42,7 @@ from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars, share_object
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.actor import Actor
+from megatron_rl.roles.actor import Actor
 from megatron_rl.types import UserError
 from tools.benchmarks._bench_actor import (
     ALGORITHM,
@@ -97,8 +97,9 @@ class Bench:
         def loss_function(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
             return compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
 
-        actor.trainable.zero_grad()
-        peak = measure_peak(self.device, lambda: actor.run_schedule(largest, loss_function))
+        actor.optimizer.zero_grad()
+        peak = measure_peak(
+            self.device, lambda: actor.model.run_microbatches(largest.microbatches(), actor.head, loss_function))
         sums = self._reduce({"tokens_computed": len(batch.tokens)}, dist.ReduceOp.SUM)
         highs = self._reduce({"peak_bytes": peak, "microbatch_tokens": len(largest.tokens)}, dist.ReduceOp.MAX)
         computed = sums["tokens_computed"] / case.cp_size
@@ -143,7 +144,7 @@ class Bench:
         for piece in batch.slices:
             queries = piece.cu_seqlens.diff().double()
             keys = queries if piece.keys is None else piece.keys.cu_seqlens.diff().double()
-            cost += float(queries.sum() + actor.attention_ratio * (keys**2 - (keys - queries) ** 2).sum())
+            cost += float(queries.sum() + actor.model.attention_ratio * (keys**2 - (keys - queries) ** 2).sum())
         mean = self._reduce({"cost": cost}, dist.ReduceOp.SUM)["cost"] / self.world_size
         return self._reduce({"cost": cost}, dist.ReduceOp.MAX)["cost"] / mean
 

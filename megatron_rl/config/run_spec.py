@@ -4,6 +4,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.schema import LayoutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """One model of a run.
+
+    Attributes:
+        name: "actor", "critic", "reference" or "reward_model".
+        path: HF directory of its first weights, or a checkpoint of this package.
+        section: section of the config with its layout; that of the reference is the actor's.
+        layout: that section.
+        head: what is made of its hidden states: log-probs of tokens, values of states, or scores of all positions.
+        trainable: whether it has an optimizer, and `layout` is a `TrainedConfig`.
+        offload: keep its weights on the host except while it works.
+        may_lack: tensors that are zero when the files do not have them.
+    """
+
+    name: str
+    path: str
+    section: str
+    layout: LayoutConfig
+    head: Literal["logprob", "value", "score"]
+    trainable: bool = False
+    offload: bool = False
+    may_lack: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
