@@ -93,7 +93,7 @@ class HybridEngine:
         self._num_engines = process.world_size // engine_tp_size
         self._engine_index, self._engine_rank = divmod(process.rank, engine_tp_size)
         self._engine_tp_size = engine_tp_size
-        source = group_shards(actor.placements, actor.shard_key, process.world_size)
+        source = group_shards(actor.model.placements, actor.model.shard_key, process.world_size)
         self._resharder = self._build_resharder(source, process, config)
         self._certificate = self._build_certificate(source, process)
         self.reshard_stats = self._total_stats()
