@@ -49,11 +49,15 @@ from tiny_models import ENGINE_SIZES, save_tiny_model
 
 GOLDEN = Path(__file__).parent / "golden"
 Recording = dict[str, Any]
-# Largest relative difference of a number under other kernels. Torch's AVX2 kernels in place of its AVX512 ones give at
-# most 2.2e-5 (metrics, of validation at a temperature), 5.3e-7 (rollouts) and 1.2e-5 (weights and states of Adam).
+# Largest relative difference of a number under other kernels. AVX2 in place of AVX512, and plain C++ with oneDNN and
+# MKL at AVX2, give at most 2.2e-5 (metrics), 1.7e-6 (rollouts), 1.7e-5 (weights, states of Adam); no token differs.
 BOUNDS = {"metrics": 1e-4, "rollouts": 1e-5, "weights": 1e-4}
 # A count of rounding errors above zero: in gspo_tis weights are truncated at 1, and all are 1 but for rounding.
 ROUNDING = {"mismatch/truncated_fraction"}
+
+
+# Variables that keep libraries from instructions that the CPU has.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 
 
 @dataclass(frozen=True)
@@ -149,15 +153,17 @@ def observe(run_dir: Path) -> Recording:
 
 
 def describe_machine() -> dict[str, str]:
-    """What the last bits of a float32 depend on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
-    limits = [f"{name}={os.environ[name]}" for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if name in os.environ]
+    """What the last bits of a float32 depend on: kernels, what picks them, and who wrote them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    vectors = [flag for flag in sorted(cpu.get("flags", "").split()) if flag.startswith(("avx", "amx", "fma"))]
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
+    packages = ("torch", "vllm", "megatron.core", "transformers")
     return {
         "cpu": " ".join(cpu.get(name, "unknown") for name in ("vendor_id", "cpu family", "model")),
-        "kernels": " ".join([torch.backends.cpu.get_cpu_capability(), *limits]),
-        **{name: importlib.import_module(name).__version__
-           for name in ("torch", "vllm", "megatron.core", "transformers")},
+        "instructions": " ".join([torch.backends.cpu.get_cpu_capability(), *limits, *vectors]),
+        **{name: importlib.import_module(name).__version__ for name in packages},
     }
 
 
