@@ -241,7 +241,8 @@ class Comparison:
 
     Attributes:
         is_exact: whether all bits had to be equal: the recording was made with the same kernels.
-        counts: part of the recording -> values compared; gaps: part -> largest relative difference.
+        counts: part of the recording -> values compared; gaps: part -> largest relative difference of
+            its numbers.
         differences: what is wrong, one line each.
         added: keys that the recording does not know.
         flip: first step whose tokens differ, on another machine; neither it nor what follows was compared.
@@ -270,8 +271,8 @@ def compare(expected: Recording, found: Recording) -> Comparison:
         elif result.is_exact or not _is_left_out(path, result.flip):
             result.counts[part] = result.counts.get(part, 0) + 1
             gap = _relative_gap(value, after[path])
-            result.gaps[part] = max(result.gaps.get(part, 0.0), gap)
-            if gap > (0.0 if result.is_exact else BOUNDS[part]) or (result.is_exact and value != after[path]):
+            result.gaps[part] = max(result.gaps.get(part, 0.0), gap if math.isfinite(gap) else 0.0)
+            if not gap <= (0.0 if result.is_exact else BOUNDS[part]):  # NaN as well
                 result.differences.append(f"{part}: {name} was {value!r}, is {after[path]!r}")
     if result.flip == 1:
         result.differences.append("rollouts: tokens differ in the first step, nothing is left to compare")
@@ -297,10 +298,11 @@ def _is_left_out(path: tuple[str, ...], flip: int | None) -> bool:
 
 
 def _relative_gap(expected: Any, found: Any) -> float:
-    """Of numbers relative to themselves or 1, whichever is larger; of means and sizes relative to the size."""
+    """Of numbers relative to themselves or 1, whichever is larger; of means and sizes relative to the size; of digests
+    0 or infinity."""
     if isinstance(expected, list) and isinstance(found, list):
         largest = max(abs(a - b) for a, b in zip(expected, found, strict=True))
-        return largest / expected[1] if largest else 0.0
+        return largest / max(expected[1], 1e-12)
     if isinstance(expected, int | float) and isinstance(found, int | float):
         return abs(found - expected) / max(abs(expected), 1.0)
     return 0.0 if expected == found else math.inf

@@ -62,13 +62,15 @@ def test_what_differs_is_named() -> None:
     loss = found["metrics"]["policy/loss"]["2"]
     found["metrics"]["policy/loss"]["2"] = loss * (1 + 2**-52)
     found["rollouts"]["advantages"]["1"]["sha256"] = "0"
+    found["rollouts"]["clipped"]["1"]["size"] = [0.1, 0.2]  # from zeros
+    found["metrics"]["policy/entropy"]["1"] = float("nan")
     found["metrics"]["samples/bytes_per_rank"] = {"1": 7.0}
     del found["metrics"]["kl/mean"]
     result = compare(expected, found)
     assert result.added == ["metrics: samples/bytes_per_rank"] and 0 < result.gaps["metrics"] < 1e-15
     assert [line.split(" was ")[0] for line in result.differences] == [
-        "metrics: kl/mean.1 is gone", "metrics: kl/mean.2 is gone", "metrics: policy/loss.2",
-        "rollouts: advantages.1.sha256"]
+        "metrics: kl/mean.1 is gone", "metrics: kl/mean.2 is gone", "metrics: policy/entropy.1",
+        "metrics: policy/loss.2", "rollouts: advantages.1.sha256", "rollouts: clipped.1.size"]
     assert compare(expected, copy.deepcopy(expected)).differences == []
 
 
