@@ -10,6 +10,7 @@ from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.schema import RunConfig  # noqa: E402
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.roles.resolve import resolve  # noqa: E402
 
 
 def check_memory(
@@ -18,7 +19,7 @@ def check_memory(
     """Refuse what does not fit into GPUs of this size."""
     from megatron_rl.planning.admission import check_fits, describe_cluster
 
-    return check_fits(config, describe_cluster(world_size, memory_gib, gpus_per_node), recipe)
+    return check_fits(config, resolve(config), describe_cluster(world_size, memory_gib, gpus_per_node), recipe)
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:

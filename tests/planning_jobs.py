@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import read_shape
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.weights.families import ModelShape, model_shape_from_config
 
 SHAPES = Path(__file__).resolve().parents[1] / "launch/recipes/shapes"
@@ -37,5 +38,6 @@ def make_job(
         "data.max_prompt_length=512", "data.max_response_length=512", "actor.max_tokens_per_microbatch=4096",
         *overrides]).config
     memory = int(memory_gib * GIB)
-    return build_job(config, shape, Cluster(
-        nodes=nodes, gpus_per_node=gpus_per_node, memory_bytes=memory, **{"reserve_bytes": 0} | cluster))
+    machines = Cluster(
+        nodes=nodes, gpus_per_node=gpus_per_node, memory_bytes=memory, **{"reserve_bytes": 0} | cluster)
+    return build_job(config, resolve(config), machines, shape)

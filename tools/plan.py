@@ -24,6 +24,7 @@ from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
 from megatron_rl.planning.report import format_plan, make_plan, save_plot, to_dict
 from megatron_rl.planning.steptime import Assumptions
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
 
 
@@ -69,8 +70,9 @@ def read_plan_job(options: argparse.Namespace, overrides: list[str]) -> tuple[Jo
         nodes=options.nodes, gpus_per_node=options.gpus_per_node, memory_bytes=memory, reserve_bytes=int(reserve),
         within_node=options.intra_gb_s * 1e9, across_nodes=options.inter_gb_s * 1e9, flops=options.tflops * 1e12,
         memory_bandwidth=options.memory_gb_s * 1e9, host_bandwidth=options.host_gb_s * 1e9)
-    job = read_job(loaded.config, cluster, options.recipe, hf_config=options.hf_config,
-                   critic_hf_config=options.critic_hf_config, reward_hf_config=options.reward_hf_config)
+    given = {"actor": options.hf_config, "critic": options.critic_hf_config, "reward_model": options.reward_hf_config}
+    job = read_job(loaded.config, resolve(loaded.config), cluster, options.recipe,
+                   {name: path for name, path in given.items() if path is not None})
     return job, loaded.notes
 
 

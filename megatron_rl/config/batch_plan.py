@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.run_spec import Roles
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.run_spec import RunSpec
+from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 
@@ -73,23 +73,23 @@ class BatchPlan:
     total_optimizer_steps: int | None
 
     @classmethod
-    def build(cls, cfg: RunConfig, world_size: int, roles: Roles, num_train_prompts: int | None = None) -> BatchPlan:
+    def build(cls, cfg: RunConfig, world_size: int, spec: RunSpec, num_train_prompts: int | None = None) -> BatchPlan:
         """Derive the plan.
 
         Args:
             cfg: the resolved config.
             world_size: number of ranks.
-            roles: which models the run has.
+            spec: which models the run has.
             num_train_prompts: training prompts after filtering; None while they are not read yet.
 
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        for section in roles.sections:
-            check_ranks(cfg, world_size, section)
-            check_longest_sequence(cfg, section)
+        for role in spec.laid_out:
+            check_ranks(role.layout, world_size, role.section)
+            check_longest_sequence(cfg.data, role.layout, role.section)
         _check_engine_ranks(cfg, world_size)
-        _check_batches(cfg, roles, num_train_prompts)
+        _check_batches(cfg, spec, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
         dp_size = world_size // (tp_size * pp_size * actor.context_parallel_size)
@@ -184,10 +184,9 @@ def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def check_ranks(cfg: RunConfig, world_size: int, section: str = "actor") -> None:
-    """Refuse a world size that the layout of a role does not divide (UserError)."""
-    role = getattr(cfg, section)
-    sizes = (role.tensor_model_parallel_size, role.pipeline_model_parallel_size, role.context_parallel_size)
+def check_ranks(layout: LayoutConfig, world_size: int, section: str) -> None:
+    """Refuse a world size that the layout of a section does not divide (UserError)."""
+    sizes = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size)
     model_size = math.prod(sizes)
     if world_size % model_size:
         tp_size, pp_size, cp_size = sizes
@@ -212,7 +211,7 @@ def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:
         )
 
 
-def _check_batches(cfg: RunConfig, roles: Roles, num_train_prompts: int | None) -> None:
+def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None) -> None:
     data, actor = cfg.data, cfg.actor
     batch, mini = data.train_batch_size, actor.ppo_mini_batch_size or data.train_batch_size
     if batch % mini:
@@ -223,7 +222,7 @@ def _check_batches(cfg: RunConfig, roles: Roles, num_train_prompts: int | None) 
             f"{_either(_nearest_multiples(batch, mini))}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
-    if roles.needs_group and cfg.rollout.n == 1:
+    if spec.needs_group and cfg.rollout.n == 1:
         raise UserError(
             f"rollout.n = 1 with algorithm.adv_estimator = {cfg.algorithm.adv_estimator!r}: every advantage would be 0",
             source="rollout.n", expected="2 responses per prompt or more",
@@ -244,9 +243,9 @@ def check_data_size(cfg: RunConfig, num_train_prompts: int | None) -> None:
         )
 
 
-def check_longest_sequence(cfg: RunConfig, section: str = "actor") -> None:
-    """Refuse a role's token budget that the longest sequence does not fit into (UserError)."""
-    data, budget = cfg.data, getattr(cfg, section).max_tokens_per_microbatch
+def check_longest_sequence(data: DataConfig, layout: LayoutConfig, section: str) -> None:
+    """Refuse a section's token budget that the longest sequence does not fit into (UserError)."""
+    budget = layout.max_tokens_per_microbatch
     longest = data.max_prompt_length + data.max_response_length
     if longest > budget:
         name = f"{section}.max_tokens_per_microbatch"

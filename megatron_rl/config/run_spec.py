@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models a run has; `algorithms/resolution.py` is the one place that decides it."""
+"""Which models a run has, and what each of them is: decided in `roles/resolve.py`, asked by everybody else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.schema import LayoutConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +17,12 @@ class RoleSpec:
     Attributes:
         name: "actor", "critic", "reference" or "reward_model".
         path: HF directory of its first weights, or a checkpoint of this package.
-        section: section of the config with its layout; that of the reference is the actor's.
+        section: section of the config with its layout; the reference has the actor's.
         layout: that section.
         head: what is made of its hidden states: log-probs of tokens, values of states, or scores of all positions.
-        trainable: whether it has an optimizer, and `layout` is a `TrainedConfig`.
+        trainable: whether it has an optimizer; `layout` is a `TrainedConfig` then.
         offload: keep its weights on the host except while it works.
-        may_lack: tensors that are zero when the files do not have them.
+        may_lack: tensors that are zero where the files do not have them.
     """
 
     name: str
@@ -33,29 +34,39 @@ class RoleSpec:
     offload: bool = False
     may_lack: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """Its name in words."""
+        return self.name.replace("_", " ")
 
-@dataclass(frozen=True)
-class Roles:
-    """The models of a run besides the actor, and what its estimator asks of the rollouts.
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """The models of a run, and what its estimator asks of the rollouts.
 
     Attributes:
-        critic, reference, reward_model: whether the run builds one.
+        roles: by name, in the order in which they are built; the actor is the first.
         needs_greedy_baseline, needs_group, needs_sum_pi_squared: of the estimator, see `RegisteredEstimator`.
     """
 
-    critic: bool = False
-    reference: bool = False
-    reward_model: bool = False
+    roles: Mapping[str, RoleSpec]
     needs_greedy_baseline: bool = False
     needs_group: bool = False
     needs_sum_pi_squared: bool = False
 
     @property
-    def trained(self) -> list[str]:
-        """Sections of the models that are trained."""
-        return ["actor", *(["critic"] if self.critic else [])]
+    def trained(self) -> list[RoleSpec]:
+        """Roles with an optimizer."""
+        return [role for role in self.roles.values() if role.trainable]
 
     @property
-    def sections(self) -> list[str]:
-        """Sections of the models that have a layout of their own; the reference has the actor's."""
-        return [*self.trained, *(["reward_model"] if self.reward_model else [])]
+    def laid_out(self) -> list[RoleSpec]:
+        """Roles with a layout of their own."""
+        return [role for role in self.roles.values() if role.section == role.name]
+
+    def with_config(self, config: RunConfig) -> RunSpec:
+        """The same roles with the layouts of another config, and with what it offloads."""
+        return replace(self, roles={
+            name: replace(role, layout=getattr(config, role.section),
+                          offload=getattr(getattr(config, name), "offload", False))
+            for name, role in self.roles.items()})

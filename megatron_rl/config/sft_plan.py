@@ -34,8 +34,8 @@ class SftPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        check_ranks(cfg, world_size)
-        check_longest_sequence(cfg)
+        check_ranks(cfg.actor, world_size, "actor")
+        check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)
         actor, steps = cfg.actor, cfg.trainer.total_steps
         if steps is None and num_examples is not None:

@@ -7,8 +7,10 @@ The same planner serves `tools/plan.py`, a dry run that is told the memory of a 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job, build_job
 from megatron_rl.planning.layouts import Candidate, Problem, check_job, find_nearest, find_problem, list_candidates
@@ -48,29 +50,28 @@ def find_shape(model_path: str, recipe: Path | None) -> Path:
 
 
 def read_job(
-    config: RunConfig, cluster: Cluster, recipe: Path | None = None, *, hf_config: Path | None = None,
-    critic_hf_config: Path | None = None, reward_hf_config: Path | None = None,
+    config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None,
+    hf_configs: Mapping[str, Path] | None = None,
 ) -> Job:
     """A job with the shapes of its models, read from disk.
 
     Args:
         config: the resolved config.
+        spec: of it.
         cluster: where it is to run.
         recipe: shapes may lie beside it.
-        hf_config, critic_hf_config, reward_hf_config: model directory or config.json, instead of those of the config.
+        hf_configs: by role, a model directory or config.json instead of that of the config.
 
     Raises:
         UserError: a model's config.json is missing or not served.
     """
-    def scoring(path: str | None, given: Path | None) -> ModelShape | None:
-        if given is None and path is None:
-            return None
-        return read_shape(given or find_shape(path or "", recipe), head="score")
-
-    return build_job(
-        config, read_shape(hf_config or find_shape(config.model.path, recipe)), cluster,
-        critic_shape=scoring(config.critic.path, critic_hf_config),
-        reward_shape=scoring(config.reward_model.path, reward_hf_config))
+    given = dict(hf_configs or {})
+    scoring = {
+        role.name: read_shape(given.get(role.name) or find_shape(role.path, recipe), head="score")
+        for role in spec.laid_out if role.head != "logprob"
+        and (role.name in given or role.path != config.model.path)}
+    shape = read_shape(given.get("actor") or find_shape(config.model.path, recipe))
+    return build_job(config, spec, cluster, shape, scoring)
 
 
 def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
@@ -86,13 +87,13 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
                      hint=hint)
 
 
-def check_fits(config: RunConfig, cluster: Cluster, recipe: Path | None = None) -> str:
+def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None) -> str:
     """Refuse what cannot fit; returns one line on the phase that takes the most.
 
     Raises:
         UserError: a phase takes more than the memory, or the run's own checks refuse the config.
     """
-    job = read_job(config, cluster, recipe)
+    job = read_job(config, spec, cluster, recipe)
     check_job(job)
     memory = compute_memory(job)
     problem = find_problem(job, memory)

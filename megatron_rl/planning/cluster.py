@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_rl.algorithms.resolution import resolve
-from megatron_rl.config.run_spec import Roles
+from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
@@ -73,18 +72,25 @@ class Job:
 
     Attributes:
         config: the resolved config; its layout is the one that is planned.
-        shape: the policy.
-        critic_shape, reward_shape: models with a score head; None where there is none.
+        spec: which models it builds.
+        shapes: of the roles with a layout of their own.
         cluster: what it is to run on.
-        roles: which models it builds.
     """
 
     config: RunConfig
-    shape: ModelShape
-    critic_shape: ModelShape | None
-    reward_shape: ModelShape | None
+    spec: RunSpec
+    shapes: Mapping[str, ModelShape]
     cluster: Cluster
-    roles: Roles
+
+    @property
+    def shape(self) -> ModelShape:
+        """The policy."""
+        return self.shapes["actor"]
+
+    @property
+    def others(self) -> list[RoleSpec]:
+        """Roles with a layout of their own besides the actor."""
+        return [role for role in self.spec.laid_out if role.name != "actor"]
 
     @property
     def layout(self) -> ParallelLayout:
@@ -94,7 +100,8 @@ class Job:
     def with_config(self, **sections: dict[str, object]) -> Job:
         """The same job with other settings, `actor={"offload_optimizer": True}`."""
         changed = {name: replace(getattr(self.config, name), **values) for name, values in sections.items()}
-        return replace(self, config=replace(self.config, **changed))
+        config = replace(self.config, **changed)
+        return replace(self, config=config, spec=self.spec.with_config(config))
 
 
 def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
@@ -110,17 +117,18 @@ def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
 
 
 def build_job(
-    config: RunConfig, shape: ModelShape, cluster: Cluster, *, critic_shape: ModelShape | None = None,
-    reward_shape: ModelShape | None = None,
+    config: RunConfig, spec: RunSpec, cluster: Cluster, shape: ModelShape,
+    scoring: Mapping[str, ModelShape] | None = None,
 ) -> Job:
-    """Find out which models a run builds.
+    """Say which shape each model of a run has.
 
     Args:
         config: the resolved config.
-        shape: the policy.
+        spec: of it.
         cluster: where it is to run.
-        critic_shape, reward_shape: those of models with a path of their own; else the policy's with a score head.
+        shape: the policy.
+        scoring: by role, those of models with a path of their own; else the policy's with a score head.
     """
-    scoring, roles = dataclasses.replace(shape, has_score_head=True, tied_embeddings=False), resolve(config)
-    return Job(config, shape, (critic_shape or scoring) if roles.critic else None,
-               (reward_shape or scoring) if roles.reward_model else None, cluster, roles)
+    default = replace(shape, has_score_head=True, tied_embeddings=False)
+    shapes = {role.name: (scoring or {}).get(role.name, default) for role in spec.laid_out}
+    return Job(config, spec, shapes | {"actor": shape}, cluster)

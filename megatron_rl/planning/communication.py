@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job, build_layout
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_role_bytes
-from megatron_rl.weights.families import ModelShape
 
 WITHIN, ACROSS = "within node", "across nodes"
 
@@ -60,26 +60,22 @@ class Workload:
 
 def list_traffic(job: Job, work: Workload) -> list[Traffic]:
     """Everything but the switch of the weights, which the reshard planner counts."""
-    found = list(_role_traffic(job, work, "actor", job.shape, job.config.actor, forwards=1 + job.roles.reference))
-    if job.critic_shape is not None:
-        found += _role_traffic(job, work, "critic", job.critic_shape, job.config.critic, forwards=1)
-    if job.reward_shape is not None:
-        found += _role_traffic(job, work, "reward model", job.reward_shape, job.config.reward_model, forwards=1,
-                               is_trained=False)
+    roles = job.spec.roles
+    found = list(_role_traffic(job, work, roles["actor"], forwards=1 + ("reference" in roles)))
+    for role in job.others:
+        found += _role_traffic(job, work, role, forwards=1)
     found.append(_engine_traffic(job, work))
     return [traffic for traffic in found if traffic.bytes_per_rank]
 
 
-def _role_traffic(
-    job: Job, work: Workload, name: str, shape: ModelShape, section: LayoutConfig, *, forwards: int,
-    is_trained: bool = True,
-) -> Iterator[Traffic]:
+def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> Iterator[Traffic]:
     """One role: `forwards` scoring passes over all tokens, and its updates."""
+    name, shape, section = role.title, job.shapes[role.name], role.layout
     layout, cluster = build_layout(section, job.cluster.world_size), job.cluster
     itemsize = DTYPE_BYTES[job.config.model.dtype]
     tp, pp, cp, ep = layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size
     tokens = work.tokens / layout.dp_size / cp
-    trainings = work.passes if is_trained else 0
+    trainings = work.passes if role.trainable else 0
     # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
     # parallelism gathers the inputs again for the gradients of the weights.
     rounds = forwards + trainings * (2 + (section.recompute_granularity == "full"))
@@ -95,11 +91,11 @@ def _role_traffic(
     stages = layout.vpp_size * (pp > 1)
     yield Traffic(f"{name} PP", link_of(layout, cluster, "pp"),
                   int(stages * (forwards + 2 * trainings) * hidden / (tp if section.sequence_parallel else 1)))
-    if is_trained:
-        role = compute_role_bytes(shape, layout, 0, dtype=job.config.model.dtype,
+    if isinstance(section, TrainedConfig):
+        held = compute_role_bytes(shape, layout, 0, dtype=job.config.model.dtype,
                                   use_distributed_optimizer=section.use_distributed_optimizer)
         replicas = layout.dp_size * cp
-        moved = role.gradients + role.parameters if section.use_distributed_optimizer else 2 * role.gradients
+        moved = held.gradients + held.parameters if section.use_distributed_optimizer else 2 * held.gradients
         yield Traffic(f"{name} DP", link_of(layout, cluster, "cp", "dp"),
                       int(work.optimizer_steps * moved * (replicas - 1) / replicas))
 

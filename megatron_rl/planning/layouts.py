@@ -48,7 +48,7 @@ class Choice:
                 texts.append(f"rollout.tensor_model_parallel_size={value}")
             else:
                 text = "null" if value is None else str(value).lower()
-                texts += [f"{role}.{name}={text}" for role in job.roles.sections]
+                texts += [f"{role.section}.{name}={text}" for role in job.spec.laid_out]
         return texts
 
 
@@ -92,13 +92,12 @@ def check_job(job: Job) -> BatchPlan:
         UserError: from the config's, the batch plan's or the model's own checks.
     """
     check_config(job.config)
-    plan = BatchPlan.build(job.config, job.cluster.world_size, job.roles)
-    for role in job.roles.sections:
-        section = getattr(job.config, role)
-        layout = build_layout(section, job.cluster.world_size)
+    plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
+    for role in job.spec.laid_out:
+        layout = build_layout(role.layout, job.cluster.world_size)
         job.shape.check_training_layout(
             layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
-            sequence_parallel=section.sequence_parallel, section=role)
+            sequence_parallel=role.layout.sequence_parallel, section=role.section)
     job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
     return plan
 
@@ -217,7 +216,7 @@ def _rollout_sizes(job: Job) -> list[int]:
 def _apply(job: Job, choice: Choice) -> Job:
     layout = {name: value for name, value in asdict(choice).items()
               if name not in ("offload", "rollout_tensor_model_parallel_size")}
-    sections: dict[str, dict[str, object]] = {role: dict(layout) for role in job.roles.sections}
+    sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out}
     sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
     for setting in _offload_settings(job) if choice.offload else ():
         section, _, leaf = setting.partition(".")
@@ -227,13 +226,9 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 def _offload_settings(job: Job) -> list[str]:
     """The switches that give memory back while others work."""
-    settings = [f"{section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer")
-                for section in job.roles.trained]
-    if job.roles.reference:
-        settings.append("reference.offload")
-    if job.roles.reward_model:
-        settings.append("reward_model.offload")
-    return settings
+    settings = [f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer")
+                for role in job.spec.trained]
+    return settings + [f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable]
 
 
 def _is_set(job: Job, setting: str) -> bool:

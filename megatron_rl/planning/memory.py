@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.activations import compute_activation_bytes
@@ -82,17 +83,9 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
 
 def _representatives(job: Job) -> list[int]:
     stages = [job.layout.pp_size]
-    stages += [build_layout(config, job.cluster.world_size).pp_size for _, _, config in _scoring_roles(job)]
+    stages += [build_layout(role.layout, job.cluster.world_size).pp_size for role in job.others]
     parts = min(math.lcm(*stages), job.cluster.world_size)
     return [i * job.cluster.world_size // parts for i in range(parts)]
-
-
-def _scoring_roles(job: Job) -> Iterator[tuple[str, ModelShape, LayoutConfig]]:
-    """Roles with a layout of their own."""
-    if job.critic_shape is not None:
-        yield "critic", job.critic_shape, job.config.critic
-    if job.reward_shape is not None:
-        yield "reward model", job.reward_shape, job.config.reward_model
 
 
 def _compute_rank(job: Job, rank: int) -> RankMemory:
@@ -107,50 +100,50 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     if config.actor.offload_optimizer:
         waiting["optimizer"] = 0
     reference = 0
-    if job.roles.reference:
+    if "reference" in job.spec.roles:
         reference = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype, is_trained=False).parameters
     resting = {"reference": 0 if config.reference.offload else reference}
     host = config.actor.offload_optimizer * actor.optimizer + config.reference.offload * reference
-    for name, shape, section in _scoring_roles(job):
-        layout = build_layout(section, job.cluster.world_size)
-        role = compute_role_bytes(
-            shape, layout, rank, dtype=dtype, is_trained=name == "critic",
-            use_distributed_optimizer=getattr(section, "use_distributed_optimizer", False))
-        resting[name] = _resting_bytes(name, role, section)
-        host += section.offload * role.total if name == "reward model" else section.offload_optimizer * role.optimizer
+    for role in job.others:
+        held = _role_bytes(job, rank, role)
+        resting[role.title] = _resting_bytes(role, held)
+        host += role.layout.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
-    scoring = _activations(job, rank, job.shape, config.actor, is_update=False)
+    scoring = _activations(job, rank, job.spec.roles["actor"])
     phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
-    update = _activations(job, rank, job.shape, config.actor, is_update=True)
+    update = _activations(job, rank, job.spec.roles["actor"], is_update=True)
     phases.append(Phase("actor update", base | training | resting | update))
     return replace(memory, phases=[_without_zeros(phase) for phase in phases], host_bytes=host)
 
 
-def _resting_bytes(name: str, role: RoleBytes, section: LayoutConfig) -> int:
+def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
+    return compute_role_bytes(
+        job.shapes[role.name], build_layout(role.layout, job.cluster.world_size), rank, dtype=job.config.model.dtype,
+        is_trained=role.trainable,
+        use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False))
+
+
+def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
     """What another role keeps on the device while it does not work."""
-    if name == "reward model":
-        return 0 if section.offload else role.total
-    gradients = 0 if section.offload_gradients else role.gradients
-    return role.parameters + gradients + (0 if section.offload_optimizer else role.optimizer)
+    if not role.trainable:
+        return 0 if role.offload else held.total
+    gradients = 0 if role.layout.offload_gradients else held.gradients
+    return held.parameters + gradients + (0 if role.layout.offload_optimizer else held.optimizer)
 
 
 def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[Phase]:
-    for name, shape, section in _scoring_roles(job):
-        layout, dtype = build_layout(section, job.cluster.world_size), job.config.model.dtype
-        role = compute_role_bytes(shape, layout, rank, dtype=dtype, is_trained=name == "critic",
-                                  use_distributed_optimizer=getattr(section, "use_distributed_optimizer", False))
-        at_work = resident | {name: role.total}
-        forward = _activations(job, rank, shape, section, is_update=False)
-        yield Phase({"critic": "values", "reward model": "rewards"}[name], at_work | forward)
-        if name == "critic":
-            yield Phase("critic update", at_work | _activations(job, rank, shape, section, is_update=True))
+    for role in job.others:
+        at_work = resident | {role.title: _role_bytes(job, rank, role).total}
+        yield Phase({"value": "values", "score": "rewards"}[role.head], at_work | _activations(job, rank, role))
+        if role.trainable:
+            update = _activations(job, rank, role, is_update=True)
+            yield Phase(f"{role.title} update", at_work | update)
 
 
-def _activations(
-    job: Job, rank: int, shape: ModelShape, section: LayoutConfig, *, is_update: bool
-) -> dict[str, int]:
+def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
+    shape, section = job.shapes[role.name], role.layout
     layout = build_layout(section, job.cluster.world_size)
     found = compute_activation_bytes(
         shape, layout, section, pp_rank=layout.coordinates(rank).pp, itemsize=DTYPE_BYTES[job.config.model.dtype],

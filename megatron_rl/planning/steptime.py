@@ -95,15 +95,13 @@ def predict_step(
     def training_rounds(section: LayoutConfig) -> int:
         return work.passes * (3 + (section.recompute_granularity == "full"))
 
-    config, actor = job.config, job.config.actor
+    actor = job.config.actor
     phases = {"switch": switch_seconds, "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
-              "log-probs": compute(job.shape, actor, 1 + job.roles.reference),
+              "log-probs": compute(job.shape, actor, 1 + ("reference" in job.spec.roles)),
               "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor ")}
-    if job.critic_shape is not None:
-        rounds = 1 + training_rounds(config.critic)
-        phases["critic"] = compute(job.critic_shape, config.critic, rounds) + wait("critic ")
-    if job.reward_shape is not None:
-        phases["reward model"] = compute(job.reward_shape, config.reward_model, 1) + wait("reward model ")
+    for role in job.others:
+        rounds = 1 + (training_rounds(role.layout) if role.trainable else 0)
+        phases[role.title] = compute(job.shapes[role.name], role.layout, rounds) + wait(f"{role.title} ")
     if actor.offload_optimizer:
         optimizer = max(phase.parts.get("optimizer", 0) for rank in memory for phase in rank.phases)
         phases["offload"] = 2 * optimizer / job.cluster.host_bandwidth

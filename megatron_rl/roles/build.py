@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
-from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineSpec, build_engine
 from megatron_rl.observability.timers import PhaseTimers
@@ -24,13 +24,16 @@ from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.inputs import ModelInputs, ScoringInputs
+from megatron_rl.roles.inputs import RlInputs, RoleInputs
+from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.training.packed_model import PackedModel, RoleSetup
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
-from megatron_rl.weights.families import SCORE_HEAD
 from megatron_rl.weights.shard_box import ShardBox
+
+_ROLES: dict[str, Callable[[RoleSetup], Any]] = {
+    "actor": Actor, "reference": Reference, "critic": Critic, "reward_model": RewardModel}
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -44,69 +47,38 @@ def group_timeout(config: RunConfig) -> timedelta:
     return timedelta(seconds=config.trainer.collective_timeout + 30)
 
 
-def build_actor(
-    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, total_optimizer_steps: int,
-    make: Callable[[RoleSetup], Actor] = Actor,
-) -> Actor:
-    """The policy in training, its weights read from `model.path`; collective."""
-    spec = RoleSpec(
-        name="actor", path=config.model.path, section="actor", layout=config.actor, head="logprob", trainable=True)
-    return make(RoleSetup(
-        spec=spec, model=config.model, shape=inputs.shape, groups=groups, seed=config.trainer.seed,
+def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
+    """The roles of an RL run by name; those of equal layout share their process groups. Collective."""
+    groups: dict[ParallelLayout, ParallelGroups] = {}
+    roles = {}
+    for name, role in inputs.roles.items():
+        if role.layout not in groups:
+            groups[role.layout] = build_groups(role.layout, group_timeout(config))
+        roles[name] = build_role(
+            config, role, groups[role.layout], inputs.plan.total_optimizer_steps or 0,
+            make=parts.roles.get(name))
+    return roles
+
+
+def build_role(
+    config: RunConfig, inputs: RoleInputs, groups: ParallelGroups, total_optimizer_steps: int = 0,
+    make: Callable[[RoleSetup], Any] | None = None,
+) -> Any:
+    """One role with the weights of its path; collective.
+
+    Args:
+        config: of the run.
+        inputs: what the role is.
+        groups: of its layout.
+        total_optimizer_steps: length of its learning-rate schedule.
+        make: the user's own class; None: ours.
+    """
+    return (make or _ROLES[inputs.spec.name])(RoleSetup(
+        spec=inputs.spec, model=config.model, shape=inputs.shape, groups=groups, seed=config.trainer.seed,
         temperature=config.rollout.temperature, total_optimizer_steps=total_optimizer_steps))
 
 
-def build_reference(
-    config: RunConfig, inputs: ModelInputs, groups: ParallelGroups, make: Callable[[RoleSetup], Reference] = Reference
-) -> Reference:
-    """The frozen model of the KL term in the actor's layout."""
-    spec = RoleSpec(
-        name="reference", path=config.reference.path or config.model.path, section="actor", layout=config.actor,
-        head="logprob", offload=config.reference.offload)
-    return make(RoleSetup(
-        spec=spec, model=config.model, shape=inputs.shape, groups=groups, seed=config.trainer.seed,
-        temperature=config.rollout.temperature))
-
-
-def build_critic(
-    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups, total_optimizer_steps: int,
-    make: Callable[[RoleSetup], Critic] = Critic,
-) -> Critic | None:
-    """The value model, or None when no estimator needs one; collective."""
-    if inputs is None:
-        return None
-    spec = RoleSpec(
-        name="critic", path=inputs.path, section="critic", layout=config.critic, head="value", trainable=True,
-        may_lack=(SCORE_HEAD,))
-    return make(RoleSetup(
-        spec=spec, model=config.model, shape=inputs.shape, groups=_groups_of(inputs.layout, groups, config),
-        seed=config.trainer.seed, total_optimizer_steps=total_optimizer_steps))
-
-
-def build_reward_model(
-    config: RunConfig, inputs: ScoringInputs | None, groups: ParallelGroups
-) -> RewardModel | None:
-    """The reward model, or None without `reward_model.path`; collective."""
-    if inputs is None:
-        return None
-    spec = RoleSpec(
-        name="reward_model", path=inputs.path, section="reward_model", layout=config.reward_model, head="score",
-        offload=config.reward_model.offload)
-    return RewardModel(RoleSetup(
-        spec=spec, model=config.model, shape=inputs.shape, groups=_groups_of(inputs.layout, groups, config),
-        seed=config.trainer.seed))
-
-
-def _groups_of(layout: ParallelLayout, actor_groups: ParallelGroups, config: RunConfig) -> ParallelGroups:
-    """The actor's process groups for a role of the same layout, else groups of its own."""
-    if layout == actor_groups.layout:
-        return actor_groups
-    return build_groups(layout, group_timeout(config))
-
-
-def build_hybrid_engine(
-    config: RunConfig, inputs: ModelInputs, actor: Actor, process: Process, timers: PhaseTimers
-) -> HybridEngine:
+def build_hybrid_engine(config: RunConfig, actor: Actor, process: Process, timers: PhaseTimers) -> HybridEngine:
     """The rollout engine with the plan that brings the actor's weights into it; collective."""
 
     def lend(wanted: list[ShardBox]) -> dict[str, torch.Tensor]:
@@ -116,7 +88,7 @@ def build_hybrid_engine(
         return {name: actor.model.params[owned] for name, owned in pairs.items()}
 
     engine = build_engine(EngineSpec(
-        model_path=str(find_model_files(config.model.path)), shape=inputs.shape, dtype=config.model.dtype,
+        model_path=str(find_model_files(config.model.path)), shape=actor.model.shape, dtype=config.model.dtype,
         max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
         config=config.rollout, process=process, seed=config.trainer.seed, lend=lend))
     return HybridEngine(

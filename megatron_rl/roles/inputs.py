@@ -13,61 +13,62 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.algorithms.catalog import find_policy_loss
-from megatron_rl.algorithms.resolution import resolve
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.run_spec import Roles
-from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainedConfig
+from megatron_rl.config.run_spec import RoleSpec, RunSpec
+from megatron_rl.config.schema import RunConfig, TrainedConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.prompts import PromptSet, SftSet, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, find_stop_tokens, load_tokenizer
 from megatron_rl.engines.protocol import find_engine
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import build_layout
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
 from megatron_rl.rewards.truths import check_truths
 from megatron_rl.roles.parts import NO_PARTS, Parts
+from megatron_rl.roles.resolve import resolve, resolve_sft
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
+from megatron_rl.weights.families import ModelShape, load_model_shape
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 @dataclass(frozen=True)
-class ModelInputs:
-    """The model on disk, the layout it is to have, and the tokens that end its responses."""
+class RoleInputs:
+    """A model on disk, and the layout that it is to have.
 
-    shape: ModelShape
-    tokenizer: Tokenizer
-    layout: ParallelLayout
-    stop_token_ids: tuple[int, ...] = ()
+    Attributes:
+        spec: of the role.
+        shape: of the model.
+        layout: on all ranks.
+    """
 
-
-@dataclass(frozen=True)
-class ScoringInputs:
-    """A model with a score head on disk (critic or reward model), and the layout it is to have."""
-
-    path: str
+    spec: RoleSpec
     shape: ModelShape
     layout: ParallelLayout
 
 
 @dataclass(frozen=True)
 class RlInputs:
-    """Everything an RL run reads before it starts; `critic` and `reward_model` are None where there is none.
+    """Everything an RL run reads before it starts.
 
     Attributes:
+        spec: which roles it has.
+        roles: their models by name, in the order of `spec`.
+        tokenizer: of the policy.
+        stop_token_ids: that end its responses.
         plan: batch arithmetic for these prompts.
         notes: settings that have no effect in this run, and ground truths that a rule cannot read, one line each.
     """
 
-    roles: Roles
-    model: ModelInputs
+    spec: RunSpec
+    roles: dict[str, RoleInputs]
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
     train: PromptSet
     validation: dict[str, PromptSet]
     reward_plan: RewardPlan
-    critic: ScoringInputs | None
-    reward_model: ScoringInputs | None
     plan: BatchPlan
     notes: list[str]
 
@@ -76,7 +77,7 @@ class RlInputs:
 class SftInputs:
     """Everything an SFT run reads before it starts; `plan` is the batch arithmetic for these examples."""
 
-    model: ModelInputs
+    actor: RoleInputs
     data: SftSet
     plan: SftPlan
     notes: list[str]
@@ -102,36 +103,33 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     Raises:
         UserError: anything in them that is wrong.
     """
-    roles = resolve(config)
+    spec = resolve(config)
     find_policy_loss(config.algorithm.policy_loss)
     find_engine(config.rollout.engine)
-    BatchPlan.build(config, world_size, roles)  # before files are read, which takes longer
+    BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward_plan = _read_reward_plan(config, parts)
-    model = read_model_inputs(config, world_size)
-    model.shape.check_rollout_layout(config.rollout.tensor_model_parallel_size)
-    if roles.reference and config.reference.path:
-        reference = load_model_shape(find_model_files(config.reference.path))
-        if reference != model.shape:
-            raise UserError("the reference has another architecture than the policy", source="reference.path",
-                            expected=str(model.shape), hint="use a checkpoint of the same model")
-        check_weights(config.reference.path, reference)
-    critic = reward_model = None
-    if roles.critic:
-        path = config.critic.path or config.model.path
-        critic = _read_scoring_inputs(config, "critic", world_size, model, path, may_lack=(SCORE_HEAD,))
-    if roles.reward_model:
-        reward_model = _read_scoring_inputs(config, "reward_model", world_size, model, config.reward_model.path)
+    actor = _read_role(config, spec.roles["actor"], world_size)
+    tokenizer = _read_tokenizer(config, actor.shape)
+    stop_token_ids = find_stop_tokens(tokenizer, find_model_files(config.model.path), actor.shape.vocab_size)
+    actor.shape.check_rollout_layout(config.rollout.tensor_model_parallel_size)
+    roles = {"actor": actor}
+    for name, role in spec.roles.items():
+        if name == "reference":
+            roles[name] = _read_reference(role, actor)
+        elif name != "actor":
+            roles[name] = _read_role(config, role, world_size)
+            _check_vocabulary(tokenizer, roles[name].shape, f"model.tokenizer and {role.path}")
     validation = {
-        name: load_prompts([file], model.tokenizer, config.data, limit=config.data.validation_limit)
+        name: load_prompts([file], tokenizer, config.data, limit=config.data.validation_limit)
         for name, file in name_files(config.data.validation_files).items()
     }
-    train = load_prompts(config.data.train_files, model.tokenizer, config.data)
-    plan = BatchPlan.build(config, world_size, roles, len(train.prompts))
+    train = load_prompts(config.data.train_files, tokenizer, config.data)
+    plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
-    notes = _find_idle_settings(config, roles, plan) + check_truths(reward_plan, prompts)
+    notes = _find_idle_settings(config, spec, plan) + check_truths(reward_plan, prompts)
     return RlInputs(
-        roles=roles, model=model, train=train, validation=validation, reward_plan=reward_plan, critic=critic,
-        reward_model=reward_model, plan=plan, notes=notes)
+        spec=spec, roles=roles, tokenizer=tokenizer, stop_token_ids=stop_token_ids, train=train, validation=validation,
+        reward_plan=reward_plan, plan=plan, notes=notes)
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
@@ -141,43 +139,54 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
         UserError: anything in them that is wrong.
     """
     SftPlan.build(config, world_size)
-    model = read_model_inputs(config, world_size)
-    data = load_sft_examples(config.data.train_files, model.tokenizer, config.data)
-    return SftInputs(model, data, SftPlan.build(config, world_size, len(data.examples)), _note_what_is_not_read())
+    actor = _read_role(config, resolve_sft(config).roles["actor"], world_size)
+    data = load_sft_examples(config.data.train_files, _read_tokenizer(config, actor.shape), config.data)
+    return SftInputs(actor, data, SftPlan.build(config, world_size, len(data.examples)), _note_what_is_not_read())
 
 
-def read_model_inputs(config: RunConfig, world_size: int) -> ModelInputs:
-    """Read and check the model directory, the tokenizer and the layout.
+def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
+    """Read and check the model of a role, and its layout.
 
     Raises:
         UserError: missing or mismatching files, a layout that the model does not fit.
     """
-    shape = load_model_shape(find_model_files(config.model.path))
-    layout = read_layout(config.actor, world_size, shape, "actor")
-    check_weights(config.model.path, shape)
+    shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
+    layout = _read_layout(spec, world_size, shape)
+    check_weights(spec.path, shape, may_lack=spec.may_lack)
     _check_positions(config, shape)
+    return RoleInputs(spec, shape, layout)
+
+
+def _read_reference(spec: RoleSpec, actor: RoleInputs) -> RoleInputs:
+    """A model like the actor's, in its layout; its files are read where they are others."""
+    if spec.path != actor.spec.path:
+        shape = load_model_shape(find_model_files(spec.path))
+        if shape != actor.shape:
+            raise UserError("the reference has another architecture than the policy", source="reference.path",
+                            expected=str(actor.shape), hint="use a checkpoint of the same model")
+        check_weights(spec.path, shape)
+    return replace(actor, spec=spec)
+
+
+def _read_tokenizer(config: RunConfig, shape: ModelShape) -> Tokenizer:
     tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
     _check_vocabulary(tokenizer, shape, "model.tokenizer and model.path")
-    stop_token_ids = find_stop_tokens(tokenizer, find_model_files(config.model.path), shape.vocab_size)
-    return ModelInputs(shape, tokenizer, layout, stop_token_ids)
+    return tokenizer
 
 
-def read_layout(config: LayoutConfig, world_size: int, shape: ModelShape, section: str) -> ParallelLayout:
+def _read_layout(spec: RoleSpec, world_size: int, shape: ModelShape) -> ParallelLayout:
     """A role's layout, checked against its model.
 
     Raises:
         UserError: ranks or a model that do not divide.
     """
-    layout = ParallelLayout(
-        world_size, tp_size=config.tensor_model_parallel_size, pp_size=config.pipeline_model_parallel_size,
-        vpp_size=config.virtual_pipeline_model_parallel_size or 1, cp_size=config.context_parallel_size,
-        ep_size=config.expert_model_parallel_size)
+    layout, section = build_layout(spec.layout, world_size), spec.section
     shape.check_training_layout(
-        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=config.sequence_parallel,
-        section=section)
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
+        sequence_parallel=spec.layout.sequence_parallel, section=section)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
-    if shape.num_experts and isinstance(config, TrainedConfig):
-        _check_experts(config, shape, section)
+    if shape.num_experts and isinstance(spec.layout, TrainedConfig):
+        _check_experts(spec.layout, shape, section)
     return layout
 
 
@@ -234,21 +243,10 @@ def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
     return build_reward_plan(reward, config.data.max_response_length, parts.reward)
 
 
-def _read_scoring_inputs(
-    config: RunConfig, section: str, world_size: int, model: ModelInputs, path: str,
-    may_lack: tuple[str, ...] = (),
-) -> ScoringInputs:
-    shape = load_model_shape(find_model_files(path), head="score")
-    check_weights(path, shape, may_lack=may_lack)
-    _check_positions(config, shape)
-    _check_vocabulary(model.tokenizer, shape, f"model.tokenizer and {path}")
-    return ScoringInputs(path, shape, read_layout(getattr(config, section), world_size, shape, section))
-
-
-def _find_idle_settings(config: RunConfig, roles: Roles, plan: BatchPlan) -> list[str]:
+def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> list[str]:
     """A note for each setting whose effect the roles or the length of the run rule out; see `config/idle.py`."""
     trainer, notes = config.trainer, []
-    if trainer.critic_warmup and not roles.critic:
+    if trainer.critic_warmup and "critic" not in spec.roles:
         notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
     if trainer.capture_step is not None and trainer.capture_step > plan.total_steps:
         notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithms.catalog import (
     ADVANTAGE_ESTIMATORS,
@@ -24,6 +24,9 @@ from megatron_rl.engines.protocol import ENGINES, EngineMaker
 from megatron_rl.extension.registry import enter_object
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
 from megatron_rl.types import Rollout, UserError
+
+if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.training.packed_model import RoleSetup
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,15 @@ class Parts:
     engine: EngineMaker | None = None
     reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
     rollouts: Any = None
-    actor: Callable[..., Any] | None = None
-    critic: Callable[..., Any] | None = None
-    reference: Callable[..., Any] | None = None
+    actor: Callable[[RoleSetup], Any] | None = None
+    critic: Callable[[RoleSetup], Any] | None = None
+    reference: Callable[[RoleSetup], Any] | None = None
+
+    @property
+    def roles(self) -> dict[str, Callable[[RoleSetup], Any]]:
+        """Classes of roles by name, those that were given."""
+        given = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return {name: make for name, make in given.items() if make is not None}
 
     def enter(self, config: RunConfig) -> RunConfig:
         """Register what is looked up by name, and name it in the config.

@@ -37,25 +37,20 @@ from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store
-from megatron_rl.parallel.groups import build_groups
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.build import (
     actor_export,
-    build_actor,
-    build_critic,
     build_hybrid_engine,
-    build_reference,
-    build_reward_model,
+    build_roles,
     group_timeout,
     launched_sizes,
     side_files,
 )
-from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
 from megatron_rl.roles.parts import NO_PARTS, Parts
-from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.resolve import resolve
+from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler
@@ -95,14 +90,10 @@ class Trainer:
             self.run.dir, steps=config.trainer.profile_steps, ranks=config.trainer.profile_ranks,
             rank=self.process.rank, device=self.process.device)
         timers.annotate = self.profiler.phase if self.profiler.is_used else None
-        groups = build_groups(inputs.model.layout, group_timeout(config))
-        actor = build_actor(config, inputs.model, groups, plan.total_optimizer_steps, parts.actor or Actor)
-        reference = None
-        if inputs.roles.reference:
-            reference = build_reference(config, inputs.model, groups, parts.reference or Reference)
-        critic = build_critic(config, inputs.critic, groups, plan.total_optimizer_steps, parts.critic or Critic)
-        self.reward_model = build_reward_model(config, inputs.reward_model, groups)
-        self.hybrid = parts.rollouts or build_hybrid_engine(config, inputs.model, actor, self.process, timers)
+        roles = build_roles(config, inputs, parts)
+        actor, reference, critic = roles["actor"], roles.get("reference"), roles.get("critic")
+        self.reward_model: RewardModel | None = roles.get("reward_model")
+        self.hybrid = parts.rollouts or build_hybrid_engine(config, actor, self.process, timers)
         self.hybrid.progress = self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD))
         self.actor = timers.watch(
             actor, compute_logprobs="old_logprobs", compute_sum_pi_squared="old_logprobs", update="update")
@@ -111,19 +102,17 @@ class Trainer:
         self.kl = build_kl_controller(config.algorithm)
         self.prompts = PromptBatches(
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
-        tokenizer = inputs.model.tokenizer
-        self.token_texts = TokenTexts(tokenizer.decode)
+        self.token_texts = TokenTexts(inputs.tokenizer.decode)
         self.collector = parts.rollouts or Collector(
             hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
-            scorer=Scorer(inputs.reward_plan, config.reward, tokenizer.decode),
+            scorer=Scorer(inputs.reward_plan, config.reward, inputs.tokenizer.decode),
             reward_model=parts.reward_model or (self.score_with_model if self.reward_model else None),
-            stop_token_ids=inputs.model.stop_token_ids, timers=timers, group=dist.group.WORLD,
-            needs_greedy_baseline=inputs.roles.needs_greedy_baseline)
-        self.trained = {"actor": actor} | ({"critic": critic} if critic else {})
+            stop_token_ids=inputs.stop_token_ids, timers=timers, group=dist.group.WORLD,
+            needs_greedy_baseline=inputs.spec.needs_greedy_baseline)
+        self.trained = {role.name: roles[role.name] for role in inputs.spec.trained}
         self.checkpoints = Checkpoints(
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
-            side_files={"actor": side_files(config, config.model.path)}
-            | ({"critic": side_files(config, inputs.critic.path)} if critic else {}),
+            side_files={role.name: side_files(config, role.path) for role in inputs.spec.trained},
             export=actor_export(config, actor.model), total_steps=plan.total_steps)
         self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into)
 
@@ -136,7 +125,7 @@ class Trainer:
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
                 batch = self.pack(collected.rollouts, "actor")
                 batch.old_logprobs = self.actor.compute_logprobs(batch)
-                if self.inputs.roles.needs_sum_pi_squared:
+                if self.inputs.spec.needs_sum_pi_squared:
                     batch.sum_pi_squared = self.actor.compute_sum_pi_squared(batch)
                 if self.reference:
                     batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
@@ -198,10 +187,10 @@ class Trainer:
         config, (world_size, ranks_per_node) = parts.enter(config), launched_sizes()
         cluster = find_cluster(world_size, ranks_per_node)
         if cluster is not None and config.trainer.check_memory:
-            check_fits(config, cluster)
+            check_fits(config, resolve(config), cluster)
         inputs = read_rl_inputs(config, world_size, parts)
-        for section in inputs.roles.trained:
-            check_step_mode(getattr(config, section), section)
+        for role in inputs.spec.trained:
+            check_step_mode(role.layout, role.section)
         return cls(config, inputs, recipe, parts)
 
     @contextmanager
@@ -224,7 +213,7 @@ class Trainer:
         for note in self.inputs.notes:
             say("note: %s", note)
         say("algorithm: %s, %s loss", config.algorithm.adv_estimator, config.algorithm.policy_loss)
-        say("actor: %s, %s, %s layers on %s", self.inputs.model.layout.describe(), config.model.dtype,
+        say("actor: %s, %s, %s layers on %s", self.actor.model.groups.layout.describe(), config.model.dtype,
             self.actor.model.transformer_impl, self.process.device)
         for name, role in (("critic", self.critic), ("reward model", self.reward_model)):
             if role:
@@ -232,7 +221,7 @@ class Trainer:
         modes = describe_modes(config.rollout, self.process.device)
         say("rollout: %s, %d engine(s) of tp=%d%s", config.rollout.engine, self.plan.num_engines,
             self.plan.rollout_tp_size, modes and f"; {modes}")
-        say("stop tokens: %s", ", ".join(map(str, self.inputs.model.stop_token_ids)))
+        say("stop tokens: %s", ", ".join(map(str, self.inputs.stop_token_ids)))
         stats = self.hybrid.reshard_stats
         say("weights: transport %s; per switch %s bytes moved, %s copied inside a rank, %s aliased; verify %s",
             self.hybrid.transport, f"{stats.bytes_moved:,}", f"{stats.bytes_copied:,}", f"{stats.bytes_aliased:,}",

@@ -20,7 +20,7 @@ from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.roles.build import actor_export, build_actor, group_timeout, launched_sizes, side_files
+from megatron_rl.roles.build import actor_export, build_role, group_timeout, launched_sizes, side_files
 from megatron_rl.roles.inputs import SftInputs, read_sft_inputs
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import Rollout, UserError
@@ -42,8 +42,8 @@ class SftTrainer:
     def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
         """Everything that needs the process group and the run directory."""
         config, plan = self.config, self.plan
-        groups = build_groups(inputs.model.layout, group_timeout(config))
-        actor = build_actor(config, inputs.model, groups, plan.total_steps)
+        groups = build_groups(inputs.actor.layout, group_timeout(config))
+        actor = build_role(config, inputs.actor, groups, plan.total_steps)
         self.actor = self.run.timers.watch(actor, update_sft="update")
         self.examples = PromptBatches(
             inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
@@ -106,7 +106,7 @@ def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
     """Say once what runs, and what was found in the data."""
     say, data = trainer.run.log.info, inputs.data
     say("run directory: %s", trainer.run.dir)
-    say("actor: %s, %s, %s layers on %s", inputs.model.layout.describe(), trainer.config.model.dtype,
+    say("actor: %s, %s, %s layers on %s", inputs.actor.layout.describe(), trainer.config.model.dtype,
         trainer.actor.model.transformer_impl, trainer.process.device)
     say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
     for line in trainer.plan.formulas():

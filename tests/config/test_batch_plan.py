@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.run_spec import Roles
 from megatron_rl.config.schema import (
     ActorConfig,
     DataConfig,
@@ -20,9 +19,8 @@ from megatron_rl.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
-
-GROUPED = Roles(needs_group=True)
 
 
 def make_config(
@@ -41,15 +39,20 @@ def make_config(
     )
 
 
+def build_plan(config: RunConfig, world_size: int, num_train_prompts: int | None = None) -> BatchPlan:
+    """Of a GRPO run, whose advantages take a group."""
+    return BatchPlan.build(config, world_size, resolve(config), num_train_prompts)
+
+
 def refusal(config: RunConfig, world_size: int, num_train_prompts: int | None = None) -> UserError:
     with pytest.raises(UserError) as caught:
-        BatchPlan.build(config, world_size, GROUPED, num_train_prompts)
+        build_plan(config, world_size, num_train_prompts)
     return caught.value
 
 
 def test_numbers_of_one_plan() -> None:
     config = make_config(tp=2, pp=2, rollout_tp=2, batch=6, mini=3, n=4, ppo_epochs=2, epochs=2)
-    plan = BatchPlan.build(config, 8, GROUPED, num_train_prompts=20)
+    plan = build_plan(config, 8, num_train_prompts=20)
     assert (plan.dp_size, plan.num_engines) == (2, 4)
     assert (plan.rollouts_per_step, plan.rollouts_per_minibatch, plan.rollouts_per_rank) == (24, 12, 6.0)
     assert (plan.rollouts_per_engine_min, plan.rollouts_per_engine_max) == (4, 8)
@@ -60,7 +63,7 @@ def test_numbers_of_one_plan() -> None:
 
 
 def test_minibatch_defaults_to_the_whole_batch() -> None:
-    plan = BatchPlan.build(make_config(batch=8), 2, GROUPED)
+    plan = build_plan(make_config(batch=8), 2)
     assert (plan.ppo_mini_batch_size, plan.minibatches_per_epoch) == (8, 1)
 
 
@@ -69,7 +72,7 @@ def test_minibatch_defaults_to_the_whole_batch() -> None:
     [(1, None, 16, 2), (1, None, 17, 3), (3, None, 17, 7), (1, 5, 17, 5), (1, 5, None, 5), (1, None, None, None)],
 )
 def test_total_steps(epochs: int, steps: int | None, prompts: int | None, expected: int | None) -> None:
-    assert BatchPlan.build(make_config(epochs=epochs, steps=steps), 1, GROUPED, prompts).total_steps == expected
+    assert build_plan(make_config(epochs=epochs, steps=steps), 1, prompts).total_steps == expected
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 
 def test_formulas_show_the_numbers() -> None:
-    formulas = BatchPlan.build(make_config(tp=2, batch=6, mini=3), 4, GROUPED, num_train_prompts=20).formulas()
+    formulas = build_plan(make_config(tp=2, batch=6, mini=3), 4, num_train_prompts=20).formulas()
     assert "dp_size = world_size / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in formulas
     assert "rollouts_per_step = train_batch_size * n = 6 * 4 = 24" in formulas
     assert "total_steps = ceil(total_epochs * num_train_prompts / train_batch_size) = ceil(1 * 20 / 6) = 4" in formulas
@@ -110,12 +113,12 @@ def test_formulas_show_the_numbers() -> None:
 
 
 def test_formulas_without_data_say_so() -> None:
-    assert BatchPlan.build(make_config(), 1, GROUPED).formulas()[-1].endswith("data not read yet")
-    assert "total_steps = trainer.total_steps = 5" in BatchPlan.build(make_config(steps=5), 1, GROUPED).formulas()
+    assert build_plan(make_config(), 1).formulas()[-1].endswith("data not read yet")
+    assert "total_steps = trainer.total_steps = 5" in build_plan(make_config(steps=5), 1).formulas()
 
 
 def test_plan_is_json() -> None:
-    plan = BatchPlan.build(make_config(), 1, GROUPED, 20)
+    plan = build_plan(make_config(), 1, 20)
     assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
 
 
@@ -134,7 +137,7 @@ def test_nothing_is_floored_dropped_or_repeated(
         tp=tp, pp=pp, rollout_tp=rollout_tp, batch=batch, mini=mini, n=n, epochs=epochs, ppo_epochs=ppo_epochs
     )
     try:
-        plan = BatchPlan.build(config, world_size, GROUPED, prompts)
+        plan = build_plan(config, world_size, prompts)
     except UserError:
         return
     assert plan.dp_size * tp * pp == world_size == plan.num_engines * rollout_tp

@@ -14,6 +14,8 @@ import pytest
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import check_fits, describe_cluster, find_cluster, find_shape, read_job
+from megatron_rl.planning.cluster import Cluster
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +30,12 @@ def start(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     with pytest.raises(SystemExit) as end:
         runpy.run_path(ENTRY, run_name="__main__")
     return end.value.code
+
+
+def fit(overrides: list[str], cluster: Cluster) -> str:
+    """What the check says of the recipe with these overrides."""
+    config = load_config(RECIPE, overrides).config
+    return check_fits(config, resolve(config), cluster, RECIPE)
 
 
 def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,11 +55,11 @@ def test_a_critic_that_a_plugin_asks_for_is_planned(tmp_path: Path) -> None:
     valued = [f"algorithm.plugins=[{plugin}]", "algorithm.adv_estimator=planned_valued"]
     layout = ["critic.tensor_model_parallel_size=4", "critic.max_tokens_per_microbatch=16384"]
     cluster = describe_cluster(8, 300)
-    lines = [check_fits(load_config(RECIPE, settings).config, cluster, RECIPE) for settings in (
+    lines = [fit(settings, cluster) for settings in (
         [], [*valued, *layout], ["algorithm.adv_estimator=gae", *layout])]
     assert lines[1] == lines[2] != lines[0]
     with pytest.raises(UserError, match="layout of the section critic"):
-        check_fits(load_config(RECIPE, [*valued, "critic.tensor_model_parallel_size=3"]).config, cluster, RECIPE)
+        fit([*valued, "critic.tensor_model_parallel_size=3"], cluster)
     ADVANTAGE_ESTIMATORS.pop("planned_valued")
 
 
@@ -108,10 +116,12 @@ def test_shapes_are_found_in_the_model_then_beside_the_recipe_then_among_ours(tm
 def test_models_with_a_path_of_their_own_have_their_own_shape() -> None:
     small = str(ROOT / "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json")
     settings = ["algorithm.adv_estimator=gae", "reward_model.path=/models/Qwen2.5-0.5B-Instruct"]
-    job = read_job(load_config(RECIPE, settings).config, describe_cluster(8, 80), RECIPE)
-    assert job.critic_shape.num_layers == 28 and job.critic_shape.has_score_head
-    assert job.reward_shape.num_layers == 24 and job.reward_shape.has_score_head
-    job = read_job(load_config(RECIPE, settings).config, describe_cluster(8, 80), RECIPE, critic_hf_config=Path(small))
-    assert job.critic_shape.num_layers == 24
+    config = load_config(RECIPE, settings).config
+    job = read_job(config, resolve(config), describe_cluster(8, 80), RECIPE)
+    critic, reward_model = job.shapes["critic"], job.shapes["reward_model"]
+    assert critic.num_layers == 28 and critic.has_score_head
+    assert reward_model.num_layers == 24 and reward_model.has_score_head
+    job = read_job(config, resolve(config), describe_cluster(8, 80), RECIPE, {"critic": Path(small)})
+    assert job.shapes["critic"].num_layers == 24
     with pytest.raises(UserError, match="/models/judge/config.json"):
-        check_fits(load_config(RECIPE, ["reward_model.path=/models/judge"]).config, describe_cluster(8, 80), RECIPE)
+        fit(["reward_model.path=/models/judge"], describe_cluster(8, 80))

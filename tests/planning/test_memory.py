@@ -44,7 +44,7 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
                    "reward_model.offload=true")
     found = phases(job)
     actor = compute_role_bytes(job.shape, job.layout, 0, dtype="bfloat16")
-    critic = compute_role_bytes(job.critic_shape, job.layout, 0, dtype="bfloat16")
+    critic = compute_role_bytes(job.shapes["critic"], job.layout, 0, dtype="bfloat16")
     weights_only = compute_role_bytes(job.shape, job.layout, 0, dtype="bfloat16", is_trained=False).parameters
     assert found["rollout"].parts["weights"] == actor.parameters
     assert not {"gradients", "optimizer", "reference", "reward model"} & found["rollout"].parts.keys()
@@ -64,9 +64,9 @@ def test_what_is_offloaded_is_planned_on_the_host() -> None:
     assert [rank.host_bytes for rank in compute_memory(make_job(small_shape(), *PPO))] == [0]
     job = make_job(small_shape(), *PPO, *offload)
     actor, critic = (compute_role_bytes(shape, job.layout, 0, dtype="bfloat16") for shape in (
-        job.shape, job.critic_shape))
+        job.shape, job.shapes["critic"]))
     reference, reward = (compute_role_bytes(shape, job.layout, 0, dtype="bfloat16", is_trained=False).parameters
-                         for shape in (job.shape, job.reward_shape))
+                         for shape in (job.shape, job.shapes["reward_model"]))
     (rank,) = compute_memory(job)
     assert rank.host_bytes == actor.optimizer + critic.optimizer + reference + reward
     assert find_problem(job, [rank]) is None

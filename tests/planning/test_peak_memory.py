@@ -31,6 +31,7 @@ from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
@@ -147,7 +148,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def plan(layout: Layout, path: Path) -> Job:
     cluster = Cluster(nodes=1, gpus_per_node=layout.world_size, memory_bytes=1 << 40, reserve_bytes=0,
                       has_fused_norms=False)
-    return build_job(layout.config(path), load_model_shape(path), cluster)
+    config = layout.config(path)
+    return build_job(config, resolve(config), cluster, load_model_shape(path))
 
 
 @pytest.mark.slow

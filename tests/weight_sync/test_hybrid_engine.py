@@ -38,7 +38,9 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import CertificateError
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.roles.build import ModelInputs, actor_export, build_actor, build_hybrid_engine
+from megatron_rl.roles.build import actor_export, build_hybrid_engine, build_role
+from megatron_rl.roles.inputs import RoleInputs
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Prompt
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.families import load_model_shape
@@ -101,9 +103,9 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     config = make_config(path, layout_sizes, rollout_tp, engine, hybrid_options)
     process, layout = init_distributed(2), ParallelLayout(world_size, **layout_sizes)
     groups = build_groups(layout)
-    inputs = ModelInputs(load_model_shape(path), None, layout)
-    actor = build_actor(config, inputs, groups, total_optimizer_steps=4)
-    hybrid = build_hybrid_engine(config, inputs, actor, process, PhaseTimers())
+    inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
+    actor = build_role(config, inputs, groups, total_optimizer_steps=4)
+    hybrid = build_hybrid_engine(config, actor, process, PhaseTimers())
     prompts, result = make_prompts(), {"transport": hybrid.transport, "stats": hybrid.reshard_stats}
 
     def generate(sampling: SamplingConfig, group_size: int = 1) -> list[Any]:

@@ -31,7 +31,9 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.build import ModelInputs, build_actor, build_hybrid_engine
+from megatron_rl.roles.build import build_hybrid_engine, build_role
+from megatron_rl.roles.inputs import RoleInputs
+from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.families import load_model_shape
@@ -65,9 +67,9 @@ def open_hybrid(path: Path, world_size: int, engine: str, rollout_tp: int) -> Hy
         rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, n=GROUP_SIZE,
                               max_num_seqs=16 if engine == "vllm" else 4))
     process, layout = init_distributed(2), ParallelLayout(world_size)
-    inputs = ModelInputs(load_model_shape(path), None, layout)
-    actor = build_actor(config, inputs, build_groups(layout), total_optimizer_steps=1)
-    hybrid = build_hybrid_engine(config, inputs, actor, process, PhaseTimers())
+    inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
+    actor = build_role(config, inputs, build_groups(layout), total_optimizer_steps=1)
+    hybrid = build_hybrid_engine(config, actor, process, PhaseTimers())
     hybrid.reshard()
     return hybrid
 
