@@ -19,6 +19,9 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.parallel.driver import explain_unusable_gpus
 
@@ -62,9 +65,9 @@ def init_distributed(timeout_minutes: float) -> Process:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
-        store, rank, world_size = dist.HashStore(), 0, 1
+        store, rank, world_size = HashStore(), 0, 1
         if is_launched:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store = meet(store, rank, world_size, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank,
@@ -72,6 +75,13 @@ def init_distributed(timeout_minutes: float) -> Process:
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
+
+
+def world() -> dist.ProcessGroup:
+    """All ranks of the job, after `init_distributed`."""
+    group = dist.group.WORLD
+    assert group is not None, "init_distributed comes first"
+    return group
 
 
 def current_device() -> torch.device:
@@ -89,7 +99,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """A part of the launcher's store that only the ranks of this attempt know; every rank calls it once.
 
     torchrun keeps one store for all attempts of a restarted job: ranks would find the addresses of those that were
@@ -105,7 +115,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> d
         store.wait([f"answer/{name}"], timeout)
         place = store.get(f"answer/{name}").decode()
         store.set(f"{place}/{rank}", "here")
-        return dist.PrefixStore(place, store)
+        return PrefixStore(place, store)
     absent, answered, deadline = set(range(1, world_size)), set(), time.monotonic() + timeout.total_seconds()
     while absent:
         if time.monotonic() > deadline:
@@ -118,10 +128,10 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> d
             if store.check([f"{name}/{peer}"]):
                 absent.remove(peer)
         time.sleep(0.01)
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
-def open_store(name: str, group: dist.ProcessGroup) -> dist.Store:
+def open_store(name: str, group: dist.ProcessGroup) -> Store:
     """A connection of this rank's own to the job's key-value store; collective.
 
     It can be used by another thread while this one waits in a collective.
@@ -131,14 +141,14 @@ def open_store(name: str, group: dist.ProcessGroup) -> dist.Store:
         group: all ranks.
     """
     unique = share_object(f"{name}-{uuid.uuid4().hex}", group)
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = _get_default_store()
     if hasattr(store, "clone"):
-        return dist.PrefixStore(unique, store.clone())
-    while isinstance(store, dist.PrefixStore):
+        return PrefixStore(unique, store.clone())
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore(unique, store)
+    if isinstance(store, TCPStore):
+        store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return PrefixStore(unique, store)
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -161,7 +171,8 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     first = next((index for index, found in enumerate(errors) if found is not None), None)
     if first is not None:
         raised = error if first == group.rank() else errors[first]
-        raised.raised_on = dist.get_global_rank(group, first)
+        assert raised is not None, "this rank's own error is among all"
+        vars(raised)["raised_on"] = dist.get_global_rank(group, first)
         raise raised
 
 

@@ -68,7 +68,7 @@ def _zero(*args: Any, **kwargs: Any) -> int:
 
 
 def _cuda_view() -> types.ModuleType:
-    cuda = types.ModuleType("torch.cuda")
+    cuda: Any = types.ModuleType("torch.cuda")
     cuda.__dict__.update((k, v) for k, v in vars(torch.cuda).items() if not k.startswith("__"))
     cuda.__getattr__ = functools.partial(getattr, torch.cuda)
     the_stream = _Stream()
@@ -100,7 +100,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _torch_view() -> types.ModuleType:
-    view = types.ModuleType("torch")
+    view: Any = types.ModuleType("torch")
     view.__dict__.update(vars(torch))
     view.__getattr__ = functools.partial(getattr, torch)
     view.cuda = _cuda_view()
@@ -142,18 +142,18 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _fix_jit(module: types.ModuleType) -> None:
+def _fix_jit(module: Any) -> None:
     # torch.compile decorations would import inductor and need a C++ compiler at first use.
     module.disable_jit_fuser()
 
 
-def _fix_random(module: types.ModuleType) -> None:
+def _fix_random(module: Any) -> None:
     # These bind torch.cuda internals by name; the setter would queue its work for ever, silently.
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _fix_mappings(module: types.ModuleType) -> None:
+def _fix_mappings(module: Any) -> None:
     # Experts under TP exchange unequal numbers of tokens: NCCL gathers and scatters them, gloo has only all-to-all.
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
@@ -181,21 +181,21 @@ def _fix_mappings(module: types.ModuleType) -> None:
     module._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
 
 
-def _fix_optimizer(module: types.ModuleType) -> None:
+def _fix_optimizer(module: Any) -> None:
     cls = module.Float16OptimizerWithFloat16Params
     cls.__init__ = _with_cuda_type_names(cls.__init__)
 
 
-def _fix_distrib_optimizer(module: types.ModuleType) -> None:
+def _fix_distrib_optimizer(module: Any) -> None:
     cls = module.DistributedOptimizer
     cls.__init__ = _with_cuda_type_names(cls.__init__)
 
 
-def _fix_clip_grads(module: types.ModuleType) -> None:
+def _fix_clip_grads(module: Any) -> None:
     module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
 
 
-def _fix_moe_utils(module: types.ModuleType) -> None:
+def _fix_moe_utils(module: Any) -> None:
     module.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
     real = module.maybe_move_tensor_to_cpu
 
@@ -207,7 +207,7 @@ def _fix_moe_utils(module: types.ModuleType) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
-FIXES: dict[str, Callable[[types.ModuleType], None]] = {
+FIXES: dict[str, Callable[[Any], None]] = {  # each is given its module
     "megatron.core.jit": _fix_jit,
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
@@ -226,7 +226,7 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if getattr(module, "torch", None) is torch:
-            module.torch = self.view
+            vars(module)["torch"] = self.view
         FIXES.get(module.__name__, _nothing)(module)
 
 

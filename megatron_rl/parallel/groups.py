@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.parallel.collectives import connect, current_device
+from megatron_rl.parallel.collectives import connect, current_device, world
 from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 
@@ -109,19 +109,22 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     # `tp_dp_cp` is of auxiliary losses, which are off.
     collection = ProcessGroupCollection(
         **{name: group for name, group in of.items() if name != "tp_pp"}, mp=of["tp_pp"], pos_embd=None, tp_dp_cp=None,
-        intra_dp_cp=of["dp_cp"], intra_expt_dp=of["expt_dp"], intra_dist_opt=dist.group.WORLD, inter_dist_opt=None,
+        intra_dp_cp=of["dp_cp"], intra_expt_dp=of["expt_dp"], intra_dist_opt=world(), inter_dist_opt=None,
         hcp=None)
+    own = {name: group for name, group in of.items() if group is not None}  # ranks between two ends have no "embd"
     return ParallelGroups(
         layout=layout, at=layout.coordinates(rank), expert_at=layout.expert_coordinates(rank),
-        world=dist.group.WORLD, collection=collection,
-        **{name: of[name] for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp")})
+        world=world(), collection=collection,
+        **{name: own[name] for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp")})
 
 
 def _make_own(rank_lists: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
     """This rank's group among these, which no two share a rank; None if it is in none."""
     if rank_lists == [list(range(dist.get_world_size()))]:
-        return dist.group.WORLD
+        return world()
     if max(map(len, rank_lists)) == 1:
-        return dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+        alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+        assert isinstance(alone, dist.ProcessGroup), "this rank is a member"
+        return alone
     groups = [dist.new_group(ranks, timeout=timeout) for ranks in rank_lists]  # costs nothing where one is no member
-    return next((group for group, ranks in zip(groups, rank_lists, strict=True) if rank in ranks), None)
+    return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
