@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.typed_torch import apply_module
 
 from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.packed_sequences import PackedSequences
@@ -41,10 +42,11 @@ class BlockedSelfAttention(SelfAttention):
         assert key_value_states is None and not output_gate and split_qkv, "plain self-attention only"
         d, np_, ng = (self.hidden_size_per_attention_head, self.num_attention_heads_per_partition,
                       self.num_query_groups_per_partition)
-        mixed, _ = self.linear_qkv(hidden_states)  # [t, 1, (np + 2 ng/tp) * d]
+        mixed, _ = apply_module(self.linear_qkv)(hidden_states)  # [t, 1, (np + 2 ng/tp) * d]
         query, key, value = (
             part.unflatten(-1, (-1, d)) for part in mixed.split((np_ * d, ng * d, ng * d), dim=-1))
         if self.q_layernorm is not None:
+            assert self.k_layernorm is not None, "the layer spec has both or neither"
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
@@ -70,9 +72,10 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         assert dropout == 0.0, "RL scores what it sampled: attention dropout must be 0"
+        assert config.kv_channels is not None, "megatron-core computes it where it is not set"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self._cp_group = pg_collection.cp if pg_collection is not None else None
-        self._cp_size = self._cp_group.size() if self._cp_group is not None else 1
+        cp_group = pg_collection.cp if pg_collection is not None else None
+        self._cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
 
     def forward(
         self,
@@ -96,9 +99,9 @@ class PackedAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"
         query, key = (rotate(x, *packed_seq_params.rotary_table) for x in (query, key))
-        if self._cp_size > 1:
+        if self._cp_group is not None:
             query, key, value = exchange_to_heads(query, key, value, self._cp_group)
         output = attend(query, key, value, packed_seq_params.segments, self.scale)
-        if self._cp_size > 1:
+        if self._cp_group is not None:
             output = exchange_to_tokens(output, self._cp_group)
         return output.flatten(1)

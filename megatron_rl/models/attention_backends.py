@@ -75,8 +75,9 @@ def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) 
     """Compare one of `KERNELS` with "sdpa" on two short segments, the second behind a prefix; see `find_failure`."""
 
     def call() -> None:
-        cu_seqlens = [torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 3, 8], [0, 3, 10])]
-        segments = Segments(backend, *cu_seqlens, 5, 7)
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 3, 8], [0, 3, 10]))
+        segments = Segments(backend, cu_seqlens_q, cu_seqlens_k, 5, 7)
         reference = _prepare_for_sdpa(replace(segments, backend="sdpa"), dtype)
         found, expected = (_run_trial(one, device, dtype) for one in (segments, reference))
         for got, want in zip(found, expected, strict=True):
@@ -153,7 +154,7 @@ def attend(
 def _attend_flash_attn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func  # optional dependency
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # optional dependency
 
     return flash_attn_varlen_func(
         query, key, value, segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k,
@@ -165,9 +166,11 @@ def _attend_torch_varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10
 
-    return varlen_attn(
+    output = varlen_attn(
         query, key, value, segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k,
         scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1])
+    assert isinstance(output, torch.Tensor), "a pair only where an auxiliary output is asked for"
+    return output
 
 
 def _attend_sdpa(
@@ -202,6 +205,7 @@ def _attend_efficient(
 def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> torch.Tensor | None:
     if num_queries == num_keys:
         return None
+    assert mask is not None, "made for every segment behind a prefix"
     left = mask.shape[1] - mask.shape[0] - (num_keys - num_queries)
     return mask[:num_queries, left : left + num_keys]
 

@@ -45,7 +45,7 @@ class RMSNorm(torch.nn.Module):
         self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
@@ -68,7 +68,9 @@ class HiddenStatesModel(GPTModel):
     def output_weight(self) -> torch.nn.Parameter:
         """This rank's rows [v/tp, h] of the output layer, which may be the embedding; last stage only."""
         is_tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        assert isinstance(weight, torch.nn.Parameter), "the last stage has an output layer"
+        return weight
 
 
 class ScoreModel(HiddenStatesModel):
@@ -100,15 +102,16 @@ def find_transformer_engine_failure(has_cuda: bool) -> str | None:
     """Try its linear layer and its norm, and what megatron-core makes of them; see `find_failure`."""
 
     def call() -> None:
-        import transformer_engine.pytorch as engine  # optional dependency
+        import transformer_engine.pytorch as engine  # pyright: ignore[reportMissingImports]  # optional dependency
         from megatron.core.extensions import transformer_engine as te
 
         assert te.TENorm and te.TEColumnParallelLinear and te.TERowParallelLinear
-        options = dict(params_dtype=torch.bfloat16, device="cuda")
+        options: dict[str, Any] = dict(params_dtype=torch.bfloat16, device="cuda")
         x = torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         linear = engine.Linear(32, 32, bias=False, init_method=torch.nn.init.ones_, **options)
         norm = engine.RMSNorm(32, **options)
         linear(norm(x)).sum().backward()
+        assert x.grad is not None
         x.grad.sum().item()
 
     return find_failure("transformer_engine", call) if has_cuda else ""
@@ -119,8 +122,8 @@ def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> Module
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm")
-    layer, attention, mlp = (
-        spec.submodules, spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules)
+    layer: Any = spec.submodules  # "object" by its annotation
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     if config.num_moe_experts:
         mlp = mlp.experts.submodules
     layer.self_attention.module = BlockedSelfAttention
@@ -152,14 +155,16 @@ def build_gpt_stages(
         `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
     layout, layer_spec = groups.layout, build_layer_spec(config, transformer_impl)
-    block_norm = layer_spec.submodules.input_layernorm
+    layer: Any = layer_spec.submodules
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
     chunks = []
     for chunk in range(layout.vpp_size):
         num_layers = len(stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk))
+        # Annotated as one layer's ModuleSpec; megatron-core takes a whole block's as well.
+        block: Any = TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=layer.input_layernorm)
         model = model_class(
             config,
-            TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=block_norm),
+            block,
             vocab_size=padded_vocab_size(shape.vocab_size, layout.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.is_first_stage and chunk == 0,
@@ -179,7 +184,11 @@ def build_gpt_stages(
 def _scale_embedding(model: GPTModel, scale: float) -> None:
     """Multiply what the embedding gives (not its weight, which a tied output layer uses as it is) by `scale`."""
     rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as the family's reference does
-    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
+
+    def scale_output(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output * rounded
+
+    model.embedding.register_forward_hook(scale_output)
 
 
 def _mark_tensor_parallel_weights(model: GPTModel) -> None:

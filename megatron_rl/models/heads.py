@@ -42,7 +42,7 @@ class ScoreHead(torch.nn.Module):
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         # A replica, of which TP rank 0's counts in the global gradient norm; its gradient is partial under TP-SP.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

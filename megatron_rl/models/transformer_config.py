@@ -14,6 +14,7 @@ Settings that megatron-core only warns about, or gets wrong, are decided here:
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,13 @@ from megatron_rl.weights.families import FAMILIES, ModelShape
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_RECOMPUTE: dict[str, dict[str, object]] = {
+_RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 # Kernels of apex and Transformer Engine's fused ones; megatron-core switches some on by default.
-_UNFUSED = dict.fromkeys(
+_UNFUSED: dict[str, Any] = dict.fromkeys(
     ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm",
      "gradient_accumulation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"), False)
 
@@ -98,7 +99,7 @@ def build_transformer_config(
     )
 
 
-def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, object]:
+def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
     if not shape.num_experts:
         return {}
     return dict(
