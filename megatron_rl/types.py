@@ -54,7 +54,7 @@ EXIT_STALLED = 70  # the watchdog ended a rank that waited in vain
 
 def mark_reported(error: BaseException, code: int) -> None:
     """Note that the message of an exception is on the console: who catches it prints nothing and exits with `code`."""
-    error.reported_code = code
+    vars(error)["reported_code"] = code
 
 
 def reported_code(error: BaseException) -> int | None:

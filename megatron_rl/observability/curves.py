@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.metrics import is_validation_accuracy, read_metrics
-from megatron_rl.observability.summary import Record, phase_seconds
+from megatron_rl.observability.metrics import Record, is_validation_accuracy, read_metrics, step_of
+from megatron_rl.observability.summary import phase_seconds
 
 CURVES_FILE = "curves.png"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"
@@ -23,7 +23,7 @@ _PHASES = {
     "reshard": "#7fb7d8", "rollout": _BLUE, "reward": _ORANGE, "old_logprobs": "#9bd0a6", "ref_logprobs": "#5fae86",
     "values": "#b39bc8", "update_critic": "#8064a2", "update": _RED, "validation": "#e8c15a", "save": "#8d6e63",
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e8eb",
     "axes.axisbelow": True, "axes.edgecolor": "#8a8f98", "legend.frameon": False, "legend.fontsize": 9,
@@ -65,7 +65,7 @@ def plot_curves(run_dir: Path) -> Path:
 
 def read_points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have the metric."""
-    pairs = [(int(record["step"] or 0), record[key]) for record in records if record.get(key) is not None]
+    pairs = [(step_of(record), record[key]) for record in records if record.get(key) is not None]
     return [step for step, _ in pairs], [float(value or 0.0) for _, value in pairs]
 
 
@@ -136,7 +136,7 @@ def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
 
 def _draw_seconds(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("Seconds per step")
-    timed = [(int(record["step"] or 0), phase_seconds(record), record.get("time/step")) for record in records]
+    timed = [(step_of(record), phase_seconds(record), record.get("time/step")) for record in records]
     timed = [entry for entry in timed if entry[0] > 0 and (entry[1] or entry[2] is not None)]
     if not timed:
         return _say_empty(axes)

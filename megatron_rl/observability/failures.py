@@ -135,8 +135,8 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
 
 def _explain_memory(error: BaseException, scene: Scene) -> UserError:
     asked, in_use = _read_sizes(str(error))
-    rooms = reversed(_rooms(error))
-    room = next((part for part in [_ROOM_OF_PHASE.get(scene.phase, scene.phase), *rooms] if part in _MEMORY_HINTS), "")
+    rooms = [_ROOM_OF_PHASE.get(scene.phase or "", scene.phase), *reversed(_rooms(error))]
+    room = next((part for part in rooms if part in _MEMORY_HINTS), "")
     role = "critic" if scene.phase in _CRITIC_PHASES else "actor"
     return UserError(
         f"out of memory{f': {asked} asked for' if asked else ''} ({in_use})", source=f"{scene}, {_locate(error)}",

@@ -24,6 +24,7 @@ from megatron_rl.types import UserError
 
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
 NumberRecord = Mapping[str, int | float]
+Record = Mapping[str, float | None]  # as read back
 
 
 class Sink:
@@ -112,7 +113,7 @@ def set_aside(run_dir: Path, after_step: int) -> Path | None:
     path, attempt = run_dir / METRICS_FILE, None
     records = list(_read_lines(path)) if path.exists() else []
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line] if path.exists() else []
-    kept = sum(record["step"] <= after_step for record in records)
+    kept = sum(step_of(record) <= after_step for record in records)
     rollouts = [file for file in (run_dir / ROLLOUTS).glob("step_*.jsonl")
                 if int(file.stem.removeprefix("step_")) > after_step]
     if len(records) > kept or rollouts:
@@ -131,6 +132,11 @@ def set_aside(run_dir: Path, after_step: int) -> Path | None:
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
     """The records of a run in the order written; a last line cut off by a crash is left out."""
     return list(_read_lines(Path(run_dir) / METRICS_FILE))
+
+
+def step_of(record: Record) -> int:
+    """The step of a record of `read_metrics`."""
+    return int(record["step"] or 0)
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, float | None]]:

@@ -85,18 +85,19 @@ class Position:
 
 def find_place(frame: FrameType) -> Place:
     """Read what a thread is doing from its innermost frame."""
-    operation, ranks, innermost = None, None, frame
-    while frame is not None and _module(frame).startswith(_DISTRIBUTED):
-        name = frame.f_code.co_name
+    operation, ranks = None, None
+    outer: FrameType | None = frame
+    while outer is not None and _module(outer).startswith(_DISTRIBUTED):
+        name = outer.f_code.co_name
         operation = operation if name in ("wrapper", "func_wrapper") else name
-        ranks = ranks or _ranks_of(frame)
-        frame = frame.f_back
-    if operation is None and ".wait(" in linecache.getline(innermost.f_code.co_filename, innermost.f_lineno):
+        ranks = ranks or _ranks_of(outer)
+        outer = outer.f_back
+    if operation is None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         operation = "wait"
-    caller = frame
+    caller = outer
     while caller is not None and (not _module(caller).startswith(_PACKAGE) or _module(caller) == _COLLECTIVES):
         caller = caller.f_back
-    caller = caller or frame or innermost
+    caller = caller or outer or frame
     where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} in {caller.f_code.co_name}"
     return Place(operation, ranks, where)
 

@@ -25,6 +25,7 @@ class CounterStore(Protocol):
 
     def add(self, key: str, value: int) -> int:
         """Add to a number (0 at first) and return it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class RolloutProgress:
         self._added = (0, 0)
         over = threading.Event()
         thread = threading.Thread(
-            target=self._watch, args=(over, total, tokens_in_flight), name="rollout progress", daemon=True)
+            target=self._watch, args=(self._store, over, total, tokens_in_flight), name="rollout progress", daemon=True)
         thread.start()
         try:
             yield
@@ -92,14 +93,16 @@ class RolloutProgress:
             over.set()
             thread.join()
 
-    def _watch(self, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]) -> None:
+    def _watch(
+        self, store: CounterStore, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]
+    ) -> None:
         start = time.monotonic()
         looks = deque([(start, 0)], maxlen=_WINDOW)
         try:
             is_over = False
             while not is_over:
                 is_over = over.wait(_INTERVAL)  # look once more at the end: other ranks want the last ones too
-                finished, tokens = self._add_up(tokens_in_flight)
+                finished, tokens = self._add_up(store, tokens_in_flight)
                 now = time.monotonic()
                 speed = (tokens - looks[0][1]) / (now - looks[0][0])
                 looks.append((now, tokens))
@@ -111,11 +114,11 @@ class RolloutProgress:
         if self._show is not None:
             self._show(None)
 
-    def _add_up(self, tokens_in_flight: Callable[[], int]) -> tuple[int, int]:
+    def _add_up(self, store: CounterStore, tokens_in_flight: Callable[[], int]) -> tuple[int, int]:
         """Add what is new here to the sums over all engines, and return them: responses, tokens."""
         finished, tokens = self._finished, self._tokens  # read first: what finishes meanwhile must not count twice
         mine = finished, tokens + tokens_in_flight()
-        sums = [self._store.add(f"{self._generation}/{name}", now - before)
+        sums = [store.add(f"{self._generation}/{name}", now - before)
                 for name, now, before in zip(("finished", "tokens"), mine, self._added, strict=True)]
         self._added = mine
         return sums[0], sums[1]

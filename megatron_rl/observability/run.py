@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import yaml
@@ -30,6 +30,7 @@ from megatron_rl.observability.metrics import (
     plain_record,
     read_metrics,
     set_aside,
+    step_of,
 )
 from megatron_rl.observability.pace import Pace
 from megatron_rl.observability.progress import ProgressDisplay
@@ -56,7 +57,7 @@ class SinkSettings(Protocol):
     histograms_every: int
     progress_bar: bool
     console_every: int
-    wandb: str
+    wandb: Literal["off", "offline", "online"]
     wandb_project: str
     wandb_name: str | None
     status_port: int | None
@@ -231,7 +232,7 @@ class Run:
 
     def last_recorded_step(self) -> int:
         """Step of the last record in metrics.jsonl; -1 without one (the writer's rank only)."""
-        return int(read_metrics(self.dir)[-1]["step"]) if has_records(self.dir) else -1
+        return step_of(read_metrics(self.dir)[-1]) if has_records(self.dir) else -1
 
     def note_stop(self, content: Mapping[str, Any]) -> None:
         """Write stopped.json: the run was asked to stop and is to be started again; the next start removes it."""

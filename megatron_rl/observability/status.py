@@ -26,7 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy
+from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy, step_of
 from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.positions import Position
 from megatron_rl.observability.tensorboard import shorten
@@ -91,7 +91,7 @@ class StatusPage(Sink):
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
         self._samples: dict[str, Any] = {"step": None, "rows": []}
         for record in records:
-            self._add(int(record["step"] or 0), record)
+            self._add(step_of(record), record)
         self._path = f"/{secrets.token_urlsafe(16)}/" if has_token else "/"
         try:
             self._server = _Server(

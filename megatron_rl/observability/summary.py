@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import is_validation_accuracy, read_metrics
+from megatron_rl.observability.metrics import Record, is_validation_accuracy, read_metrics, step_of
 
-Record = Mapping[str, float | None]
 SUMMARY_FILE = "summary.json"
 
 
@@ -47,7 +46,7 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
     """
     accuracy_keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
     return {
-        "steps": max((int(record["step"] or 0) for record in records), default=0),
+        "steps": max((step_of(record) for record in records), default=0),
         "seconds_total": sum(_seconds_of(record) for record in records),
         "seconds": _sums(records, "time/"),
         "tokens": {name: total for name, total in _sums(records, "tokens/").items() if name != "per_second"},
@@ -79,7 +78,7 @@ def _sums(records: Sequence[Record], prefix: str) -> dict[str, float]:
 
 def _course(records: Sequence[Record], key: str) -> dict[str, float | int | None]:
     """First, last and best (largest, the earliest of equals) value of a metric, with their steps."""
-    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    points = [(step_of(record), value) for record in records if (value := record.get(key)) is not None]
     if not points:
         return dict.fromkeys(("first", "first_step", "last", "last_step", "best", "best_step"))
     best = max(points, key=lambda point: point[1])

@@ -60,7 +60,7 @@ class PhaseTimers:
                 yield
         except BaseException as error:
             if not hasattr(error, "left_phase") and name != "step":
-                error.left_phase = name  # told by a report of the failure
+                vars(error)["left_phase"] = name  # told by a report of the failure
             raise
         finally:
             self.phases.pop()
