@@ -27,7 +27,7 @@ from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.changes import describe_changes
 from megatron_rl.lifecycle.opening import OpenedRun
-from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
 
 
@@ -36,6 +36,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
@@ -60,7 +61,7 @@ class Checkpoints:
     ) -> None:
         self._config, self._run, self._opened, self._total_steps = config, opened.run, opened, total_steps
         self._roles, self._parts, self._side_files, self._export = roles, parts, side_files, export
-        self._group = dist.group.WORLD
+        self._group = world()
         self._saver = CheckpointSaver(
             opened.run.checkpoints, self._group, async_save=config.checkpoint.async_save,
             keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best, report=self._report)
@@ -89,7 +90,7 @@ class Checkpoints:
         except (UserError, OSError) as caught:
             error = caught if isinstance(caught, UserError) else explain_os_error(caught, self._run.dir)
         raise_together(error, self._group)
-        if directory is not None and directory.parent == self._run.checkpoints:
+        if step is not None and directory is not None and directory.parent == self._run.checkpoints:
             self._complete_records(step)
         self.mark(step or 0)
         self._saved_at = time.monotonic()
@@ -132,6 +133,10 @@ class Checkpoints:
         version = self._roles["actor"].optimizer.steps
         self._marked = RunContent(step, version, self._recipe, state, self._side_files), read_rng()
 
+    def _end_of_last_step(self) -> tuple[RunContent, dict[str, torch.Tensor]]:
+        assert self._marked is not None, "`start` marks"
+        return self._marked
+
     def end_step(self, step: int, is_best: bool = False) -> None:
         """Save if it is due.
 
@@ -160,7 +165,7 @@ class Checkpoints:
     def _save(
         self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
     ) -> None:
-        content, rng = self._marked
+        content, rng = self._end_of_last_step()
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
             content, self._roles, with_optimizer=self._config.checkpoint.save_optimizer, is_best=is_best,
@@ -172,7 +177,7 @@ class Checkpoints:
         Returns:
             Why it failed, on every rank.
         """
-        content, rng = self._marked
+        content, rng = self._end_of_last_step()
         outcomes: list[SaveOutcome] = []
         CheckpointSaver(
             root, self._group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append,
@@ -192,7 +197,7 @@ class Checkpoints:
         received = self._opened.stop.agreed(self._group)
         if received is None:
             return
-        step = self._marked[0].step
+        step = self._end_of_last_step()[0].step
         if step == self._total_steps:
             return  # nothing is left to do but to finish
         self._run.log.info("%s: the run stops after step %d", received, step)
@@ -201,6 +206,7 @@ class Checkpoints:
             with self._run.timers.phase("save", swallow=True):
                 self._save()
                 self._saver.wait()
+        assert self._last is not None, "a save reports its outcome"
         if self._last.error:
             raise self._last.error
         self._run.note_stop({"signal": received, "step": step, "exit_code": EXIT_PREEMPTED})
@@ -234,8 +240,8 @@ class Checkpoints:
 
     def _check_failures(self) -> None:
         """Refuse to train on when nothing of it can be kept."""
-        if self._failures_in_a_row >= self._config.checkpoint.max_failed_saves:
-            error = self._last.error
+        error = self._last and self._last.error
+        if error and self._failures_in_a_row >= self._config.checkpoint.max_failed_saves:
             raise UserError(
                 f"{self._failures_in_a_row} saves in a row have failed, the last one: {error.found}",
                 source=error.source, expected=f"fewer than checkpoint.max_failed_saves = "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 # gloo's recorder, and NCCL's in builds that have it; names of torch 2.13, absent in builds without them.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -78,6 +79,6 @@ def _describe_ranks(ranks: tuple[int, ...] | None) -> str:
 
 def _ranks_of(name: str) -> tuple[int, ...] | None:
     try:
-        return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
+        return tuple(dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(GroupName(name))))
     except (KeyError, RuntimeError, ValueError):  # a group that is gone
         return None

@@ -137,6 +137,7 @@ class RunLock:
 
     def _create(self) -> bool:
         """Make the lock; False if there is one."""
+        assert self._me is not None, "`acquire` comes first"
         try:
             with open(self.path, "x", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(self._me)) + "\n")
@@ -158,6 +159,7 @@ class RunLock:
         return _UNKNOWN
 
     def _is_alive(self, owner: Owner) -> bool:
+        assert self._me is not None, "`acquire` comes first"
         if owner.machine == self._me.machine:
             return owner.is_running()
         first = self._last_beat()

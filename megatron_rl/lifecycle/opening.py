@@ -22,7 +22,7 @@ from megatron_rl.lifecycle.watchdog import Watchdog, Watched
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
 from megatron_rl.observability.status import check_address
-from megatron_rl.parallel.collectives import open_store, raise_together, share_object
+from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
 from megatron_rl.types import UserError
 
 _MODES = ("auto", "must", "never")
@@ -58,7 +58,7 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
             none of its checkpoints is whole, what it depends on has changed, or the status page cannot be served;
             raised on every rank.
     """
-    group, error, taken_over = dist.group.WORLD, None, None
+    group, error, taken_over = world(), None, None
     name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
     run_dir = run_dir.absolute()  # a user's function may change the working directory
@@ -84,12 +84,15 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
 def _open_locked(
     config: RunConfig, run_dir: Path, total_steps: int, lock: RunLock, taken_over: str | None
 ) -> OpenedRun:
-    group, run, error = dist.group.WORLD, None, None
+    group, run, error = world(), None, None
     try:
-        run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
+        # A frozen section is only read, which a Protocol's attributes cannot say.
+        settings = config.observability
+        run = Run(run_dir, dump_yaml(config), total_steps, settings, group.rank())  # pyright: ignore[reportArgumentType]
     except OSError as caught:
         error = _explain_unwritable(caught)
     raise_together(error, group)
+    assert run is not None, "or its error was raised"
     if taken_over:
         run.log.warning("%s", taken_over)
     is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
@@ -121,9 +124,10 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
     if group.rank() == 0:
         try:
             found = find_dependencies(config)
-            saved = read_manifest(checkpoint)["state"].get("dependencies", {}) if checkpoint else {}
-            for line in check_dependencies(saved, found, config.checkpoint.allow_changes, checkpoint):
-                run.log.warning("changed since the checkpoint: %s", line)
+            if checkpoint is not None:
+                saved = read_manifest(checkpoint)["state"].get("dependencies", {})
+                for line in check_dependencies(saved, found, config.checkpoint.allow_changes, checkpoint):
+                    run.log.warning("changed since the checkpoint: %s", line)
         except UserError as caught:
             error = caught
         except OSError as caught:

@@ -28,12 +28,15 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Read what is there; waits where nothing is."""
+        ...
 
     def add(self, key: str, value: int) -> int:
         """Add to a number (0 at first) and return it."""
+        ...
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
+        ...
 
 
 @dataclass(frozen=True)

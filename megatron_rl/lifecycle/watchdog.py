@@ -147,17 +147,18 @@ class Watchdog:
 
     def _look(self) -> None:
         seconds = self._update()
-        if self._position is None:
+        position = self._position
+        if position is None:
             return
-        self._publish("beat", self._position)
+        self._publish("beat", position)
         if self._is_handed_over.is_set():
             return
-        if self._store.check(["stalled"]) or self._is_stalled(seconds):
-            self._answer_stall()
+        if self._store.check(["stalled"]) or self._is_stalled(position, seconds):
+            self._answer_stall(position)
         elif self.board.is_posted:
             self._follow()
         elif self._watched.is_stopping():
-            self._end_if_peers_are_gone()
+            self._end_if_peers_are_gone(position)
 
     def _update(self) -> float:
         """Look at the program; returns the seconds for which it has been seen at the same place."""
@@ -169,20 +170,20 @@ class Watchdog:
         self._position = found and dataclasses.replace(found, seconds=seconds, looks=self._looks)
         return seconds
 
-    def _is_stalled(self, seconds: float) -> bool:
+    def _is_stalled(self, position: Position, seconds: float) -> bool:
         # Before the first phase the program may build something at one place for long, and waits for nobody.
-        is_waiting = self._position.operation is not None or (
+        is_waiting = position.operation is not None or (
             self._watched.any_place and self._watched.timers.num_entered > 0)
         return is_waiting and seconds >= self._watched.limit and self._watched.world_size > 1
 
     def _publish(self, key: str, position: Position) -> None:
         self._store.set(f"{key}/{self._watched.rank}", position.encode())
 
-    def _answer_stall(self) -> None:
+    def _answer_stall(self, position: Position) -> None:
         """Say where this rank is; the first to notice the stall collects the answers and explains it."""
         is_first = self._store.add("stalled", 1) == 1
         recent = tuple(describe_collectives())
-        self._publish("answer", dataclasses.replace(self._position, recent=recent))
+        self._publish("answer", dataclasses.replace(position, recent=recent))
         self._dump_stacks(recent)
         if is_first and self.board.claim():
             self.board.post(str(self._explain_stall()), EXIT_STALLED)
@@ -209,12 +210,12 @@ class Watchdog:
             self._dump_stacks()
             self._conclude(EXIT_FAILED)
 
-    def _end_if_peers_are_gone(self) -> None:
+    def _end_if_peers_are_gone(self, position: Position) -> None:
         gone = self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)
         if gone:
             if self.board.claim():
                 watched = self._watched
-                scene = Scene(watched.rank, self._position.step, self._position.phase, watched.log_file)
+                scene = Scene(watched.rank, position.step, position.phase, watched.log_file)
                 lost = explain_lost(gone, scene, "asked to stop, and no checkpoint is possible")
                 self.board.post(str(lost), EXIT_FAILED)
             self._dump_stacks()
