@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
@@ -44,7 +45,8 @@ def list_state_shards(role: SavedRole) -> list[StateShard]:
     """All parts that this rank's optimizer updates; none where it has no parameters."""
     names = {param: name for name, param in role.model.stages.named_parameters()}
     whole, shards = role.optimizer.megatron, []
-    for part in whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]:
+    parts: list[Any] = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
+    for part in parts:
         if part.is_stub_optimizer:
             continue
         groups = part.optimizer.param_groups

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.typed_torch import not_none
 
 _STREAM = "megatron."
 
@@ -26,7 +27,7 @@ def read_rng() -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    for name, state in not_none(get_cuda_rng_tracker()).get_states().items():
         # with CUDA graphs a stream is a generator that the graphs know, else its state
         states[_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
     return states
@@ -43,7 +44,7 @@ def restore_rng(states: dict[str, torch.Tensor]) -> None:
         ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    tracker = get_cuda_rng_tracker()
+    tracker = not_none(get_cuda_rng_tracker())
     known = tracker.get_states()
     saved = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}
     for name in known.keys() & saved.keys():

@@ -144,9 +144,10 @@ class CheckpointSaver:
             if export is not None:
                 export(partial / "huggingface")
         except Exception as error:
-            if not hasattr(error, "raised_on"):
+            raised_on = getattr(error, "raised_on", None)
+            if raised_on is None:
                 raise  # on this rank alone: the others wait in a collective
-            return self._finish(pending, pending.explain(error, error.raised_on))
+            return self._finish(pending, pending.explain(error, raised_on))
         pieces, rank = {}, self._group.rank()
         with pending.keeping_error(rank):
             pieces = {name: _list_pieces(role, rank, with_optimizer) for name, role in roles.items()}
@@ -166,6 +167,7 @@ class CheckpointSaver:
     def poll(self) -> None:
         """Commit a save in the background if every rank has written its part; collective, cheap."""
         if self._pending is not None:
+            assert self._pending.thread is not None, "no other save is left pending"
             is_done = torch.tensor(int(not self._pending.thread.is_alive()))
             dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self._group)
             if is_done:
@@ -175,6 +177,7 @@ class CheckpointSaver:
         """Wait for a save in the background and commit it; collective."""
         if self._pending is not None:
             began = time.monotonic()
+            assert self._pending.thread is not None, "no other save is left pending"
             self._pending.thread.join()
             self._pending.blocked += time.monotonic() - began
             self._commit(self._pending)

@@ -19,9 +19,9 @@ import json
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, EnumMeta
+from enum import EnumMeta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -112,7 +112,7 @@ class ChunkWriter:
         if part.untyped_storage().nbytes() != part.numel() * part.element_size():
             part = part.clone()  # torch.save writes whole storages
         try:
-            torch.save(part, self._file)
+            torch.save(part, cast(IO[bytes], self._file))  # it is only written to
         except RuntimeError:
             if self._file.error is not None:
                 raise self._file.error from None
@@ -151,7 +151,7 @@ def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]
         storage[MetadataIndex(chunk.key, offsets, len(tensor.chunks))] = _StorageInfo(
             chunk.file, chunk.start, chunk.length)
         tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
-    metadata = Metadata(tensors, planner_data={}, storage_data=storage)
+    metadata = Metadata(cast(dict[str, Any], tensors), planner_data={}, storage_data=storage)
     config = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch",
                   common_backend_version=1)
     records = []
@@ -177,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
-def _find_member(owner: Any, name: str) -> Enum:
+def _find_member(owner: Any, name: str) -> Any:
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError("it asks for builtins.getattr, which no checkpoint needs")
@@ -196,15 +196,13 @@ class ChunkReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         metadata = _read_metadata(directory / METADATA_FILE)
-        self.tensors = {
-            key: (tuple(tensor.size), tensor.properties.dtype)
-            for key, tensor in metadata.state_dict_metadata.items() if isinstance(tensor, TensorStorageMetadata)
+        tensors = {
+            key: tensor for key, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
-        self._chunks: dict[str, list[Chunk]] = {key: [] for key in self.tensors}
-        sizes = {
-            (key, chunk.offsets): chunk.sizes
-            for key in self.tensors for chunk in metadata.state_dict_metadata[key].chunks
-        }
+        self.tensors = {key: (tuple(tensor.size), tensor.properties.dtype) for key, tensor in tensors.items()}
+        self._chunks: dict[str, list[Chunk]] = {key: [] for key in tensors}
+        sizes = {(key, chunk.offsets): chunk.sizes for key, tensor in tensors.items() for chunk in tensor.chunks}
         for index, info in metadata.storage_data.items():
             if index.fqn in self.tensors:
                 if Path(info.relative_path).name != info.relative_path:
@@ -238,6 +236,7 @@ class ChunkReader:
         target, filled = target[(None,) * (len(box) - target.ndim)], 0
         for chunk in self.chunks(key, box):
             part = intersect(chunk.box, box)
+            assert part is not None, "`chunks` leaves out the others"
             data = self._load(chunk)
             if tuple(data.shape) != box_shape(chunk.box):
                 raise _damaged(self.directory / chunk.file, f"{key}{list(chunk.box)} has shape {list(data.shape)}")

@@ -164,7 +164,9 @@ def run_units(
     progress = progress or _Silent()
     progress.begin(sum(unit.num_bytes for unit in mine))
     workers.agree(_attempt(lambda: _write_all(mine, write, partial, workers.processes, progress), partial))
-    return [_read_note(partial, unit) for unit in units]
+    finished = [note for unit in units if (note := _read_note(partial, unit)) is not None]
+    assert len(finished) == len(units), "every unit left its note"
+    return finished
 
 
 def forget_notes(out: Path) -> None:
@@ -243,7 +245,7 @@ def _read_note(partial: Path, unit: Unit) -> Finished | None:
     return Finished(FileRecord(file, num_bytes, digest), tuple(_read_chunks(note["chunks"])))
 
 
-def _read_chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:
+def _read_chunks(rows: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
     for row in rows:
         box = tuple((start, stop) for start, stop in row["box"])
         yield Chunk(**row | {"shape": tuple(row["shape"]), "box": box})
