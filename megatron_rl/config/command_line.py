@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from megatron_rl.config.loading import LoadedConfig, config_to_dict, dump_yaml, format_help, load_config
 from megatron_rl.config.schema import RunConfig
@@ -57,9 +57,11 @@ class Plan(Protocol):
 
     def formulas(self) -> list[str]:
         """The derived numbers, one line each."""
+        ...
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
+        ...
 
 
 class Inputs(Protocol):
@@ -218,8 +220,8 @@ def _say_notes(notes: Sequence[str], is_first: bool) -> None:
         _say(f"note: {note}", is_first, stream=sys.stderr)
 
 
-def _say(text: str, is_first: bool, stream: object = None) -> None:
+def _say(text: str, is_first: bool, stream: TextIO | None = None) -> None:
     if is_first:
-        stream = stream or sys.stdout
-        stream.write(text + "\n")
-        stream.flush()
+        target = stream or sys.stdout
+        target.write(text + "\n")
+        target.flush()

@@ -65,7 +65,7 @@ class SftPlan:
             f"examples per optimizer step = train_batch_size = {batch}, in microbatches of at most "
             f"{self.max_tokens_per_microbatch} tokens per DP rank",
         ]
-        if self.num_examples is not None:
+        if self.num_examples is not None and self.total_steps is not None:
             lines.append(f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
                          f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}")
         return lines

@@ -36,7 +36,8 @@ def _join_parts(content: Any) -> str | None:
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(texts) else None
 
 
 def shorten_messages(

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.types import UserError
 
@@ -172,7 +172,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             # The default batch, the first group of rows, may have none.
             stream = datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir, streaming=True, batch_size=1024)
             for number, columns in enumerate(stream, start=1):
-                yield f"{path}:row {number}", columns
+                yield f"{path}:row {number}", cast(dict[str, Any], columns)
         except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
             first_line = (str(error).splitlines() or [""])[0]
             raise UserError(f"the file cannot be read as parquet: {type(error).__name__}: {excerpt(first_line)}",

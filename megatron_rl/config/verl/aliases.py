@@ -169,7 +169,8 @@ def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
         return []
     if critic is not None and critic.value is False:
         sign = f"{describe(critic)} switches it off"
-    elif isinstance(n and n.value, int) and n.value > 1 and not any(name.startswith("critic.") for name in values):
+    elif n is not None and isinstance(n.value, int) and n.value > 1 and not any(
+            name.startswith("critic.") for name in values):
         sign = f"{describe(n)} asks for groups, as runs without a critic do"
     else:
         return []

@@ -77,8 +77,7 @@ def _combine_reward(parts: Parts) -> Combined:
 def _combine_reward_model(parts: Parts) -> Combined:
     enable, path = parts.get(_MODEL_REWARD), parts.get(_MODEL_REWARD_PATH)
     if enable is None or not read_boolean(enable):
-        unused = path is not None and path.value is not None
-        return [], [note(path, f"{_MODEL_REWARD} is not true")] if unused else []
+        return [], [] if path is None or path.value is None else [note(path, f"{_MODEL_REWARD} is not true")]
     if path is None or path.value is None:
         raise UserError(
             f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}", source=enable.source,
@@ -121,8 +120,7 @@ def _combine_reward_key(parts: Parts) -> Combined:
 def _combine_validation_sampling(parts: Parts) -> Combined:
     sampling, temperature = parts.get(_DO_SAMPLE), parts.get(_VAL_TEMPERATURE)
     if sampling is not None and not read_boolean(sampling):
-        greedy = temperature is None or temperature.value == 0
-        notes = [] if greedy else [note(temperature, f"{_DO_SAMPLE} is false")]
+        notes = [] if temperature is None or temperature.value == 0 else [note(temperature, f"{_DO_SAMPLE} is false")]
         return [replace(sampling, name="rollout.validation_temperature", value=0.0, text=None)], notes
     if temperature is None:
         return [], [note(sampling, "rollout.validation_temperature decides")] if sampling is not None else []
@@ -137,13 +135,14 @@ def _combine_clip(parts: Parts) -> Combined:
 
 def _combine_resume(parts: Parts) -> Combined:
     mode, path = parts.get(_RESUME_MODE), parts.get(_RESUME_PATH)
-    is_given = path is not None and path.value not in (None, False)
+    if path is not None and path.value in (None, False):
+        path = None
     if mode is not None and mode.value == "resume_path":
-        if not is_given:
+        if path is None:
             raise UserError(f"{_RESUME_MODE} = 'resume_path' without {_RESUME_PATH}", source=mode.source,
                             expected="the directory of a checkpoint", hint=f"give {_RESUME_PATH}")
         return [replace(path, name="checkpoint.resume")], []
-    notes = [note(path, f"{_RESUME_MODE} is not 'resume_path'")] if is_given else []
+    notes = [] if path is None else [note(path, f"{_RESUME_MODE} is not 'resume_path'")]
     if mode is None:
         return [], notes
     modes = {"auto": "auto", "disable": "never"}
