@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def compute_sequence_weights(mode: str, response_lengths: Sequence[int], max_response_length: int) -> np.ndarray:
+def compute_sequence_weights(
+    mode: str, response_lengths: Sequence[int] | np.ndarray, max_response_length: int
+) -> np.ndarray:
     """Weight of each response token of each sequence of one minibatch.
 
         token-mean            1 / sum_j len_j                (DAPO, arXiv 2503.14476)

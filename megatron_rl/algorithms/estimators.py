@@ -91,6 +91,7 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     ids, device = inputs.sequence_ids[where], where.device
+    assert inputs.old_logprobs is not None and inputs.sum_pi_squared is not None, "`estimate` computes both for it"
     old_logprobs, squares = inputs.old_logprobs[where].double(), inputs.sum_pi_squared[where].double()
     energy = 1.0 - 2.0 * old_logprobs.exp() + squares
     if inputs.importance_weights is not None:
@@ -107,6 +108,7 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
 
 def compute_remax_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """A_i = r_i - r(greedy response to the same prompt) (ReMax, arXiv 2310.10505); needs no group."""
+    assert inputs.baselines is not None, "greedy responses are collected for it"
     return inputs.expand(inputs.scores - np.repeat(inputs.baselines, inputs.group_sizes))
 
 
@@ -141,6 +143,7 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     ids = inputs.sequence_ids[where]
+    assert inputs.values is not None, "it needs a critic"
     rewards, values = inputs.token_rewards[where].double(), inputs.values[where].double()
     has_next = ids == ids.roll(-1)
     has_next[-1:] = False

@@ -9,7 +9,7 @@ keyword, and returns a number, or a dict with "score" whose other numbers are lo
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megatron_rl.extension.user_code import import_file
 from megatron_rl.rewards.rules import RULES, AnswerPolicy
@@ -59,7 +59,7 @@ def _as_reward_function(rule: str, answer: AnswerPolicy) -> RewardFunction:
     ) -> float | dict[str, Any]:
         return RULES[rule](solution_str, ground_truth, data_source, answer)
 
-    return score
+    return cast(RewardFunction, score)
 
 
 def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:
@@ -76,14 +76,15 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
     if inspect.iscoroutinefunction(function):
         raise UserError(f'"{name}" is an async function', source=source, expected=_SIGNATURE,
                         hint="write a plain function that waits inside")
+    found = cast(RewardFunction, function)
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(found)
         signature.bind(data_source="", solution_str="", ground_truth="", extra_info={},
-                       **dict.fromkeys(find_further_arguments(function)))
+                       **dict.fromkeys(find_further_arguments(found)))
     except (TypeError, ValueError) as error:
         raise UserError(f'"{name}" does not accept the four arguments by name: {error}', source=source,
                         expected=_SIGNATURE, hint="rename the parameters; further ones need defaults") from error
-    return function
+    return found
 
 
 def find_further_arguments(function: RewardFunction) -> list[str]:

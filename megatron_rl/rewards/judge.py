@@ -17,7 +17,7 @@ import sys
 import threading
 from functools import lru_cache
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rl.rewards.child import ChildProcess
 
@@ -92,7 +92,7 @@ def serve(connection: Connection) -> None:
             connection.send(verdict)
 
 
-def _compare(math_verify: object, answer: str, truth: str) -> Verdict:
+def _compare(math_verify: Any, answer: str, truth: str) -> Verdict:
     try:
         gold = math_verify.parse(truth, parsing_timeout=None)
         if all(isinstance(found, str) for found in gold):

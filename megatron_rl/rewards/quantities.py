@@ -184,7 +184,7 @@ def _read_rest(rest: str) -> Fraction | None:
         return Fraction(1, 100) if _is_unit(rest[percent.end():]) else None
     unit = _UNIT.fullmatch(rest)
     word = unit[2].lower().removesuffix("s") if unit else ""
-    if word in _MAGNITUDES:
+    if unit and word in _MAGNITUDES:
         return Fraction(_MAGNITUDES[word]) if _is_unit(unit[3]) else None
     return Fraction(1) if _is_unit(rest) else None
 
