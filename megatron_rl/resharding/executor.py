@@ -9,7 +9,7 @@ the rest. No rank ever holds a tensor that it does not need. Views of every piec
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import connect
 from megatron_rl.resharding.buckets import BucketTransport
 from megatron_rl.resharding.planner import RankPlan, TransferOp
-from megatron_rl.resharding.pull import Export, export_params, map_params, missing_shared_memory
+from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import box_slices
 
@@ -109,7 +109,8 @@ class Resharder:
         if self._is_pulling:
             self._meet("before")  # nobody reads a source that its owner is still writing
         if self._targets:
-            torch._foreach_copy_(self._targets, self._origins)
+            # Not promised by torch, and one kernel for all pieces.
+            torch._foreach_copy_(self._targets, self._origins)  # pyright: ignore[reportPrivateImportUsage]
         self._buckets.run()
         if self._is_pulling:
             self._meet("after")  # nobody goes on writing a source that a peer is still reading
@@ -145,8 +146,9 @@ def _map_peers(
             f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
             source="hybrid.transport=pull", expected="room for the parameters of all ranks of the host",
             hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets")
-    exports: list[Export] = [None] * group.size()
-    dist.all_gather_object(exports, export_params(source), group=group)
+    own = export_params(source)
+    exports = [own] * group.size()
+    dist.all_gather_object(exports, own, group=group)
     here, device = exports[group.rank()].host, next(iter(source.values())).device
     mapped, failure = {}, ""
     try:
@@ -168,7 +170,7 @@ def _map_peers(
     return ("pull+buckets" if is_remote else "pull"), mapped
 
 
-def _pullers(rank: int, pulled_from: Sequence[int], group: dist.ProcessGroup) -> set[int]:
+def _pullers(rank: int, pulled_from: Iterable[int], group: dist.ProcessGroup) -> set[int]:
     """The ranks that pull from `rank`, and so need no bucket from it."""
     everyone: list[list[int]] = [[]] * group.size()
     dist.all_gather_object(everyone, list(pulled_from), group=group)

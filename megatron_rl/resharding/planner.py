@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rl.resharding.replicas import SourceChoice, choose_sources
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
@@ -94,7 +94,7 @@ class _Route:
     turn: int
     pieces: list[_Piece]
     choice: SourceChoice | None = None
-    leftover: dict[_Piece, dict[int, int]] | None = None
+    leftover: dict[_Piece, dict[int, int]] = field(default_factory=dict)
 
 
 def group_shards(
@@ -247,6 +247,7 @@ class Planner:
                           rank, target.param, localize(part, target))
 
     def _find_source(self, piece: _Piece, rank: int) -> int:
+        assert piece.route is not None, "somebody needs the piece"
         choice, leftover = self._choose(piece.route)
         return choice.fixed[rank] if rank in choice.fixed else leftover[piece][rank]
 
@@ -258,7 +259,8 @@ class Planner:
             owners = _merge_ranks(self._source, route.holders)
             route.choice = choose_sources(owners, self._demanding[route.destinations], self._ranks_per_node)
             volumes = {piece: box_volume(piece.box) for piece in route.pieces}
-            route.leftover = route.choice.spread_leftover(volumes, route.turn) if route.choice.leftover else {}
+            if route.choice.leftover:
+                route.leftover = route.choice.spread_leftover(volumes, route.turn)
         return route.choice, route.leftover
 
     def _index_routes(self) -> list[_Route]:
@@ -293,8 +295,9 @@ class Planner:
             demand: dict[int, int] = defaultdict(int)
             for box, indices in self._targets[name]:
                 part = self._intersect(piece.box, box)
-                for index in indices if part else ():
-                    demand[index] += box_volume(part)
+                if part:
+                    for index in indices:
+                        demand[index] += box_volume(part)
             self._elements[key] = demand
         return self._elements[key]
 

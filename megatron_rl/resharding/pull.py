@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,7 +74,7 @@ def export_params(params: Mapping[str, torch.Tensor]) -> Export:
     numbers = {storage.data_ptr(): number for number, storage in enumerate(storages)}
     described = {
         name: ExportedParam(
-            numbers[tensor.untyped_storage().data_ptr()], tensor.storage_offset(), tuple(tensor.shape),
+            numbers[tensor.untyped_storage().data_ptr()], int(tensor.storage_offset()), tuple(tensor.shape),
             tuple(tensor.stride()), tensor.dtype)
         for name, tensor in params.items()
     }
@@ -119,9 +119,9 @@ def _share(storage: torch.UntypedStorage) -> Any:
 
 def _map(recipe: Any, device: torch.device) -> torch.UntypedStorage:
     first, second = recipe
-    if callable(first):
-        return first(*move_recipe(first, second, device)).untyped_storage()
-    return torch.UntypedStorage.from_file(first, True, second)
+    if isinstance(first, str):
+        return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(first, True, second))
+    return first(*move_recipe(first, second, device)).untyped_storage()
 
 
 def move_recipe(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:

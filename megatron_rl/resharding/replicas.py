@@ -17,6 +17,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import chain, cycle
+from typing import TypeVar
+
+_Piece = TypeVar("_Piece", bound=Hashable)
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class SourceChoice:
     leftover: list[tuple[list[int], tuple[int, ...]]] = field(default_factory=list)
     load: dict[int, int] = field(default_factory=dict)
 
-    def spread_leftover(self, volumes: Mapping[Hashable, int], turn: int) -> dict[Hashable, dict[int, int]]:
+    def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
         """Sources of the leftover ranks for each piece.
 
         Args:
@@ -47,7 +50,7 @@ class SourceChoice:
         """
         sent = dict.fromkeys(self.owners, 0)
         place = {owner: (index - turn) % len(self.owners) for index, owner in enumerate(self.owners)}
-        sources: dict[Hashable, dict[int, int]] = {}
+        sources: dict[_Piece, dict[int, int]] = {}
         for piece, volume in sorted(volumes.items(), key=lambda item: -item[1]):
             for owner, pieces in self.load.items():
                 sent[owner] += pieces * volume

@@ -107,6 +107,7 @@ def _expert(
                   f"{matrices}{name}.weight", rows(start, stop, size))
         for half, name in enumerate((names.gate, names.up))
     ]
+    turned = shape.hidden_size, shape.ffn_hidden_size
     placements.append(ShardBox(
-        out, columns(0, width, size[::-1]), f"{matrices}{names.down}.weight", columns(start, stop, size[::-1])))
+        out, columns(0, width, turned), f"{matrices}{names.down}.weight", columns(start, stop, turned)))
     return placements

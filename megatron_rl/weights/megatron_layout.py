@@ -109,9 +109,10 @@ def _feed_forward(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank:
     """The dense MLP of a layer."""
     ffn, size = shape.ffn_hidden_size // tp_size, (shape.ffn_hidden_size, shape.hidden_size)
     start, stop = tp_rank * ffn, (tp_rank + 1) * ffn
+    turned = shape.hidden_size, shape.ffn_hidden_size
     placements = [ShardBox(
-        param + "mlp.linear_fc2.weight", columns(0, ffn, size[::-1]),
-        hf + "mlp.down_proj.weight", columns(start, stop, size[::-1]))]
+        param + "mlp.linear_fc2.weight", columns(0, ffn, turned),
+        hf + "mlp.down_proj.weight", columns(start, stop, turned))]
     for half, name in enumerate(("gate", "up")):
         placements.append(ShardBox(
             param + "mlp.linear_fc1.weight", rows(half * ffn, (half + 1) * ffn, size),
