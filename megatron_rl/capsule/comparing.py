@@ -83,8 +83,10 @@ def compare_sections(
         if other is None:
             rows.append(_missing(section.name))
         elif isinstance(section.content, Fingerprints):
+            assert isinstance(other.content, Fingerprints), "a name is of one kind"
             rows.append(_compare_parameters(section.name, section.content, other.content, allowed, read))
         else:
+            assert not isinstance(other.content, Fingerprints), "a name is of one kind"
             rows += _compare_all_values(section.name, section.content, other.content, allowed)
     return rows
 
@@ -161,8 +163,8 @@ def _compare_parameters(
     unequal = (recorded.bits != found.bits).any(1)
     different = unequal
     if tolerance is not None:
-        numbers = [np.concatenate([prints.sizes, prints.samples], axis=1) for prints in (recorded, found)]
-        different = unequal & _is_different(*numbers, tolerance).any(1)
+        old, new = (np.concatenate([prints.sizes, prints.samples], axis=1) for prints in (recorded, found))
+        different = unequal & _is_different(old, new, tolerance).any(1)
     gaps = _measure(recorded.samples[unequal], found.samples[unequal])
     names, wrong = list(recorded.shapes), np.flatnonzero(different).tolist()
     verdict = _DIFFERENT if wrong else _CLOSE if unequal.any() else _BITWISE

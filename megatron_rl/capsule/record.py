@@ -30,6 +30,9 @@ _CRITIC_METRICS, _ACTOR_METRICS = ("value/",), ("policy/", "kl/mean")
 _FINISH_REASONS = ("stop", "length")
 
 
+Index = Literal["token", "rollout", "group", "update", "step"]
+
+
 @dataclass(frozen=True)
 class Values:
     """One quantity.
@@ -43,13 +46,14 @@ class Values:
     """
 
     name: str
-    index: Literal["token", "rollout", "group", "update", "step"]
+    index: Index
     array: np.ndarray
     lengths: np.ndarray | None = None
 
     def describe_place(self, position: int) -> str:
         """What an element belongs to, in words."""
         if self.index == "token":
+            assert self.lengths is not None, "tokens have them"
             ends = np.cumsum(self.lengths)
             rollout = int(np.searchsorted(ends, position, side="right"))
             return f"rollout {rollout}, token {position - int(ends[rollout] - self.lengths[rollout])}"
@@ -108,7 +112,7 @@ class StepObserver:
         def columns_of(names: Sequence[str]) -> list[Values]:
             return [tokens[name] for name in names if name in tokens]
 
-        def metrics_of(prefixes: tuple[str, ...], index: str) -> list[Values]:
+        def metrics_of(prefixes: tuple[str, ...], index: Index) -> list[Values]:
             return [Values(name, index, np.array(values, np.float64))
                     for name, values in counted.items() if name.startswith(prefixes)]
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.capsule.record import Section, StepObserver, encode_sections
 from megatron_rl.capsule.rollouts import write_rollouts
@@ -37,6 +36,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.experience.collected import Collected
 from megatron_rl.observability.run import Run
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import world
 from megatron_rl.types import UserError
 
 CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "values.safetensors", "state"
@@ -73,7 +73,7 @@ class CapsuleRecorder:
             if error is not None:
                 self._report_failure(step, error)
                 return
-            self._observer = StepObserver(self._roles, dist.group.WORLD)
+            self._observer = StepObserver(self._roles, world())
             self._observer.begin()
 
     def end(self, step: int, collected: Collected, batch: TrainBatch) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from megatron_rl.capsule.comparing import compare_sections
-from megatron_rl.capsule.fingerprints import StoredRole
+from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
 from megatron_rl.capsule.record import Section, decode_sections
 from megatron_rl.capsule.recording import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
 from megatron_rl.capsule.rollouts import read_rollouts
@@ -163,11 +163,15 @@ def restore_state(
 
 def _name_changed(capsule: Capsule) -> list[str]:
     """The parameters that the files of the state hold otherwise than recorded, a line for each of the first three."""
+
+    def read_again(section: Section) -> Section:
+        assert isinstance(section.content, Fingerprints), "the state holds parameters"
+        role = capsule.open_role(section.name)
+        return dataclasses.replace(section, content=role.fingerprint(section.content.shapes))
+
     try:
         before = [section for section in capsule.sections if section.name.endswith(" before")]
-        found = [
-            dataclasses.replace(section, content=capsule.open_role(section.name).fingerprint(section.content.shapes))
-            for section in before]
+        found = [read_again(section) for section in before]
     except UserError as error:
         return [error.found]
     rows = compare_sections(before, found, tolerance=None, read=capsule.read_parameter)

@@ -117,7 +117,8 @@ class TrainBatch:
 
     def take_updates(self, other: TrainBatch) -> None:
         """Copy what was recorded from a batch with the same tokens, if there is room for it."""
-        if self.update_logprobs is not None:
+        if self.update_logprobs is not None and self.update_entropy is not None:
+            assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)
             self.update_entropy.copy_(other.update_entropy)
 
@@ -175,6 +176,7 @@ def build_train_batch(
         for index in members:
             is_shared = group_of is not None and previous is not None and group_of[previous] == group_of[index]
             if is_shared:
+                assert previous is not None
                 assert _have_same_prompt(sequences[previous], sequences[index]), "a group has one prompt"
             rows.append(sequences[index], index, shares_prompt=is_shared)
             previous = index

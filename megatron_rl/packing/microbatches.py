@@ -148,6 +148,7 @@ def _halve_heaviest(
         return None
     heaviest = max(divisible, key=lambda u: (work.sum(u)[1], -u[0]))
     halves = _fill_bins([int(work.costs[i]) for i in heaviest], 2)
+    assert halves is not None, "bins without a limit hold anything"
     return [u for u in units if u is not heaviest] + [[heaviest[i] for i in half] for half in halves]
 
 
@@ -160,7 +161,8 @@ def _plan_units(
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
     ranks = _deal(bins, costs, dp_size)
     balance_ranks(ranks, tokens, costs, max_tokens)
-    key = (lambda i: i) if work.group_of is None else (lambda i: (work.group_of[i], i))
+    group_of = work.group_of
+    key = (lambda i: i) if group_of is None else (lambda i: (group_of[i], i))
     return [[sorted((i for unit in members for i in units[unit]), key=key) for members in rank] for rank in ranks]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from megatron_rl.engines.protocol import EngineSpec, build_engine
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
-from megatron_rl.parallel.collectives import Process, share_object
+from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parity.report import make_report, measure_gaps
@@ -61,7 +61,7 @@ class ParityCheck:
     weights: Path | None
     layout: ParallelLayout
     sequence_parallel: bool
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     engine: str | None
     engine_tp_size: int
     prompts: Sequence[np.ndarray]
@@ -92,18 +92,18 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     megatron_trace = trace_megatron(policy, traced)
     report: dict[str, Any] | None = None
     if process.rank == 0:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             check.hf, dtype=getattr(torch, check.dtype), attn_implementation="eager", local_files_only=True)
         model = model.eval().to(process.device)
         scores = {"hf": _score_with_transformers(model, sequences, skip), "megatron": megatron}
-        if engine_scores:
+        if check.engine is not None and engine_scores:
             scores[check.engine] = engine_scores
         gaps = measure_gaps(list_trace_names(reference), trace_huggingface(model, traced), megatron_trace)
         report = make_report(
             settings=_describe(check), scores=scores, gaps=gaps,
             wrong={name: tensors for name, tensors in wrong.items() if tensors}, reference=reference, other=shape,
             dtype=check.dtype)
-    return share_object(report, dist.group.WORLD)
+    return share_object(report, world())
 
 
 def _describe(check: ParityCheck) -> dict[str, Any]:
@@ -133,6 +133,7 @@ def _ask_engine(
     check: ParityCheck, shape: ModelShape, process: Process
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
     """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights."""
+    assert check.engine is not None
     longest = max(map(len, check.prompts))
     shape.check_rollout_layout(check.engine_tp_size)
     engine = build_engine(EngineSpec(
@@ -153,7 +154,7 @@ def _ask_engine(
     sequences = [np.concatenate([p, r.tokens]) for p, r in zip(check.prompts, responses, strict=True)]
     scores = [torch.from_numpy(np.asarray(response.logprobs, np.float32)) for response in responses]
     # Engines are replicas: what the first one said is what is compared.
-    sequences, scores = share_object((sequences, scores), dist.group.WORLD)
+    sequences, scores = share_object((sequences, scores), world())
     return sequences, scores, _join(wrong)
 
 

@@ -39,7 +39,7 @@ def list_trace_names(shape: ModelShape) -> list[str]:
 
 
 @torch.no_grad()
-def trace_huggingface(model: torch.nn.Module, tokens: np.ndarray) -> Trace:
+def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
     """The trace of a transformers model; `tokens` is one sequence [t]."""
     trace: Trace = {}
 
@@ -97,7 +97,7 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
     return {name: value for part in parts for name, value in (part or {}).items()}
 
 
-def _catch_chunk(policy: PackedModel, model: torch.nn.Module, numbers: range, trace: Trace) -> Iterator[_Catch]:
+def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) -> Iterator[_Catch]:
     """What to catch in one model chunk; every TP rank catches the same, as pieces are gathered at once."""
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
 
