@@ -216,6 +216,7 @@ class LossLedger:
         num_sequences: responses, those without a token in the loss included.
         denominator: what the sum over tokens (for seq-mean-token-mean: the sum of sequence means) is divided by.
         weight_sum: sum of `loss_weights` over the tokens in the loss.
+        metrics: of the aggregation, by name.
     """
 
     mode: str
@@ -223,3 +224,4 @@ class LossLedger:
     num_sequences: int
     denominator: float
     weight_sum: float
+    metrics: dict[str, float] = field(default_factory=dict)

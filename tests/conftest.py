@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("task")
     make_task(directory)
     return directory
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Names, options and modules that a test registers are gone after it."""
+    from registries import restored_registries
+
+    with restored_registries():
+        yield

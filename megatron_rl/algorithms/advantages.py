@@ -7,8 +7,9 @@ same on every rank, so that a baseline over a group needs no communication; toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     register_advantage_estimator,
 )
 from megatron_rl.algorithms.segments import number_segments
+from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
@@ -45,6 +47,7 @@ class AdvantageInputs:
         old_logprobs: [t] of the policy before the update.
         sum_pi_squared: [t] sum over the vocabulary of its squared probabilities, for estimators that need it.
         importance_weights: [t] from `compute_importance_weights`, or None.
+        options: of the estimator, see `register_advantage_estimator`.
     """
 
     scores: np.ndarray
@@ -58,6 +61,7 @@ class AdvantageInputs:
     old_logprobs: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
+    options: Any = None
 
     def grouped_scores(self) -> list[np.ndarray]:
         """Scores of each group: [num_groups][group size] float64."""
@@ -76,14 +80,22 @@ class Advantages:
     Attributes:
         advantages: [t] float32, 0 outside the loss mask.
         returns: [t] float32, what the critic learns to predict; None where the estimator has no such thing.
+        metrics: of the estimator, by name: a number that is the same on every rank, as all that is made of scores is;
+            or a tensor [t], whose mean over the tokens in the loss of all ranks is logged.
     """
 
     advantages: torch.Tensor
     returns: torch.Tensor | None = None
+    metrics: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Estimate advantages as the config says; collective over `inputs.group` for estimators that whiten.
+    """Estimate advantages as the config says.
+
+    Collective over `inputs.group` for estimators that whiten, and for metrics that are tensors.
+
+    Returns:
+        Advantages and returns, 0 outside of the loss; the metrics are numbers called `estimator/<name>/<metric>`.
 
     Raises:
         UserError: unknown estimator, one that needs values without a critic, or a user's one that returns
@@ -96,13 +108,25 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
             f'{_SETTING} = "{name}" needs values, and there is no critic', source=_SETTING, expected="a critic",
             hint="set critic.enable=true, or choose an estimator that works on rewards only")
     assert inputs.baselines is not None or not estimator.needs_greedy_baseline, f"{name} needs greedy baselines"
-    result = estimator.estimate(inputs, config)
+    result = estimator.estimate(replace(inputs, options=find_options(config, name)), config)
     if not isinstance(result, Advantages):
         result = Advantages(result)
     returns = result.returns
     return Advantages(
         _finish(result.advantages, inputs, f"{name}: advantages"),
-        None if returns is None else _finish(returns, inputs, f"{name}: returns"))
+        None if returns is None else _finish(returns, inputs, f"{name}: returns"),
+        {f"estimator/{name}/{metric}": _average(value, inputs, f"{name}: metric {metric}")
+         for metric, value in result.metrics.items()})
+
+
+def _average(value: float | torch.Tensor, inputs: AdvantageInputs, what: str) -> float:
+    """A number as it is; of a tensor [t] the mean over the tokens in the loss, collective."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return float(value)
+    sums = torch.stack([_finish(value, inputs, what).double().sum(), inputs.loss_mask.sum().double()])
+    dist.all_reduce(sums, group=inputs.group)
+    total, count = sums.tolist()
+    return total / max(count, 1.0)
 
 
 def _finish(values: torch.Tensor, inputs: AdvantageInputs, what: str) -> torch.Tensor:

@@ -8,39 +8,96 @@ one of `num_seqs`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the decorator from here
+    find_loss_aggregation,
+    register_loss_aggregation,
+)
+from megatron_rl.types import UserError
 
-def compute_sequence_weights(
-    mode: str, response_lengths: Sequence[int] | np.ndarray, max_response_length: int
-) -> np.ndarray:
-    """Weight of each response token of each sequence of one minibatch.
 
-        token-mean            1 / sum_j len_j                (DAPO, arXiv 2503.14476)
-        seq-mean-token-mean   1 / (num_seqs * len_i)         (GRPO, arXiv 2402.03300)
-        seq-mean-token-sum    1 / num_seqs
-        constant              1 / (num_seqs * max_response_length)   (Dr. GRPO, arXiv 2503.20783)
+@dataclass(frozen=True)
+class AggregationInputs:
+    """What an aggregation may use: the lengths of one minibatch, over all ranks.
+
+    Attributes:
+        lengths: [num_seqs] float64, tokens in the loss of each sequence; 0 where all are masked.
+        max_response_length: `algorithm.loss_scale_factor`, or `data.max_response_length`.
+        options: of the aggregation, see `register_loss_aggregation`.
+    """
+
+    lengths: np.ndarray
+    max_response_length: int | float
+    options: Any = None
+
+
+@dataclass(frozen=True)
+class SequenceWeights:
+    """What an aggregation makes of a minibatch.
+
+    Attributes:
+        weights: [num_seqs] float64, of each token of each sequence; 0 for those without a token in the loss.
+        metrics: of the aggregation, by name.
+    """
+
+    weights: np.ndarray
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def weigh_token_mean(inputs: AggregationInputs) -> np.ndarray:
+    """1 / sum_j len_j (DAPO, arXiv 2503.14476)."""
+    return np.full(len(inputs.lengths), 1.0 / max(inputs.lengths.sum(), 1.0))
+
+
+def weigh_seq_mean_token_mean(inputs: AggregationInputs) -> np.ndarray:
+    """1 / (num_seqs * len_i) (GRPO, arXiv 2402.03300)."""
+    return 1.0 / (len(inputs.lengths) * np.maximum(inputs.lengths, 1.0))
+
+
+def weigh_seq_mean_token_sum(inputs: AggregationInputs) -> np.ndarray:
+    """1 / num_seqs."""
+    return np.full(len(inputs.lengths), 1.0 / len(inputs.lengths))
+
+
+def weigh_constant(inputs: AggregationInputs) -> np.ndarray:
+    """1 / (num_seqs * max_response_length) (Dr. GRPO, arXiv 2503.20783)."""
+    return np.full(len(inputs.lengths), 1.0 / (len(inputs.lengths) * inputs.max_response_length))
+
+
+def aggregate(
+    mode: str, response_lengths: Sequence[int] | np.ndarray, max_response_length: int | float, options: Any = None
+) -> SequenceWeights:
+    """Weigh the response tokens of each sequence of one minibatch.
 
     Args:
-        mode: one of the names above.
+        mode: `algorithm.loss_agg_mode`.
         response_lengths: tokens in the loss, per sequence of the minibatch (global).
-        max_response_length: the constant of the last mode.
+        max_response_length: the constant of mode "constant".
+        options: of the mode, from `find_options`.
 
-    Returns:
-        [num_seqs] float64; 0 for sequences without a token in the loss.
+    Raises:
+        UserError: an unknown mode, or a user's one that does not return a finite weight for each sequence.
     """
     lengths = np.asarray(response_lengths, np.float64)
-    num_seqs = len(lengths)
-    if mode == "token-mean":
-        weights = np.full(num_seqs, 1.0 / max(lengths.sum(), 1.0))
-    elif mode == "seq-mean-token-mean":
-        weights = 1.0 / (num_seqs * np.maximum(lengths, 1.0))
-    elif mode == "seq-mean-token-sum":
-        weights = np.full(num_seqs, 1.0 / num_seqs)
-    elif mode == "constant":
-        weights = np.full(num_seqs, 1.0 / (num_seqs * max_response_length))
-    else:
-        raise ValueError(f"unknown loss_agg_mode {mode!r}")
-    return np.where(lengths > 0, weights, 0.0)
+    found = find_loss_aggregation(mode)(AggregationInputs(lengths, max_response_length, options))
+    weights, metrics = found if isinstance(found, tuple) else (found, {})
+    weights = np.asarray(weights)
+    if weights.shape != lengths.shape or not (weights.dtype.kind in "fiu" and np.isfinite(weights).all()):
+        raise UserError(
+            f'the aggregation "{mode}" returned {weights.dtype} {list(weights.shape)}: {weights}',
+            source="algorithm.loss_agg_mode", expected=f"a finite weight for each of {len(lengths)} sequences",
+            hint="return one number per entry of inputs.lengths, and divide by no length that may be 0")
+    return SequenceWeights(
+        np.where(lengths > 0, weights.astype(np.float64), 0.0), {name: float(value) for name, value in metrics.items()})
+
+
+def compute_sequence_weights(
+    mode: str, response_lengths: Sequence[int] | np.ndarray, max_response_length: int | float, options: Any = None
+) -> np.ndarray:
+    """The weights of `aggregate`."""
+    return aggregate(mode, response_lengths, max_response_length, options).weights

@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators and policy losses by name, and what a run must provide for each.
+"""Advantage estimators, policy losses and loss aggregations by name, and what a run must provide for each.
 
-The package's own are rows of the two tables, plugins add theirs with the decorators. Nothing here imports torch: a dry
+The package's own are rows of the tables, plugins add theirs with the decorators. Nothing here imports torch: a dry
 run reads the tables, and a formula of ours is imported when it is first called.
+
+`options` of a decorator is a frozen dataclass: its fields become settings, `algorithm.options.<name>.<field>`, and the
+function finds an instance in `inputs.options`. A field is declared as `alpha: float = 0.5`, or as
+`alpha: float = option(0.5, "what it does", "unit")` with `option` of `megatron_rl.config.schema`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.options import OPTIONS, check_options
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.extension.registry import Deferred, add_entry, find_entry
+from megatron_rl.extension.registry import Deferred, add_entry, describe_place, find_entry
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from megatron_rl.algorithms.advantages import AdvantageInputs, Advantages
+    from megatron_rl.algorithms.aggregation import AggregationInputs
     from megatron_rl.algorithms.losses import PolicyLossInputs
 
 AdvantageEstimator = Callable[["AdvantageInputs", AlgorithmConfig], "torch.Tensor | Advantages"]
-PolicyLoss = Callable[["PolicyLossInputs", AlgorithmConfig], "tuple[torch.Tensor, torch.Tensor]"]
+PolicyLoss = Callable[
+    ["PolicyLossInputs", AlgorithmConfig],
+    "tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]"]
+LossAggregation = Callable[["AggregationInputs"], "np.ndarray | tuple[np.ndarray, dict[str, float]]"]
 
-_ESTIMATOR, _LOSS = "algorithm.adv_estimator", "algorithm.policy_loss"
+_ESTIMATOR, _LOSS, _AGGREGATION = "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.loss_agg_mode"
 
 
 @dataclass(frozen=True)
@@ -72,13 +82,18 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         "ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient")},
     **{name: _loss(name, "covariance") for name in ("clip_cov", "kl_cov")},
 }
+LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
+    name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
+    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")}
 
 
 def register_advantage_estimator(
     name: str, *, needs_values: bool = False, needs_greedy_baseline: bool = False, needs_group: bool = False,
-    needs_sum_pi_squared: bool = False,
+    needs_sum_pi_squared: bool = False, options: type | None = None,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Decorator: make `estimator(inputs, config)` known as algorithm.adv_estimator = `name`.
+
+    The estimator returns advantages [t], or `Advantages`, which has returns for a critic and metrics as well.
 
     Args:
         name: what the config says; must be new.
@@ -86,15 +101,16 @@ def register_advantage_estimator(
         needs_greedy_baseline: a greedy response to each prompt is scored and `inputs.baselines` is there.
         needs_group: rollout.n = 1 is refused.
         needs_sum_pi_squared: `inputs.sum_pi_squared` is there, for one more forward pass of the policy per step.
+        options: frozen dataclass of its settings; `inputs.options` is an instance.
 
     Raises:
-        UserError: the name is taken.
+        UserError: the name is taken, or `options` cannot be settings.
     """
 
     def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
         entry = RegisteredEstimator(
             estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared)
-        add_entry(ADVANTAGE_ESTIMATORS, name, entry, estimator, _ESTIMATOR)
+        _enter(ADVANTAGE_ESTIMATORS, name, entry, estimator, _ESTIMATOR, options)
         return estimator
 
     return register
@@ -105,19 +121,24 @@ def find_advantage_estimator(name: str) -> RegisteredEstimator:
     return find_entry(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR)
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+def register_policy_loss(name: str, *, options: type | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
     """Decorator: make `loss(inputs, config)` known as algorithm.policy_loss = `name`.
 
-    The loss returns the token loss [t] and where it is clipped [t] bool. At masked positions all of its inputs
-    are 0 and its results are dropped. To run inside a CUDA graph it must not look at values (`.item()`, boolean
-    indexing, `torch.unique`).
+    The loss returns the token loss [t] and where it is clipped [t] bool, and may return metrics as a third: a dict,
+    always with the same names, of tensors [t] whose mean over the tokens in the loss is logged as
+    `loss/<name>/<metric>`. At masked positions all of its inputs are 0 and its results are dropped. To run inside a
+    CUDA graph it must not look at values (`.item()`, boolean indexing, `torch.unique`).
+
+    Args:
+        name: what the config says; must be new.
+        options: frozen dataclass of its settings; `inputs.options` is an instance.
 
     Raises:
-        UserError: the name is taken.
+        UserError: the name is taken, or `options` cannot be settings.
     """
 
     def register(loss: PolicyLoss) -> PolicyLoss:
-        add_entry(POLICY_LOSSES, name, loss, loss, _LOSS)
+        _enter(POLICY_LOSSES, name, loss, loss, _LOSS, options)
         return loss
 
     return register
@@ -126,3 +147,43 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 def find_policy_loss(name: str) -> PolicyLoss:
     """The policy loss of a name; UserError naming the known ones if there is none."""
     return find_entry(POLICY_LOSSES, name, _LOSS)
+
+
+def register_loss_aggregation(
+    name: str, *, options: type | None = None
+) -> Callable[[LossAggregation], LossAggregation]:
+    """Decorator: make `aggregation(inputs)` known as algorithm.loss_agg_mode = `name`.
+
+    The aggregation returns the weight of each token of each response of a minibatch, [num_seqs]: the loss is the sum of
+    `weight * token loss`. It may return metrics as well, a dict of numbers that are logged as
+    `aggregation/<name>/<metric>`. It must be a function of its inputs alone: every rank computes it for the whole
+    minibatch, and the ledger once more.
+
+    Args:
+        name: what the config says; must be new.
+        options: frozen dataclass of its settings; `inputs.options` is an instance.
+
+    Raises:
+        UserError: the name is taken, or `options` cannot be settings.
+    """
+
+    def register(aggregation: LossAggregation) -> LossAggregation:
+        _enter(LOSS_AGGREGATIONS, name, aggregation, aggregation, _AGGREGATION, options)
+        return aggregation
+
+    return register
+
+
+def find_loss_aggregation(name: str) -> LossAggregation:
+    """The aggregation of a name; UserError naming the known ones if there is none."""
+    return find_entry(LOSS_AGGREGATIONS, name, _AGGREGATION)
+
+
+def _enter(
+    table: dict[str, Any], name: str, entry: Any, function: Callable[..., Any], setting: str, options: type | None
+) -> None:
+    if options is not None:
+        check_options(name, options, describe_place(function))
+    add_entry(table, name, entry, function, setting)
+    if options is not None:
+        OPTIONS[name] = options

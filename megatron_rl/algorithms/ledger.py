@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.types import LossLedger
 
 _WEIGHT_TOLERANCE = 1e-4  # weights are summed in float32
@@ -26,24 +27,33 @@ class LedgerError(RuntimeError):
     """The loss was not aggregated over what the minibatch holds: a bug, whose numbers are in the message."""
 
 
-def build_ledger(mode: str, response_lengths_in_loss: Sequence[int], max_response_length: int) -> LossLedger:
+def build_ledger(
+    mode: str, response_lengths_in_loss: Sequence[int], max_response_length: int, options: Any = None
+) -> LossLedger:
     """Count one minibatch.
 
     A response whose tokens are all masked (length 0 here: truncated and masked) counts as one of the
     sequences and adds nothing to any sum: in the modes per sequence it makes the loss smaller, as a
     response with a loss of 0 would; token-mean does not notice it.
 
+    The weights of a mode that a plugin registers have no denominator of their own: it is 1 in the ledger. Tokens and
+    the sum of the weights are checked in every mode.
+
     Args:
         mode: `algorithm.loss_agg_mode`.
         response_lengths_in_loss: tokens in the loss of each response of the minibatch, over all ranks.
         max_response_length: the constant of mode "constant".
+        options: of the mode, from `find_options`.
     """
     lengths = np.asarray(response_lengths_in_loss, np.int64)
-    weights = compute_sequence_weights(mode, lengths, max_response_length)
+    found = aggregate(mode, lengths, max_response_length, options)
     num_tokens, num_sequences = int(lengths.sum()), len(lengths)
-    denominators = {"token-mean": max(num_tokens, 1), "constant": num_sequences * max_response_length}
+    denominators = {
+        "token-mean": max(num_tokens, 1), "seq-mean-token-mean": num_sequences, "seq-mean-token-sum": num_sequences,
+        "constant": num_sequences * max_response_length}
+    metrics = {f"aggregation/{mode}/{name}": value for name, value in found.metrics.items()}
     return LossLedger(
-        mode, num_tokens, num_sequences, float(denominators.get(mode, num_sequences)), float(weights @ lengths))
+        mode, num_tokens, num_sequences, float(denominators.get(mode, 1.0)), float(found.weights @ lengths), metrics)
 
 
 def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
@@ -82,10 +92,11 @@ def ledger_metrics(ledger: LossLedger, totals: Mapping[str, float], prefix: str 
         prefix: first part of the names.
 
     Returns:
-        {"<prefix>/<term>/numerator": ..., "<prefix>/<term>/denominator": ...} for each term.
+        {"<prefix>/<term>/numerator": ..., "<prefix>/<term>/denominator": ...} for each term, and the metrics of the
+        aggregation.
     """
     terms = _POLICY_TERMS if "policy" in totals else _VALUE_TERMS
-    metrics = {}
+    metrics = dict(ledger.metrics)
     for term, key in terms.items():
         metrics[f"{prefix}/{term}/numerator"] = totals[key] * ledger.denominator
         metrics[f"{prefix}/{term}/denominator"] = ledger.denominator

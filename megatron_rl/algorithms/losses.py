@@ -10,6 +10,7 @@ CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     register_policy_loss,
 )
 from megatron_rl.algorithms.kl import compute_kl
+from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
@@ -35,6 +37,7 @@ class PolicyLossInputs:
         loss_mask: bool, response tokens in the loss.
         sequence_ids: int64, index of the rollout; -1 on padding.
         chosen: bool, tokens that `choose_tokens` picked out of the whole step; None: the loss needs none.
+        options: of the loss, see `register_policy_loss`.
     """
 
     logprobs: torch.Tensor
@@ -43,6 +46,7 @@ class PolicyLossInputs:
     loss_mask: torch.Tensor
     sequence_ids: torch.Tensor
     chosen: torch.Tensor | None = None
+    options: Any = None
 
 
 def compute_policy_loss(
@@ -67,18 +71,18 @@ def compute_policy_loss(
 
     Returns:
         The loss (scalar), and sums over tokens: "loss" and its parts "policy", "kl_term", "entropy_term";
-        unweighted "kl", "entropy", "clipped", "tokens"; "weights", the sum of loss_weights; and the maximum
-        "max/deviation" of |logprobs - old_logprobs|.
+        unweighted "kl", "entropy", "clipped", "tokens" and "loss/<name>/<metric>", what the policy loss itself
+        reports; "weights", the sum of loss_weights; and the maximum "max/deviation" of |logprobs - old_logprobs|.
 
     Raises:
-        UserError: unknown policy loss, or a user's one that does not return two [t] tensors.
+        UserError: unknown policy loss, or a user's one that does not return [t] tensors.
     """
     mask, tokens = inputs.loss_mask, _blank_masked(inputs)
 
     def weighted_sum(per_token: torch.Tensor) -> torch.Tensor:
         return (loss_weights * torch.where(mask, per_token, 0.0)).sum()
 
-    token_loss, is_clipped = _call_policy_loss(tokens, config)
+    token_loss, is_clipped, reported = _call_policy_loss(tokens, config)
     if importance_weights is not None:
         token_loss = token_loss * importance_weights
     policy = weighted_sum(token_loss)
@@ -101,6 +105,8 @@ def compute_policy_loss(
             "tokens": mask.sum().float(),
             "weights": weighted_sum(torch.ones_like(loss_weights)),
             "max/deviation": (tokens.logprobs - tokens.old_logprobs).abs().max(),
+            **{f"loss/{config.policy_loss}/{name}": torch.where(mask, values.float(), 0.0).sum()
+               for name, values in reported.items()},
         }
     return loss, metrics
 
@@ -108,7 +114,7 @@ def compute_policy_loss(
 @torch.no_grad()
 def find_clipped(inputs: PolicyLossInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Where the configured policy loss clips: [t] bool, False at masked positions."""
-    _, is_clipped = _call_policy_loss(_blank_masked(inputs), config)
+    _, is_clipped, _ = _call_policy_loss(_blank_masked(inputs), config)
     return inputs.loss_mask & is_clipped
 
 
@@ -119,20 +125,29 @@ def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
     return replace(inputs, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
 
 
-def _call_policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each token and where it is clipped, after a look at what a user's function returned."""
+def _call_policy_loss(
+    inputs: PolicyLossInputs, config: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of each token, where it is clipped, and metrics, after a look at what a user's function returned."""
     name, shape = config.policy_loss, list(inputs.loss_mask.shape)
-    found = find_policy_loss(name)(inputs, config)
-    if isinstance(found, tuple) and len(found) == 2 and all(
-            isinstance(part, torch.Tensor) and list(part.shape) == shape for part in found
-    ) and found[1].dtype == torch.bool:
-        return found
-    parts = [f"{list(part.shape)} {part.dtype}".replace("torch.", "") if isinstance(part, torch.Tensor)
-             else type(part).__name__ for part in (found if isinstance(found, tuple) else [found])]
+    found = find_policy_loss(name)(replace(inputs, options=find_options(config, name)), config)
+    parts = list(found) if isinstance(found, tuple) else [found]
+    metrics = parts.pop() if len(parts) == 3 and isinstance(parts[2], dict) else {}
+    if len(parts) == 2 and all(
+            isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values())
+    ) and parts[1].dtype == torch.bool:
+        return parts[0], parts[1], metrics
+    words = [*map(_describe, parts), *(f"{metric}: {_describe(values)}" for metric, values in metrics.items())]
     raise UserError(
-        f'the policy loss "{name}" returned {", ".join(parts) or "nothing"}', source=_SETTING,
-        expected=f"a tuple of two tensors {shape}: the loss of each token, and whether it is clipped (bool)",
+        f'the policy loss "{name}" returned {", ".join(words) or "nothing"}', source=_SETTING,
+        expected=f"a tuple of two tensors {shape}: the loss of each token, and whether it is clipped (bool); a third "
+                 "may be a dict of metrics, tensors of this shape",
         hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated")
+
+
+def _describe(part: Any) -> str:
+    is_tensor = isinstance(part, torch.Tensor)
+    return f"{list(part.shape)} {part.dtype}".replace("torch.", "") if is_tensor else type(part).__name__
 
 
 def compute_sft_loss(

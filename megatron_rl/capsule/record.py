@@ -25,8 +25,8 @@ from megatron_rl.packing.batch import TrainBatch
 _FORWARD = ("old_logprobs", "ref_logprobs", "values")
 _ESTIMATE = ("importance_weights", "advantages", "returns")
 _UPDATE = ("update_logprobs", "update_entropy")
-_ESTIMATE_METRICS = ("kl/per_response", "kl/coef", "mismatch/")
-_CRITIC_METRICS, _ACTOR_METRICS = ("value/",), ("policy/", "kl/mean")
+_ESTIMATE_METRICS = ("kl/per_response", "kl/coef", "mismatch/", "estimator/")
+_CRITIC_METRICS, _ACTOR_METRICS = ("value/",), ("policy/", "kl/mean", "loss/")
 _FINISH_REASONS = ("stop", "length")
 
 

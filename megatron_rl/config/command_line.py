@@ -20,7 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from megatron_rl.config.loading import LoadedConfig, config_to_dict, dump_yaml, format_help, load_config
+from megatron_rl.config.loading import (
+    LoadedConfig,
+    config_to_dict,
+    dump_yaml,
+    format_help,
+    load_config,
+    read_settings,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import (
     EXIT_FAILED,
@@ -46,7 +53,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
                        a verl recipe asks for, else 1)
   --gpu-memory-gib G   with --dry-run: refuse what does not fit into GPUs of G GiB, with what would
   --gpus-per-node N    with --gpu-memory-gib (default: 8, or all ranks where there are fewer)
-  --help               this text with every setting
+  --help               this text with every setting; with a recipe or algorithm.plugins: those of its plugins too
 """
 
 _PATIENCE_SECONDS = 20.0
@@ -93,11 +100,11 @@ def run_command(
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
+        _import_plugins(argv, is_first)
         _say(_USAGE.format(name=name, description=description) + "\n" + format_help(), is_first)
         return 0
     try:
-        flags, arguments = _split_flags(list(argv))
-        recipe = Path(arguments.pop(0)) if arguments and _is_recipe(arguments[0]) else None
+        flags, recipe, arguments = _split(argv)
         loaded = load_config(recipe, arguments)
         _say_notes(loaded.notes, is_first)
         if "--dry-run" in flags:
@@ -166,13 +173,23 @@ def end_program_on_errors() -> None:
     sys.excepthook = end
 
 
+def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
+    """Import the plugins that a command line names, for their settings; what is wrong with it is said."""
+    try:
+        _, recipe, arguments = _split([argument for argument in argv if argument not in ("--help", "-h")])
+        read_settings(recipe, arguments)
+    except UserError as error:
+        _say(f"note: settings of plugins may be missing: {error}", is_first, stream=sys.stderr)
+
+
 def _is_recipe(argument: str) -> bool:
     return not argument.startswith("-") and "=" not in argument
 
 
-def _split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Take out the flags that are not settings."""
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[str]]:
+    """The flags that are not settings, the recipe, and the settings."""
     flags: dict[str, str] = {}
+    argv = list(arguments)
     for flag in ("--dry-run", "--json"):
         if flag in argv:
             argv.remove(flag)
@@ -185,7 +202,8 @@ def _split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
                 flags[name] = value if separator else "".join(argv[index + 1 : index + 2])
                 del argv[index : index + taken]
                 break
-    return flags, argv
+    recipe = Path(argv.pop(0)) if argv and _is_recipe(argv[0]) else None
+    return flags, recipe, argv
 
 
 def _world_size(flags: dict[str, str], asked: int | None) -> int:

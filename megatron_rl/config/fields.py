@@ -23,9 +23,11 @@ from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _REFUSED = object()
-_TYPE_NAMES = {
+# Types beside Literal that a setting may have, each also with `| None`, and their names.
+SIMPLE_TYPES: dict[Any, str] = {
     int: "integer", float: "number", bool: "true or false", str: "text", list[str]: "list of texts",
-    list[int]: "list of integers", dict[str, Any]: "mapping"}
+    list[int]: "list of integers"}
+_TYPE_NAMES = SIMPLE_TYPES | {dict[str, Any]: "mapping"}
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,22 @@ class FieldInfo:
 
 
 def list_fields() -> dict[str, FieldInfo]:
-    """Every setting of every section, in the order of declaration, by full name."""
+    """Every setting of every section, in the order of declaration, by full name; not the options of plugins."""
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
-        hints = typing.get_type_hints(section_class)
-        for item in dataclasses.fields(section_class):
-            default = item.default if item.default_factory is MISSING else item.default_factory()
-            name = f"{section}.{item.name}"
-            table[name] = FieldInfo(name, hints[item.name], default, item.metadata["doc"], item.metadata["unit"])
+        table |= read_fields(section_class, section)
+    table.pop("algorithm.options")
     return table
+
+
+def read_fields(declaration: type, prefix: str) -> dict[str, FieldInfo]:
+    """The settings that a dataclass declares, in order, by full name: `prefix` and the name of the field."""
+    hints = typing.get_type_hints(declaration)
+    return {
+        name: FieldInfo(
+            name, hints[item.name], item.default if item.default_factory is MISSING else item.default_factory(),
+            item.metadata.get("doc", ""), item.metadata.get("unit", ""))
+        for item in dataclasses.fields(declaration) for name in [f"{prefix}.{item.name}"]}
 
 
 def section_classes() -> dict[str, type]:
@@ -218,9 +227,12 @@ def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], a
     close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.6)
     by_leaf = [full for close_leaf in close_leaves for full in leaf_candidates(close_leaf, fields)]
     suggestions = list(dict.fromkeys([*meant, *close, *by_leaf]))[:4]
+    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "see --help for all settings"
+    if name.startswith("algorithm.options."):
+        hint += " options are declared by the files of algorithm.plugins"
     return UserError(
         f"unknown setting {name!r}",
         source=source,
         expected=f"a setting of the sections {', '.join(dict.fromkeys(info.section for info in fields.values()))}",
-        hint=f"did you mean {' or '.join(suggestions)}?" if suggestions else "see --help for all settings",
+        hint=hint,
     )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recipe and a command line to a checked `RunConfig`.
 
-Road of a setting: read with its place (`sources.py`), references resolved (`references.py`), verl
-names translated (`aliases.py`), the command line put over the recipe, type checked (`fields.py`),
-sections built, settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every
+Road of a setting: read with its place (`sources.py`), references resolved (`references.py`), plugins
+imported, which declare settings of their own (`options.py`), verl names translated
+(`verl/aliases.py`), the command line put over the recipe, type checked (`fields.py`), sections built,
+settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every
 refusal names the value, its setting, its place and what would be accepted.
 Nothing here imports torch, so that a dry run starts at once.
 """
@@ -18,14 +19,18 @@ from typing import Any
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
 from megatron_rl.config.idle import put_aside
+from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.references import resolve_references
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sources import RECIPE, Setting, read_mapping, read_overrides, read_recipe
 from megatron_rl.config.verl.aliases import alias_names, alias_target, find_ranks, translate
+from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.types import UserError
 
-__all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config"]
+__all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config", "read_settings"]
+
+_PLUGINS = "algorithm.plugins"
 
 
 @dataclass(frozen=True)
@@ -62,23 +67,43 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         UserError: anything that cannot be read, is unknown, has the wrong type, is missing, or is
             refused by `check_config`.
     """
+    given = read_settings(recipe, overrides)
+    fields = list_fields() | list_options()
+    settings = _gather_mappings(given, fields)
+    translated, notes = translate(settings, fields)
+    chosen = _choose(translated, fields)
+    _require_all(chosen, fields, recipe)
+    sources = {name: choice.setting.source for name, choice in chosen.items()}
+    sections = {
+        section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
+    }
+    options = build_options({name: choice.value for name, choice in chosen.items()}, sources)
+    sections["algorithm"] = replace(sections["algorithm"], options=options)
+    config, idle = put_aside(RunConfig(**sections), sources)
+    check_config(config, sources)
+    return LoadedConfig(config, [*notes, *idle], sources, find_ranks(settings))
+
+
+def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> list[Setting]:
+    """Read a recipe and the command line, and import the plugins that they name: those declare further settings.
+
+    Args:
+        recipe, overrides: of `load_config`.
+
+    Raises:
+        UserError: something that cannot be read, or a plugin that cannot be imported.
+    """
     fields = list_fields()
     settings = read_mapping(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe)) if recipe else []
     settings += read_overrides(
         overrides, fields, _boolean_names(fields),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
     )
-    settings = _gather_mappings(resolve_references(_without_empty_sections(settings)), fields)
-    translated, notes = translate(settings, fields)
-    chosen = _choose(translated, fields)
-    _require_all(chosen, fields, recipe)
-    sections = {
-        section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
-    }
-    sources = {name: choice.setting.source for name, choice in chosen.items()}
-    config, idle = put_aside(RunConfig(**sections), sources)
-    check_config(config, sources)
-    return LoadedConfig(config, [*notes, *idle], sources, find_ranks(settings))
+    settings = resolve_references(_without_empty_sections(settings))
+    plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields)
+    if _PLUGINS in plugins:
+        load_plugins(plugins[_PLUGINS].value)
+    return settings
 
 
 def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:
@@ -88,7 +113,7 @@ def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:
 
 def _without_empty_sections(settings: list[Setting]) -> list[Setting]:
     """Drop `section:` with nothing below it; refuse `section: value`."""
-    sections = section_classes()
+    sections = {*section_classes(), PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
             raise UserError(
@@ -170,4 +195,4 @@ def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:
 
 def _values_of(section: str, chosen: Mapping[str, _Chosen]) -> dict[str, Any]:
     pairs = ((name.partition("."), choice.value) for name, choice in chosen.items())
-    return {leaf: value for (owner, _, leaf), value in pairs if owner == section}
+    return {leaf: value for (owner, _, leaf), value in pairs if owner == section and "." not in leaf}

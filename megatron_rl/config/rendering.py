@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
+from megatron_rl.config.options import list_options
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.verl.aliases import ALIASES, Renamed
 from megatron_rl.config.verl.groups import GROUPS
@@ -62,12 +63,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def format_help(width: int = 100) -> str:
-    """Every setting with its type, default, unit and meaning, then the verl names.
+    """Every setting with its type, default, unit and meaning, those of imported plugins too; then the verl names.
 
     Args:
         width: columns of the text.
     """
-    fields = list_fields()
+    fields = list_fields() | list_options()
     blocks = [_SYNTAX]
     for section, section_class in section_classes().items():
         doc = (section_class.__doc__ or "").strip().splitlines()[0]

@@ -235,12 +235,12 @@ class AlgorithmConfig:
     """Advantages, loss, KL."""
 
     plugins: list[str] = option(
-        [], "Python files imported at start; they register advantage estimators and losses of yours.")
+        [], "Your Python files: estimators, losses, aggregations, engines; their settings: algorithm.options.NAME.KEY.")
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/options.py
     adv_estimator: str = option(
         "grpo", "Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, "
         "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, or one that a plugin registers.")
-    norm_adv_by_std: bool = option(
-        True, "grpo, grpo_passk: divide by the group's standard deviation (False: Dr. GRPO).")
+    norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
     gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
     gae_lambda: float = option(1.0, "Lambda of generalised advantage estimation.")
     policy_loss: str = option(
@@ -260,8 +260,8 @@ class AlgorithmConfig:
     clip_cov_low: float = option(1.0, "clip_cov: tokens with a covariance above it may be chosen.")
     clip_cov_high: float = option(5.0, "clip_cov: tokens with a covariance below it may be chosen.")
     kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = option(
-        "token-mean", "Denominator of the loss, global over microbatches and ranks.")
+    loss_agg_mode: str = option(
+        "token-mean", "Global denominator: token-mean, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's.")
     loss_scale_factor: float | None = option(
         None, "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.", "tokens")
     kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")

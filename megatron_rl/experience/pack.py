@@ -13,6 +13,7 @@ import torch
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.experience.collected import number_groups
@@ -55,6 +56,7 @@ def pack_rollouts(
     weights, plans, metrics, ledgers, sizes = [], [], [], [], []
     group_of = number_groups(rollouts) if config.share_prompts else None
     constant = algorithm.loss_scale_factor or plan.max_response_length
+    options = find_options(algorithm, algorithm.loss_agg_mode)
     for first in range(0, len(sequences), plan.rollouts_per_minibatch):
         part = sequences[first : first + plan.rollouts_per_minibatch]
         lengths = [len(s.tokens) for s in part]
@@ -65,8 +67,8 @@ def pack_rollouts(
             count_multiple=role.microbatch_count_multiple, attention_ratio=role.attention_ratio, shared=shared)
         plans.append((range(first, first + len(part)), layout))
         in_loss = [s.num_loss_tokens for s in part]
-        weights.append(compute_sequence_weights(algorithm.loss_agg_mode, in_loss, constant))
-        ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, constant))
+        weights.append(compute_sequence_weights(algorithm.loss_agg_mode, in_loss, constant, options))
+        ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, constant, options))
         metrics.append(packing_metrics(
             layout, lengths, config.max_tokens_per_microbatch, pad_multiple=role.pad_multiple,
             attention_ratio=role.attention_ratio, shared=shared, buckets=role.buckets))

@@ -64,6 +64,7 @@ class Actor:
             "policy/clip_fraction": totals["clipped"] / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],
             "kl/mean": totals["kl"] / tokens,
+            **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
             **describe_ledgers(minibatch, totals),
         }
 

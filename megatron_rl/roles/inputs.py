@@ -12,7 +12,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.algorithms.catalog import find_policy_loss
+from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
@@ -105,6 +105,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     """
     spec = resolve(config)
     find_policy_loss(config.algorithm.policy_loss)
+    find_loss_aggregation(config.algorithm.loss_agg_mode)
     find_engine(config.rollout.engine)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward_plan = _read_reward_plan(config, parts)
@@ -139,6 +140,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
         UserError: anything in them that is wrong.
     """
     SftPlan.build(config, world_size)
+    find_loss_aggregation(config.algorithm.loss_agg_mode)
     actor = _read_role(config, resolve_sft(config).roles["actor"], world_size)
     data = load_sft_examples(config.data.train_files, _read_tokenizer(config, actor.shape), config.data)
     return SftInputs(actor, data, SftPlan.build(config, world_size, len(data.examples)), _note_what_is_not_read())

@@ -304,6 +304,7 @@ class Trainer:
         self.run.count(mismatch)
         estimate = compute_advantages(collected, batch, algorithm, kl, group)
         batch.returns = estimate.returns
+        self.run.count(estimate.metrics)
         return estimate
 
     def validate(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ class StepLoss:
     Args:
         name: one loss has one name.
         function: (settings, microbatch, *what the head gives) -> the loss, and its metrics by name: sums, and maxima
-            whose names begin with "max/".
+            whose names begin with "max/"; always the same names.
         device: of the model.
 
     Attributes:
@@ -59,7 +59,14 @@ class StepLoss:
                 values.register_hook(self._note_gradient)
         loss, metrics = self._function(self.settings, microbatch, *found)
         sums = [name for name in metrics if not name.startswith("max/")]
-        self.set_names((*sums, *(name for name in metrics if name.startswith("max/"))))
+        names = (*sums, *(name for name in metrics if name.startswith("max/")))
+        if self.metric_names not in ((), names):
+            differing = ", ".join(sorted({*names} ^ {*self.metric_names})) or "its metrics in another order"
+            raise UserError(
+                f"in some microbatches only, the {self.name} loss reports {differing}", source="algorithm.policy_loss",
+                expected="the same metrics in each microbatch",
+                hint="report a tensor of zeros where a metric has nothing to say")
+        self.set_names(names)
         return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
 
     def set_names(self, names: tuple[str, ...]) -> None:

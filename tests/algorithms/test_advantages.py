@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from distributed import run_ranks
 from megatron_rl.algorithms.advantages import (
     AdvantageInputs,
     Advantages,
@@ -27,20 +30,11 @@ LOSS_MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], dtype=torch.bool)
 
 
 def make_inputs(**changes: Any) -> AdvantageInputs:
-    """Groups of three and one; no test here needs a process group."""
+    """Groups of three and one, on one rank."""
     fields = dict(
         scores=np.array([1.0, 2.0, 3.0, 4.0]), group_sizes=np.array([3, 1]), baselines=None,
         token_rewards=torch.zeros(11), values=None, loss_mask=LOSS_MASK, sequence_ids=SEQUENCE_IDS, group=None)
     return AdvantageInputs(**(fields | changes))
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names registered by a test are gone after it."""
-    known = dict(ADVANTAGE_ESTIMATORS)
-    yield
-    ADVANTAGE_ESTIMATORS.clear()
-    ADVANTAGE_ESTIMATORS.update(known)
 
 
 def test_scores_by_group() -> None:
@@ -105,6 +99,31 @@ def test_a_bare_tensor_is_advantages_without_returns() -> None:
 def test_a_wrong_result_is_refused(result: Any, found: str) -> None:
     register_advantage_estimator("wrong")(lambda inputs, config: result)
     with pytest.raises(UserError, match=rf"returned {found}(.|\n)*wrong: advantages(.|\n)*shape \[11\]"):
+        compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="wrong"))
+
+
+def _metrics_on_rank(rank: int, world_size: int) -> Mapping[str, float]:
+    """Ranks hold unequal numbers of tokens: the mean is that of all tokens."""
+    @register_advantage_estimator("reporting")
+    def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+        garbage = torch.where(inputs.loss_mask, float(rank), float("nan"))
+        return Advantages(inputs.token_rewards, metrics={"spread": np.ptp(inputs.scores), "rank": garbage})
+
+    mask = torch.arange(11) < (2 if rank else 6)
+    inputs = make_inputs(loss_mask=mask, group=dist.group.WORLD)
+    return compute_advantages(inputs, AlgorithmConfig(adv_estimator="reporting")).metrics
+
+
+def test_metrics_of_an_estimator_are_the_same_on_every_rank() -> None:
+    found = run_ranks(_metrics_on_rank, 2)
+    assert found == [{"estimator/reporting/spread": 3.0, "estimator/reporting/rank": 2 / 8}] * 2
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_metric_of_another_shape_is_refused() -> None:
+    register_advantage_estimator("wrong")(
+        lambda inputs, config: Advantages(inputs.token_rewards, metrics={"some": torch.zeros(3)}))
+    with pytest.raises(UserError, match=r"returned \[3\](.|\n)*wrong: metric some(.|\n)*shape \[11\]"):
         compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="wrong"))
 
 

@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import (
+    AggregationInputs,
+    aggregate,
+    compute_sequence_weights,
+    register_loss_aggregation,
+)
+from megatron_rl.algorithms.ledger import LedgerError, build_ledger, check_ledger, ledger_metrics
+from megatron_rl.config.options import find_options
+from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.packing.microbatches import plan_microbatches
+from megatron_rl.types import UserError
 
 MAX_RESPONSE_LENGTH = 16
 LENGTHS = [3, 16, 1, 7, 5]
@@ -77,5 +88,42 @@ def test_no_token_in_the_loss_at_all(mode: str) -> None:
 
 
 def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
-        compute_sequence_weights("mean", LENGTHS, MAX_RESPONSE_LENGTH)
+    with pytest.raises(UserError, match='"token-maen" is not known(.|\n)*did you mean "token-mean"'):
+        compute_sequence_weights("token-maen", LENGTHS, MAX_RESPONSE_LENGTH)
+
+
+@dataclass(frozen=True)
+class PowerOptions:
+    power: float = 0.5
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_aggregation_of_the_user() -> None:
+    """Its options, its metrics, and a ledger that checks it: a sequence without a token gets no weight."""
+    @register_loss_aggregation("power", options=PowerOptions)
+    def weigh(inputs: AggregationInputs) -> tuple[np.ndarray, dict[str, float]]:
+        scale = np.maximum(inputs.lengths, 1) ** -inputs.options.power / inputs.max_response_length
+        return scale, {"largest": scale.max()}
+
+    config = AlgorithmConfig(options={"power": PowerOptions(2.0)})
+    for options, power in ((find_options(config, "power"), 2.0), (find_options(AlgorithmConfig(), "power"), 0.5)):
+        found = aggregate("power", [4, 0, 16], 8, options)
+        np.testing.assert_allclose(found.weights, [4.0**-power / 8, 0.0, 16.0**-power / 8])
+        assert found.metrics == {"largest": 1 / 8}
+        ledger = build_ledger("power", [4, 0, 16], 8, options)
+        weight_sum = (4 * 4.0**-power + 16 * 16.0**-power) / 8
+        assert (ledger.num_tokens, ledger.denominator) == (20, 1.0) and ledger.weight_sum == pytest.approx(weight_sum)
+        check_ledger(ledger, 20, weight_sum)
+        with pytest.raises(LedgerError):
+            check_ledger(ledger, 20, 1.01 * weight_sum)
+        totals = {"policy": 3.0, "kl_term": 0.0, "entropy_term": 0.0}
+        metrics = ledger_metrics(ledger, totals)
+        assert metrics["ledger/policy/numerator"] == 3.0 and metrics["aggregation/power/largest"] == 1 / 8
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("result", [1.0, np.ones(2), [1.0, float("nan"), 1.0], ["a", "b", "c"], None])
+def test_weights_of_the_user_that_are_none_are_refused(result: object) -> None:
+    register_loss_aggregation("odd")(lambda inputs: result)
+    with pytest.raises(UserError, match='the aggregation "odd" returned(.|\n)*for each of 3 sequences'):
+        compute_sequence_weights("odd", [1, 2, 3], MAX_RESPONSE_LENGTH)

@@ -176,15 +176,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture
-def registry() -> None:
-    """Names registered by a test are gone after it."""
-    known = dict(POLICY_LOSSES)
-    yield
-    POLICY_LOSSES.clear()
-    POLICY_LOSSES.update(known)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("has_reference", [True, False])
 @pytest.mark.parametrize("has_importance", [True, False])
@@ -337,7 +328,9 @@ def test_unknown_loss_is_refused_with_the_known_ones() -> None:
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(("compute", "found"), [
     (lambda x: (x.logprobs.mean(), x.loss_mask), r"\[\] float64, \[40\] bool"),  # would be divided by the tokens twice
-    (lambda x: (x.logprobs, x.loss_mask, {}), r"\[40\] float64, \[40\] bool, dict"),
+    (lambda x: (x.logprobs, x.loss_mask, {"mean": x.logprobs.mean(), "of": 1.0}),
+     r"\[40\] float64, \[40\] bool, mean: \[\] float64, of: float"),
+    (lambda x: (x.logprobs, x.loss_mask, []), r"\[40\] float64, \[40\] bool, list"),
     (lambda x: (x.logprobs, x.logprobs), r"\[40\] float64, \[40\] float64"),
     (lambda x: (x.logprobs,), r"\[40\] float64$"),
     (lambda x: x.logprobs, r"\[40\] float64$"),
@@ -348,6 +341,19 @@ def test_a_loss_that_returns_something_else_is_refused(compute: Any, found: str)
     register_policy_loss("odd")(lambda inputs, config: compute(inputs))
     with pytest.raises(UserError, match=f'(?m)"odd" returned {found}'):
         random_tokens().loss(AlgorithmConfig(policy_loss="odd"))
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_a_loss_reports_is_summed_over_the_tokens_in_the_loss() -> None:
+    """Garbage at masked positions is dropped, a bool counts, and nothing of it has a gradient."""
+    register_policy_loss("talking")(lambda x, config: (-x.logprobs, x.loss_mask & False, {
+        "ratio": torch.where(x.loss_mask, 2.0 * x.logprobs, float("nan")), "positive": x.advantages > 0}))
+    tokens = random_tokens()
+    loss, metrics = tokens.loss(AlgorithmConfig(policy_loss="talking"))
+    inside = tokens.loss_mask
+    assert float(metrics["loss/talking/ratio"]) == pytest.approx(2.0 * float(tokens.logprobs[inside].detach().sum()))
+    assert float(metrics["loss/talking/positive"]) == int((tokens.advantages[inside] > 0).sum()) > 0
+    assert not any(value.requires_grad for value in metrics.values()) and loss.requires_grad
 
 
 def test_sft_loss_by_hand() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
-from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.plugins import load_plugins
@@ -37,18 +36,7 @@ def compute_doubled_loss(inputs, config):
 '''
 
 
-@pytest.fixture(autouse=True)
-def registries() -> None:
-    """Names and modules of the plugins of a test are gone after it."""
-    tables, modules = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES], set(sys.modules)
-    known = [dict(table) for table in tables]
-    yield
-    for table, entries in zip(tables, known, strict=True):
-        table.clear()
-        table.update(entries)
-    for name in set(sys.modules) - modules:
-        if name.startswith("user_file_"):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def write(directory: Path, code: str, name: str = "plugin.py") -> str:

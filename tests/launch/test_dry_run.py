@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow
@@ -19,11 +20,13 @@ import pyarrow.parquet
 import pytest
 
 from launch import pretrain_grpo, pretrain_sft
-from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.config.command_line import run_command
+from megatron_rl.config.loading import config_to_dict, dump_yaml, load_config
 from megatron_rl.config.sft_plan import SftPlan
+from megatron_rl.lifecycle.changes import describe_changes
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs, read_sft_inputs
-from megatron_rl.types import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
+from megatron_rl.types import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from registries import restored_registries
 from rl_runs import overrides_for
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
@@ -38,6 +41,29 @@ def estimate(inputs, config):
 @register_advantage_estimator("dry_grouped", needs_group=True)
 def estimate_group(inputs, config):
     return inputs.expand(inputs.scores)
+"""
+OPTIONS_PLUGIN = """
+from dataclasses import dataclass
+from typing import Literal
+from megatron_rl.algorithms.catalog import register_loss_aggregation, register_policy_loss
+from megatron_rl.config.schema import option
+
+@dataclass(frozen=True)
+class DryOptions:
+    alpha: float = option(0.5, "How far a token may go.", "nats")
+    side: Literal["left", "right"] = "left"
+
+    def __post_init__(self):
+        if not 0 < self.alpha < 2:
+            raise ValueError("alpha is not between 0 and 2")
+
+@register_policy_loss("dry_loss", options=DryOptions)
+def loss(inputs, config):
+    return -inputs.options.alpha * inputs.logprobs, inputs.loss_mask
+
+@register_loss_aggregation("dry_mean")
+def weigh(inputs):
+    return 0 * inputs.lengths + 1
 """
 RL = {"name": "pretrain_grpo", "description": "", "build_plan": plan_rl, "read_inputs": read_rl_inputs,
       "run": pretrain_grpo.train}
@@ -54,7 +80,9 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     for name, text in {
         "empty.jsonl": "", "table.csv": "a,b\n", "malformed.jsonl": "\n".join([*lines[:4], "{broken"]),
         "unanswered.jsonl": "\n".join([*lines[:2], '{"prompt": "1+1="}']), "plugin.py": PLUGIN,
-        "broken_plugin.py": "import megatron_rl\nthis is no Python\n",
+        "broken_plugin.py": "import megatron_rl\nthis is no Python\n", "options.py": OPTIONS_PLUGIN,
+        "mutable.py": OPTIONS_PLUGIN.replace("dry_", "mutable_").replace("(frozen=True)", ""),
+        "typed.py": OPTIONS_PLUGIN.replace("dry_", "typed_").replace("side:", "table: dict = None\n    side:"),
     }.items():
         (directory / name).write_text(text)
     columns = {name: pyarrow.array([], pyarrow.string()) for name in ("prompt", "answer")}
@@ -68,13 +96,12 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         (directory / name / "config.json").write_text(json.dumps(model | change))
     shutil.copytree(directory / "model", directory / "weightless")
     (directory / "weightless/model.safetensors").unlink()
-    known = dict(ADVANTAGE_ESTIMATORS)
-    yield directory
-    ADVANTAGE_ESTIMATORS.clear()
-    ADVANTAGE_ESTIMATORS.update(known)
+    with restored_registries():
+        yield directory
 
 
 PLUGINS, VALUED = "algorithm.plugins=[{files}/plugin.py]", "algorithm.adv_estimator=dry_valued"
+DRY_LOSS, DRY = ["algorithm.plugins={files}/options.py", "algorithm.policy_loss=dry_loss"], "algorithm.options.dry_loss"
 GAE, TP1 = "algorithm.adv_estimator=gae", "actor.tensor_model_parallel_size=1"
 # What is wrong -> settings, and words of the error. World size 4; the base has tensor parallelism of 2.
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -97,6 +124,19 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         [PLUGINS, "algorithm.adv_estimator=dry_grouped", "rollout.n=1", TP1], ["every advantage would be 0"]),
     "no plugin file": (["algorithm.plugins=[/nowhere/p.py]"], ["/nowhere/p.py"]),
     "broken plugin": (["algorithm.plugins=[{files}/broken_plugin.py]"], ["broken_plugin.py:2", "SyntaxError"]),
+    "unknown aggregation": (
+        ["algorithm.loss_agg_mode=token-maen"], ['"token-maen" is not known', 'did you mean "token-mean"']),
+    "unknown option": ([*DRY_LOSS, f"{DRY}.alhpa=1"], [f"unknown setting '{DRY}.alhpa'", f"did you mean {DRY}.alpha"]),
+    "option without its plugin": (["algorithm.options.absent.beta=1"], ["files of algorithm.plugins"]),
+    "option that is no number": ([*DRY_LOSS, f"{DRY}.alpha=far"], [f"{DRY}.alpha = 'far'", "number [nats]"]),
+    "option out of the choices": (
+        [*DRY_LOSS, f"{DRY}.side=up"], [f"{DRY}.side = 'up'", "left | right", "command line"]),
+    "option that its class refuses": (
+        [*DRY_LOSS, f"{DRY}.alpha=3"], [f"{DRY}.alpha = 3.0: alpha is not between 0 and 2", "alpha (command line)"]),
+    "options that may change": (
+        ["algorithm.plugins={files}/mutable.py"], ["are DryOptions", "mutable.py:16", "frozen=True"]),
+    "option of no type": (
+        ["algorithm.plugins={files}/typed.py"], ["typed_loss.table has the type dict", "typed.py:17"]),
     "tp and kv heads": (["actor.tensor_model_parallel_size=4"], ["KV heads", "[1, 2]"]),
     "pp and layers": ([TP1, "actor.pipeline_model_parallel_size=4"], ["layers", "[1, 2]"]),
     "cp and heads": ([TP1, "actor.context_parallel_size=3", "--world-size", "3"], ["context_parallel_size 3"]),
@@ -144,6 +184,8 @@ PASSES: dict[str, tuple[list[str], list[str]]] = {
     "idle settings": (
         ["trainer.test_freq=100", "data.validation_files=[]", TP1, "trainer.critic_warmup=5", "trainer.capture_step=9"],
         ["trainer.test_freq=100", "actor.sequence_parallel=True", "trainer.critic_warmup=5", "trainer.capture_step=9"]),
+    "options of a plugin": (
+        [*DRY_LOSS, "algorithm.loss_agg_mode=dry_mean", f"--{DRY}.alpha", "1.5", TP1], ["sequence_parallel"]),
     "critic of a plugin": ([PLUGINS, VALUED, "trainer.critic_warmup=5", "rollout.n=1", TP1], ["sequence_parallel"]),
 }
 
@@ -208,12 +250,46 @@ def test_what_the_config_alone_says_is_printed_where_the_model_is_not(start: Cal
     assert json.loads(out)["batch_plan"]["dp_size"] == 2 and json.loads(out)["config"]["model"]["path"] == "/nowhere"
 
 
+def test_options_of_a_plugin_are_settings_like_others(
+    files: Path, tmp_path: Path, start: Callable[..., tuple], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a recipe, in --help, in the config of the run, which gives the same run again, and in what has changed."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"algorithm:\n  plugins: [{files}/options.py]\n  policy_loss: dry_loss\n"
+                      "  options:\n    dry_loss:\n      side: right\n")
+    assert run_command([str(recipe), "--help"], **RL) == 0
+    text = capsys.readouterr().out
+    assert f"{DRY}.alpha  (number; default: 0.5)  [nats]\n      How far a token may go.\n" in text
+    assert f"{DRY}.side  (left | right; default: left)" in text
+    assert run_command([f"--plugins={files}/broken_plugin.py", "-h"], **RL) == 0
+    out, error = capsys.readouterr()
+    assert "may be missing: importing the file raised SyntaxError" in error and "rollout.n" in out
+
+    settings = [setting for setting in overrides_for(files, tmp_path / "run") if "--" not in setting]
+    loaded = load_config(recipe, [*settings, f"{DRY}.alpha=1e-1"])
+    assert asdict(loaded.config.algorithm.options["dry_loss"]) == {"alpha": 0.1, "side": "right"}
+    assert loaded.sources[f"{DRY}.side"] == f"{recipe}:6" and loaded.sources[f"{DRY}.alpha"] == "command line"
+    again = tmp_path / "config.yaml"
+    again.write_text(dump_yaml(loaded.config))
+    assert load_config(again).config == loaded.config == load_config(config_to_dict(loaded.config)).config
+    changed = load_config(again, [f"{DRY}.alpha=1.0"]).config
+    assert describe_changes(again.read_text(), dump_yaml(changed)) == [f"{DRY}.alpha: 0.1 -> 1.0"]
+    recipe.write_text(recipe.read_text().replace("right", "rihgt"))
+    with pytest.raises(UserError, match=f"source:   {recipe}:6\n(.|\n)*did you mean 'right'"):
+        load_config(recipe, settings)
+
+
 def test_no_torch_is_needed(files: Path, tmp_path: Path) -> None:
-    """The whole dry run, with torch made impossible to import: only the headers of the weights stay unread."""
-    arguments = [*overrides_for(files, tmp_path / "run"), "--dry-run", "--json", "--world-size", "8"]
+    """The whole dry run, with torch made impossible to import: only the headers of the weights stay unread.
+
+    A plugin that needs no torch itself is imported.
+    """
+    arguments = [*overrides_for(files, tmp_path / "run"), f"algorithm.plugins={files}/options.py",
+                 "algorithm.policy_loss=dry_loss", "--dry-run", "--json", "--world-size", "8"]
     code = ("import sys, runpy; sys.modules['torch'] = None; "
             f"sys.argv = ['x', *{arguments!r}]; runpy.run_path('launch/pretrain_grpo.py', run_name='__main__')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["batch_plan"]["num_train_prompts"] == 16
+    assert json.loads(done.stdout)["config"]["algorithm"]["options"] == {"dry_loss": {"alpha": 0.5, "side": "left"}}
     assert "note: not checked: the headers of the weights" in done.stderr

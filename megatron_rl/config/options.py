@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that plugins declare: `algorithm.options.<name>.<key>`, read, checked and shown like those of `schema.py`.
+
+An estimator, a loss or an aggregation that is registered with `options=` a frozen dataclass is given an instance of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.fields import SIMPLE_TYPES, FieldInfo, coerce, read_fields
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.types import UserError
+
+PREFIX = "algorithm.options"
+# Name that a plugin registers -> the dataclass of its options.
+OPTIONS: dict[str, type] = {}
+
+
+def check_options(name: str, options: type, place: str) -> None:
+    """Refuse what cannot be the options of a name.
+
+    Args:
+        name: what the plugin registers.
+        options: its dataclass.
+        place: file:line of what is registered, for errors.
+
+    Raises:
+        UserError: no frozen dataclass, a field without a default or of a type that no setting has, a default of another
+            type, or a name that has other options already.
+    """
+    if not (isinstance(options, type) and dataclasses.is_dataclass(options) and options.__dataclass_params__.frozen):
+        raise UserError(
+            f"the options of {name!r} are {getattr(options, '__name__', options)}", source=place,
+            expected="a frozen dataclass",
+            hint="write @dataclass(frozen=True) above the class, and give options= the class itself")
+    if OPTIONS.get(name, options) is not options:
+        raise UserError(f"{PREFIX}.{name} is declared already", source=place, expected="one set of options for a name",
+                        hint="choose another name, or give both the same class")
+    for info in read_fields(options, f"{PREFIX}.{name}").values():
+        if info.required:
+            raise UserError(f"{info.name} has no default", source=place, expected="a default for every option",
+                            hint=f"write {info.leaf.rpartition('.')[2]}: TYPE = DEFAULT")
+        if not (info.choices or info.kind in SIMPLE_TYPES):
+            raise UserError(
+                f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}", source=place,
+                expected="int, float, bool, str, list[str], list[int] or Literal, each alone or with | None",
+                hint="declare it with one of these types")
+        coerce(info, info.default, place)
+    options()  # what its own checks raise about the defaults is the error of the import
+
+
+def list_options() -> dict[str, FieldInfo]:
+    """The settings that the plugins of this process have declared, by full name."""
+    return {key: info for name, options in OPTIONS.items()
+            for key, info in read_fields(options, f"{PREFIX}.{name}").items()}
+
+
+def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """The options of every name, with the values that were given.
+
+    Args:
+        values: full name of a setting -> its value, checked.
+        sources: full name -> where it was given, for errors.
+
+    Raises:
+        UserError: the dataclass itself refuses the values, in its `__post_init__`.
+    """
+    built = {}
+    for name, options in OPTIONS.items():
+        given = {key: values[key] for key in read_fields(options, f"{PREFIX}.{name}") if key in values}
+        try:
+            built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
+        except UserError:
+            raise
+        except Exception as error:
+            places = ", ".join(f"{key} ({sources[key]})" for key in given)
+            raise UserError(
+                f"{', '.join(f'{key} = {value!r}' for key, value in given.items())}: {error}", source=places,
+                expected=f"what {options.__name__} accepts", hint="see --help for the plugin's options") from error
+    return built
+
+
+def find_options(config: AlgorithmConfig, name: str) -> Any:
+    """The options of a name in this run; None where it has declared none."""
+    if name in config.options or name not in OPTIONS:
+        return config.options.get(name)
+    return OPTIONS[name]()  # a config that was not read from settings
