@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from registries import restored_registries
 
 from launch import pretrain_grpo, pretrain_sft
 from megatron_rl.config.command_line import run_command
@@ -26,7 +27,6 @@ from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.lifecycle.changes import describe_changes
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs, read_sft_inputs
 from megatron_rl.types import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
-from registries import restored_registries
 from rl_runs import overrides_for
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
