@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -210,6 +210,41 @@ def gather_arrays(arrays: list[np.ndarray], dtype: type, group: dist.ProcessGrou
         pieces = np.split(all_payload[peer, :num_elements].numpy(), ends[:-1]) if num_arrays else []
         result.append([piece.copy() for piece in pieces])
     return result
+
+
+def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.ndarray], int]:
+    """All-gather bytes, from each rank as many as it has: no pickling, and nothing is padded.
+
+    Args:
+        array: [k] uint8, of any length.
+        group: a group that moves CPU tensors.
+
+    Returns:
+        One [k] uint8 per rank, in rank order, and the bytes that this rank received from others.
+    """
+    mine = torch.from_numpy(np.array(array, np.uint8))
+    sizes = gather_rows(torch.tensor([[len(mine)]]), group)[:, 0].tolist()
+    found = exchange_bytes([mine] * group.size(), sizes, group)
+    return [piece.numpy() for piece in found], sum(sizes) - len(mine)
+
+
+def exchange_bytes(
+    pieces: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """All-to-all of pieces of any length.
+
+    Args:
+        pieces: [k] uint8 for each rank of the group, on a device that the group serves.
+        sizes: bytes that come from each rank, known beforehand.
+        group: ranks that exchange.
+
+    Returns:
+        [k] uint8 from each rank.
+    """
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=pieces[0].device)
+    dist.all_to_all_single(
+        received, torch.cat(list(pieces)), list(sizes), [len(piece) for piece in pieces], group=group)
+    return list(received.split(list(sizes)))
 
 
 def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
