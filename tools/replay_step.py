@@ -29,8 +29,7 @@ from megatron_rl.capsule.replaying import Capsule, is_same_layout, make_config, 
 from megatron_rl.capsule.rollouts import RecordedRollouts
 from megatron_rl.checkpoint.manifest import list_packages
 from megatron_rl.config.command_line import end_program
-from megatron_rl.experience.collected import Collected
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.experience.experience import Experience
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.roles.parts import Parts
 from megatron_rl.types import UserError
@@ -63,9 +62,9 @@ class ReplayTrainer(Trainer):
         with self.run.timers.phase("step"):
             yield step
 
-    def describe(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+    def describe(self, step: int, samples: Experience) -> None:
         """Keep what the step computed."""
-        self.sections = self.observer.end(collected, batch, self.run.series)
+        _, self.sections = self.observer.end(samples, self.inputs.tokenizer.decode, self.run.series)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -94,7 +93,8 @@ def replay(options: argparse.Namespace, run_dir: Path) -> bool:
     """
     capsule = open_capsule(options.capsule, allow_changed=options.allow_changed)
     config = make_config(capsule, run_dir, options.overrides)
-    trainer = ReplayTrainer.from_config(config, parts=Parts(rollouts=RecordedRollouts(capsule.collected)))
+    recorded = RecordedRollouts(capsule.recording, mask_truncated=config.algorithm.mask_truncated)
+    trainer = ReplayTrainer.from_config(config, parts=Parts(rollouts=recorded))
     trainer.recorded, trainer.allow_changed = capsule, options.allow_changed
     trainer.train()
     error, is_equal = None, False

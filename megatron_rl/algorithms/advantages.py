@@ -42,8 +42,10 @@ class AdvantageInputs:
         token_rewards: [t] float32 from `compute_token_rewards`.
         values: [t] of the critic; `values[i]` is the value of the state in which `tokens[i]` was chosen.
         loss_mask: [t] bool, response tokens in the loss.
-        sequence_ids: [t] int64, index of the rollout; -1 on padding.
+        sequence_ids: [t] int64, index of the sequence; -1 on padding.
         group: the data parallel group over whose ranks the rollouts are spread.
+        rollout_ids: [t] int64, index of the rollout that each token of a sequence belongs to; None: every rollout is
+            one sequence.
         old_logprobs: [t] of the policy before the update.
         sum_pi_squared: [t] sum over the vocabulary of its squared probabilities, for estimators that need it.
         importance_weights: [t] from `compute_importance_weights`, or None.
@@ -58,6 +60,7 @@ class AdvantageInputs:
     loss_mask: torch.Tensor
     sequence_ids: torch.Tensor
     group: dist.ProcessGroup
+    rollout_ids: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
@@ -70,7 +73,11 @@ class AdvantageInputs:
     def expand(self, per_rollout: Sequence[float] | np.ndarray) -> torch.Tensor:
         """Give every token in the loss its rollout's value: [num_rollouts] -> [t] float32, 0 elsewhere."""
         table = torch.tensor([*per_rollout, 0.0], dtype=torch.float32, device=self.loss_mask.device)
-        return torch.where(self.loss_mask, table[self.sequence_ids], 0.0)
+        return torch.where(self.loss_mask, table[self.find_rollouts()], 0.0)
+
+    def find_rollouts(self) -> torch.Tensor:
+        """Index of the rollout that each token belongs to, [t] int64; on padding some other number."""
+        return self.sequence_ids if self.rollout_ids is None else self.rollout_ids
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ def compute_token_rewards(
     """Reward of each token (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
 
     Args:
-        rewards: [num_rollouts].
+        rewards: [num_sequences].
         kl: [t] from `compute_kl_penalty`, or None when the KL term is not in the reward.
         kl_coef: its weight.
         loss_mask: [t] bool, response tokens in the loss.

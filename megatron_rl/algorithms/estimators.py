@@ -98,7 +98,8 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
         energy = energy * inputs.importance_weights[where].double().square()
     weights = _discounted_sums(energy.flip(0), ids.flip(0), 1.0).flip(0) + _WEIGHT_EPSILON
     sizes = torch.as_tensor(inputs.group_sizes, device=device)
-    groups = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)[ids]
+    groups = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)[
+        inputs.find_rollouts()[where]]
     # A shift that is the same for a group makes equal rewards exactly 0.
     shifts = torch.tensor([scores[0] for scores in inputs.grouped_scores()], dtype=torch.float32, device=device)
     returns = _discounted_sums(inputs.token_rewards[where].double(), ids, 1.0) - shifts[groups]
@@ -199,7 +200,7 @@ def _lead_of_the_best(scores: np.ndarray, is_normalized: bool) -> np.ndarray:
 def _count_tokens(inputs: AdvantageInputs) -> np.ndarray:
     """Tokens in the loss of each rollout, over all ranks: [num_rollouts] float64; collective."""
     counts = torch.zeros(len(inputs.scores), dtype=torch.float64, device=inputs.loss_mask.device)
-    ids = inputs.sequence_ids[inputs.loss_mask]
+    ids = inputs.find_rollouts()[inputs.loss_mask]
     counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
     dist.all_reduce(counts, group=inputs.group)
     return counts.cpu().numpy()

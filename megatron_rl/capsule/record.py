@@ -7,7 +7,7 @@ response, never by their place in a packed batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,18 +17,15 @@ from safetensors.numpy import save as to_safetensors
 
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
 from megatron_rl.checkpoint.pieces import SavedRole
-from megatron_rl.experience.collected import Collected
-from megatron_rl.experience.columns import gather_columns
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.experience.experience import Experience
+from megatron_rl.types import Rollout
 
-# Columns of a batch, by the section that they are computed in.
+# Columns of the samples, by the section that they are computed in.
 _FORWARD = ("old_logprobs", "ref_logprobs", "values")
 _ESTIMATE = ("importance_weights", "advantages", "returns")
 _UPDATE = ("update_logprobs", "update_entropy")
 _ESTIMATE_METRICS = ("kl/per_response", "kl/coef", "mismatch/", "estimator/")
 _CRITIC_METRICS, _ACTOR_METRICS = ("value/",), ("policy/", "kl/mean", "loss/")
-_FINISH_REASONS = ("stop", "length")
-
 
 Index = Literal["token", "rollout", "group", "update", "step"]
 
@@ -76,7 +73,7 @@ class Section:
 
 
 class StepObserver:
-    """Takes the sections of a step; its methods are collective, and what they return is the same on every rank.
+    """Takes the sections of a step; its methods are collective.
 
     Args:
         roles: that are trained, by name: "actor" and, where there is one, "critic".
@@ -92,22 +89,26 @@ class StepObserver:
         self._before = self._take_parameters("before", True)
 
     def end(
-        self, collected: Collected, batch: TrainBatch, counted: Mapping[str, Sequence[float]]
-    ) -> list[Section]:
+        self, samples: Experience, decode: Callable[[list[int]], str], counted: Mapping[str, Sequence[float]]
+    ) -> tuple[list[Rollout], list[Section]]:
         """The step has taken its last optimizer step.
 
         Args:
-            collected: its rollouts.
-            batch: the actor's, with all that was computed.
+            samples: with all that was computed.
+            decode: response tokens -> text.
             counted: every metric with the values that it had in this step, in order.
+
+        Returns:
+            On rank 0 the rollouts and the sections, elsewhere only the parameters.
         """
-        rollouts = collected.rollouts
-        wanted = {name: getattr(batch, name) for name in (*_FORWARD, *_ESTIMATE, *_UPDATE)}
-        columns = {name: column for name, column in wanted.items() if column is not None}
-        found = gather_columns(
-            columns, batch, len(rollouts), self._roles["actor"].groups.is_last_stage_leader, self._group)
-        lengths = np.array([len(next(iter(values.values()))) for values in found], np.int64)
-        tokens = {name: Values(name, "token", np.concatenate([v[name] for v in found]), lengths) for name in columns}
+        after = self._take_parameters("after", False)
+        columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
+        found = samples.fetch_rollouts(len(samples.headers), decode, columns)
+        if not found:
+            return [], [*self._before, *after]
+        lengths = np.array([len(next(iter(values.values()))) for _, values in found], np.int64)
+        tokens = {name: Values(name, "token", np.concatenate([v[name] for _, v in found]), lengths) for name in columns}
+        rollouts = [rollout for rollout, _ in found]
 
         def columns_of(names: Sequence[str]) -> list[Values]:
             return [tokens[name] for name in names if name in tokens]
@@ -117,13 +118,13 @@ class StepObserver:
                     for name, values in counted.items() if name.startswith(prefixes)]
 
         sections = [
-            Section("rollouts", True, _describe_rollouts(collected)),
+            Section("rollouts", True, _describe_rollouts(samples, rollouts)),
             Section("forward", False, columns_of(_FORWARD)),
             Section("estimate", False, metrics_of(_ESTIMATE_METRICS, "step") + columns_of(_ESTIMATE)),
             Section("critic updates", False, metrics_of(_CRITIC_METRICS, "update")),
             Section("actor updates", False, metrics_of(_ACTOR_METRICS, "update") + columns_of(_UPDATE)),
         ]
-        return [*self._before, *(s for s in sections if s.content), *self._take_parameters("after", False)]
+        return rollouts, [*self._before, *(s for s in sections if s.content), *after]
 
     def _take_parameters(self, when: str, is_input: bool) -> list[Section]:
         found = []
@@ -134,26 +135,23 @@ class StepObserver:
         return found
 
 
-def _describe_rollouts(collected: Collected) -> list[Values]:
+def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list[Values]:
     """What learning takes from the rollouts."""
-    rollouts, groups = collected.rollouts, collected.groups
-    components = sorted({name for rollout in rollouts for name in rollout.reward_components})
+    headers = samples.headers.rollouts
     lengths = np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64)
-    prompt_lengths = np.array([len(rollout.prompt.tokens) for rollout in rollouts], np.int64)
     found = [
-        Values("group size", "group", np.array([group.group_size for group in groups], np.int64)),
-        Values("prompt tokens", "token", np.concatenate([r.prompt.tokens for r in rollouts]), prompt_lengths),
+        Values("group size", "group", headers.group_sizes.astype(np.int64)),
+        Values("prompt tokens", "token", np.concatenate([r.prompt.tokens for r in rollouts]),
+               headers["num_prompt_tokens"].astype(np.int64)),
         Values("response tokens", "token", np.concatenate([r.response_tokens for r in rollouts]), lengths),
         Values("rollout_logprobs", "token", np.concatenate([r.rollout_logprobs for r in rollouts]), lengths),
-        Values("finish reason", "rollout",
-               np.array([_FINISH_REASONS.index(r.finish_reason) for r in rollouts], np.int64)),
-        *(Values(f"reward component {name}", "rollout",
-                 np.array([r.reward_components.get(name, 0.0) for r in rollouts], np.float64))
-          for name in components),
-        Values("reward", "rollout", np.array([r.reward for r in rollouts], np.float64)),
+        Values("finish reason", "rollout", headers["finish_reason"].astype(np.int64)),
+        *(Values(f"reward component {name}", "rollout", np.nan_to_num(headers.component(name)))
+          for name in sorted(headers.names)),
+        Values("reward", "rollout", headers["reward"]),
     ]
-    if collected.baselines is not None:
-        found.append(Values("greedy baseline", "group", np.asarray(collected.baselines, np.float64)))
+    if samples.baselines is not None:
+        found.append(Values("greedy baseline", "group", np.asarray(samples.baselines, np.float64)))
     return found
 
 

@@ -33,9 +33,8 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.experience.collected import Collected
+from megatron_rl.experience.experience import Experience
 from megatron_rl.observability.run import Run
-from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import world
 from megatron_rl.types import UserError
 
@@ -51,14 +50,15 @@ class CapsuleRecorder:
         run: whose directory it is written into.
         roles: that are trained, by name.
         save_state: writes the end of the last step as a checkpoint below a directory; the error, if there was one.
+        decode: response tokens -> text.
     """
 
     def __init__(
         self, config: RunConfig, plan: BatchPlan, run: Run, roles: Mapping[str, SavedRole],
-        save_state: Callable[[Path], UserError | None],
+        save_state: Callable[[Path], UserError | None], decode: Callable[[list[int]], str],
     ) -> None:
         self._config, self._plan, self._run, self._roles = config, plan, run, roles
-        self._save_state = save_state
+        self._save_state, self._decode = save_state, decode
         self._observer: StepObserver | None = None
 
     def begin(self, step: int) -> None:
@@ -76,18 +76,19 @@ class CapsuleRecorder:
             self._observer = StepObserver(self._roles, world())
             self._observer.begin()
 
-    def end(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+    def end(self, step: int, samples: Experience) -> None:
         """After its last optimizer step: add what it computed, and give the capsule its name."""
         if self._observer is None:
             return
         with self._run.timers.phase("capture", swallow=True):
-            sections = self._observer.end(collected, batch, self._run.series)
+            rollouts, sections = self._observer.end(samples, self._decode, self._run.series)
             self._observer = None
             if not self._run.is_writer:
                 return
             partial = self._partial(step)
             try:
-                num_bytes = self._write(step, partial, collected, sections)
+                records = [write_rollouts(partial / ROLLOUTS_FILE, rollouts, samples)]
+                num_bytes = self._write(step, partial, records, sections)
                 self._run.log.info("capsule: %s, %s bytes", partial.with_suffix(""), f"{num_bytes:,}")
             except (UserError, OSError) as error:
                 self._report_failure(step, explain_write_error(error, partial))
@@ -100,12 +101,12 @@ class CapsuleRecorder:
         if self._run.is_writer:
             shutil.rmtree(self._partial(step), ignore_errors=True)
 
-    def _write(self, step: int, partial: Path, collected: Collected, sections: list[Section]) -> int:
+    def _write(self, step: int, partial: Path, records: list[FileRecord], sections: list[Section]) -> int:
         entries, arrays = encode_sections(sections)
         state = partial / STATE / f"step_{step - 1}"
         sums = (state / DIGESTS_FILE).read_bytes()
-        records = [
-            write_rollouts(partial / ROLLOUTS_FILE, collected), write_file(partial / VALUES_FILE, arrays),
+        records += [
+            write_file(partial / VALUES_FILE, arrays),
             FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
         ]
         num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())

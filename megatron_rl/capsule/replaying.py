@@ -18,14 +18,13 @@ from megatron_rl.capsule.comparing import compare_sections
 from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
 from megatron_rl.capsule.record import Section, decode_sections
 from megatron_rl.capsule.recording import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
-from megatron_rl.capsule.rollouts import read_rollouts
+from megatron_rl.capsule.rollouts import Recording, read_rollouts
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.experience.collected import Collected
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import load_model_shape
@@ -44,13 +43,13 @@ class Capsule:
         directory: `<run_dir>/capsules/step_<N>`.
         manifest: its manifest.json.
         sections: the recorded numbers.
-        collected: the recorded rollouts.
+        recording: its rollouts.
     """
 
     directory: Path
     manifest: Mapping[str, Any]
     sections: list[Section]
-    collected: Collected
+    recording: Recording
 
     @property
     def step(self) -> int:

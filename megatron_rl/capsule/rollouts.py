@@ -8,42 +8,59 @@ its columns `prompt` and `answer` the file is a data file, too: a replay needs n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import FileRecord, write_file
-from megatron_rl.experience.collected import Collected
+from megatron_rl.experience.experience import Experience, replicate
 from megatron_rl.resharding.executor import ReshardStats
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
+from megatron_rl.types import Prompt, Rollout, UserError
 
 
-def write_rollouts(path: Path, collected: Collected) -> FileRecord:
-    """Write what learning needs of the rollouts (a prompt's `extra_info`, which rewards are made of, is not)."""
+def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
+    """Write what learning needs of the rollouts (a prompt's `extra_info`, which rewards are made of, is not).
+
+    Args:
+        path: of the file.
+        rollouts: all of them.
+        samples: to which they belong.
+    """
     lines = []
-    for number, group in enumerate(collected.groups):
-        baseline = None if collected.baselines is None else float(collected.baselines[number])
-        for rollout in group.rollouts:
-            prompt = rollout.prompt
-            lines.append(json.dumps({
-                "group": number, "prompt_id": prompt.prompt_id, "sample_index": rollout.sample_index,
-                "prompt": prompt.text, "response": rollout.response, "answer": prompt.ground_truth,
-                "data_source": prompt.data_source, "reward": float(rollout.reward),
-                "reward_components": {name: float(value) for name, value in rollout.reward_components.items()},
-                "greedy_baseline": baseline, "finish_reason": rollout.finish_reason,
-                "policy_version": rollout.policy_version, "prompt_tokens": prompt.tokens.tolist(),
-                "response_tokens": rollout.response_tokens.tolist(),
-                "rollout_logprobs": rollout.rollout_logprobs.tolist(),
-            }, ensure_ascii=False) + "\n")
+    for number, rollout in zip(samples.headers.rollouts["group"].tolist(), rollouts, strict=True):
+        baseline, prompt = None if samples.baselines is None else float(samples.baselines[number]), rollout.prompt
+        lines.append(json.dumps({
+            "group": number, "prompt_id": prompt.prompt_id, "sample_index": rollout.sample_index,
+            "prompt": prompt.text, "response": rollout.response, "answer": prompt.ground_truth,
+            "data_source": prompt.data_source, "reward": rollout.reward,
+            "reward_components": rollout.reward_components,
+            "greedy_baseline": baseline, "finish_reason": rollout.finish_reason,
+            "policy_version": rollout.policy_version, "prompt_tokens": prompt.tokens.tolist(),
+            "response_tokens": rollout.response_tokens.tolist(),
+            "rollout_logprobs": rollout.rollout_logprobs.tolist(),
+        }, ensure_ascii=False) + "\n")
     return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # half a character: its escape
 
 
-def read_rollouts(path: Path) -> Collected:
+@dataclass(frozen=True)
+class Recording:
+    """The rollouts of a capsule.
+
+    Attributes:
+        rollouts: with the index of their group.
+        baselines: [num_groups] rewards of greedy responses (ReMax), or None.
+    """
+
+    rollouts: list[tuple[int, Rollout]]
+    baselines: np.ndarray | None
+
+
+def read_rollouts(path: Path) -> Recording:
     """What `write_rollouts` wrote.
 
     Raises:
@@ -51,48 +68,50 @@ def read_rollouts(path: Path) -> Collected:
     """
     try:
         rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-        groups = [_read_group(list(part)) for _, part in groupby(rows, key=lambda row: row["group"])]
-        baselines = [next(part)["greedy_baseline"] for _, part in groupby(rows, key=lambda row: row["group"])]
+        prompts = {row["group"]: _read_prompt(row) for row in rows}
+        baselines = {row["group"]: row["greedy_baseline"] for row in rows}.values()
+        rollouts = [(row["group"], _read_rollout(row, prompts[row["group"]])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"it does not read: {type(error).__name__}: {error}", source=str(path),
                         expected="the file as it was written", hint="capture the step again") from None
-    return Collected(groups, None if None in baselines else np.array(baselines), {})
+    return Recording(rollouts, None if None in baselines else np.array([*baselines]))
 
 
-def _read_group(rows: list[dict[str, Any]]) -> RolloutGroup:
-    first = rows[0]
-    prompt = Prompt(
-        first["prompt_id"], np.array(first["prompt_tokens"], np.int32), first["prompt"], first["answer"],
-        first["data_source"])
-    return RolloutGroup(prompt, [
-        replace(
-            Rollout.from_response(
-                prompt, row["sample_index"], np.array(row["response_tokens"], np.int32),
-                np.array(row["rollout_logprobs"], np.float32), row["finish_reason"], row["policy_version"]),
-            response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
-        for row in rows])
+def _read_prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(row["prompt_id"], np.array(row["prompt_tokens"], np.int32), row["prompt"], row["answer"],
+                  row["data_source"])
+
+
+def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
+    rollout = Rollout.from_response(
+        prompt, row["sample_index"], np.array(row["response_tokens"], np.int32),
+        np.array(row["rollout_logprobs"], np.float32), row["finish_reason"], row["policy_version"])
+    return replace(rollout, response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
 
 
 class RecordedRollouts:
     """Stands for the hybrid engine and for the collector: no engine, no rewards, the rollouts of a capsule.
 
     Args:
-        collected: what `collect` returns, whatever the step.
+        recording: what `collect` returns, whatever the step.
+        mask_truncated: keep responses that were cut at the limit out of the loss.
     """
 
     transport, reshard_stats, verified_tensors = "none", ReshardStats(), 0
 
-    def __init__(self, collected: Collected) -> None:
-        self._collected = collected
+    def __init__(self, recording: Recording, *, mask_truncated: bool) -> None:
+        self._recording, self._mask_truncated = recording, mask_truncated
 
     @contextmanager
     def rollout_mode(self) -> Iterator[RecordedRollouts]:
         """The weights stay where they are."""
         yield self
 
-    def collect(self, step: int) -> Collected:
-        """The recorded rollouts."""
-        return self._collected
+    def collect(self, step: int) -> Experience:
+        """The recorded rollouts, which every rank has read."""
+        prompts = {group: rollout.prompt for group, rollout in self._recording.rollouts}
+        return replicate(self._recording.rollouts, list(prompts.values()), dist.group.WORLD,
+                         mask_truncated=self._mask_truncated, baselines=self._recording.baselines)
 
     def state_dict(self) -> dict[str, int]:
         """There is nothing to remember."""

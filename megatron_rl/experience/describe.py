@@ -3,34 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from megatron_rl.experience.collected import rollouts_of
+from megatron_rl.algorithms.losses import find_clipped
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.experience.estimate import loss_inputs
+from megatron_rl.experience.table import FINISH_REASONS, Headers
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.types import Rollout, RolloutGroup
+from megatron_rl.types import Rollout
 
 
-def describe_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Reward and length metrics of one step."""
-    rollouts = rollouts_of(groups)
-    components = sorted({name for r in rollouts for name in r.reward_components})
-    spreads = [np.ptp([r.reward for r in group.rollouts]) for group in groups]
+def describe_rollouts(headers: Headers) -> dict[str, float]:
+    """Reward and length metrics of one step; all but the tokens count rollouts."""
+    rollouts = headers.rollouts
+    rewards = rollouts["reward"]
+    spreads = [np.ptp(part) for part in np.split(rewards, np.cumsum(headers.group_sizes)[:-1])]
     return {
-        "reward/mean": float(np.mean([r.reward for r in rollouts])),
-        **{f"reward/{name}": float(np.mean([r.reward_components.get(name, 0.0) for r in rollouts]))
-           for name in components},
+        "reward/mean": float(np.mean(rewards)),
+        **{f"reward/{name}": float(np.mean(np.nan_to_num(rollouts.component(name)))) for name in sorted(headers.names)},
         "reward/uninformative_groups": float(np.mean([spread == 0 for spread in spreads])),
-        "response/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "tokens/prompt": float(sum(len(r.prompt.tokens) for r in rollouts)),
-        "tokens/response": float(sum(len(r.response_tokens) for r in rollouts)),
+        "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
+        "tokens/prompt": float(rollouts["num_prompt_tokens"].sum()),
+        "tokens/response": float(headers.num_response_tokens.sum()),
     }
 
 
-def describe_distributions(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str, np.ndarray]:
+def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:
     """Distributions of one step, for histograms.
 
     Returns:
@@ -39,11 +43,29 @@ def describe_distributions(rollouts: Sequence[Rollout], batch: TrainBatch) -> di
     """
     gap = batch.old_logprobs - batch.rollout_logprobs
     return {
-        "distribution/response_length": np.array([len(r.response_tokens) for r in rollouts]),
-        "distribution/reward": np.array([r.reward for r in rollouts]),
+        "distribution/response_length": headers.sum_per_rollout(headers.num_response_tokens),
+        "distribution/reward": headers.rollouts["reward"],
         "distribution/advantage": batch.advantages[batch.loss_mask].float().cpu().numpy(),
         "distribution/logprob_gap": gap[batch.loss_mask].float().cpu().numpy(),
     }
+
+
+def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """What the last update of each token was like, NaN before the first; {} where updates are not recorded.
+
+    Args:
+        batch: with `update_logprobs` and `update_entropy`.
+        algorithm: says which tokens are clipped.
+
+    Returns:
+        `ratio`, `entropy` and `clipped`, each [t] float32.
+    """
+    now = batch.update_logprobs
+    if now is None:
+        return {}
+    clipped = find_clipped(replace(loss_inputs(batch), logprobs=now), algorithm)
+    return {"ratio": (now - batch.old_logprobs).exp(), "entropy": batch.update_entropy,
+            "clipped": torch.where(now.isnan(), now, clipped.float())}
 
 
 def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -52,7 +74,7 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
     Args:
         rollout: scored.
         token_texts: of the tokenizer.
-        values: of its tokens, from `gather_token_values`.
+        values: of its tokens in the loss, by name.
     """
     return {
         "prompt_id": rollout.prompt.prompt_id, "sample_index": rollout.sample_index, "prompt": rollout.prompt.text,

@@ -19,51 +19,65 @@ from megatron_rl.algorithms.mismatch import (
     sum_mismatch,
 )
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.experience.collected import Collected
+from megatron_rl.experience.experience import Experience
+from megatron_rl.experience.table import Headers
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import reduce_scalars
 
 
-def measure_kl(
-    batch: TrainBatch, num_rollouts: int, kl_type: str, group: dist.ProcessGroup
-) -> tuple[np.ndarray, np.ndarray]:
-    """KL of each rollout, summed over its tokens in the loss, and their number; the same on every rank; collective."""
+def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
+    """KL of each rollout, summed over its tokens in the loss, [num_rollouts]; the same on every rank; collective.
+
+    Args:
+        headers: of the step.
+        batch: old log-probs and those of the reference.
+        kl_type: the estimator.
+        group: the DP group of the batch's role.
+    """
     kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, kl_type).double()
-    per_rollout = torch.zeros(num_rollouts + 1, 2, dtype=torch.float64, device=kl.device)
-    places = batch.sequence_ids % (num_rollouts + 1)  # padding (-1) falls into the last entry
-    per_rollout.index_add_(0, places, torch.stack([kl, batch.loss_mask.double()], dim=1))
+    per_rollout = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=kl.device)
+    per_rollout.index_add_(0, find_rollouts(headers, batch), kl)  # padding (-1) falls into the last entry
     dist.all_reduce(per_rollout, group=group)
-    kl_sums, tokens = per_rollout[:-1].T.cpu().numpy()
-    return kl_sums, tokens
+    return per_rollout[:-1].cpu().numpy()
+
+
+def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
+    """Index of the rollout that each token belongs to, [t] int64; one more than the last on padding."""
+    table = torch.from_numpy(np.append(headers["rollout"], len(headers.rollouts)).astype(np.int64))
+    return table.to(batch.sequence_ids.device)[batch.sequence_ids]
 
 
 def compute_advantages(
-    collected: Collected, batch: TrainBatch, algorithm: AlgorithmConfig, kl_per_rollout: np.ndarray | None,
-    group: dist.ProcessGroup,
+    samples: Experience, batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
 ) -> estimation.Advantages:
     """Advantages (and returns, with a critic) of this rank's tokens; collective over `group`.
 
     Args:
-        collected: rewards of all rollouts.
+        samples: rewards of all rollouts, and their KL where it is in the reward.
         batch: old log-probs, reference log-probs and values where there are any.
         algorithm: the estimator, with the current KL coefficient.
-        kl_per_rollout: from `measure_kl`, where the KL term is in the reward.
         group: the actor's DP group.
     """
-    rewards = np.array([rollout.reward for rollout in collected.rollouts], np.float64)
+    headers = samples.headers
+    rewards = headers.rollouts["reward"]
     kl, scores = None, rewards
-    if kl_per_rollout is not None and algorithm.kl_in == "reward":
+    if samples.kl_per_rollout is not None and algorithm.kl_in == "reward":
         kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, algorithm.kl_type)
-        scores = rewards - algorithm.kl_coef * kl_per_rollout
+        scores = rewards - algorithm.kl_coef * samples.kl_per_rollout
     inputs = estimation.AdvantageInputs(
-        scores=scores, group_sizes=np.array([g.group_size for g in collected.groups]),
-        baselines=collected.baselines,
+        scores=scores, group_sizes=headers.group_sizes, baselines=samples.baselines,
         token_rewards=estimation.compute_token_rewards(
-            rewards, kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids),
-        values=batch.values, loss_mask=batch.loss_mask, sequence_ids=batch.sequence_ids, group=group,
-        old_logprobs=batch.old_logprobs, sum_pi_squared=batch.sum_pi_squared,
-        importance_weights=batch.importance_weights)
+            _place_rewards(headers), kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids),
+        values=batch.values, loss_mask=batch.loss_mask, sequence_ids=batch.sequence_ids,
+        rollout_ids=find_rollouts(headers, batch), group=group, old_logprobs=batch.old_logprobs,
+        sum_pi_squared=batch.sum_pi_squared, importance_weights=batch.importance_weights)
     return estimation.compute_advantages(inputs, algorithm)
+
+
+def _place_rewards(headers: Headers) -> np.ndarray:
+    """The reward of each rollout at its last sequence, 0 at its others: [n]."""
+    is_last = np.append(np.diff(headers.rows["rollout"]) != 0, True)
+    return np.where(is_last, headers.rows["reward"], 0.0)
 
 
 def correct_mismatch(

@@ -8,7 +8,7 @@ sent. Executing a plan is one all-to-all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,19 +38,10 @@ class Holders:
         assert len(found) <= 1, "a rank is in one replica"
         return (int(found[0, 0]), int(found[0, 1])) if len(found) else (-2, 0)
 
-    def held_by(self, rank: int) -> np.ndarray:
-        """The sequences that a rank has or needs, ascending."""
-        return np.flatnonzero(self.replica_of == self.locate(rank)[0])
 
-
-def on_all_ranks(num_sequences: int, world_size: int) -> Holders:
-    """Every rank has, or needs, every sequence."""
-    return Holders(np.zeros(num_sequences, np.int64), np.arange(world_size)[None])
-
-
-def on_one_rank(num_sequences: int, rank: int, wanted: int) -> Holders:
-    """One rank needs the first `wanted` sequences."""
-    return Holders(np.where(np.arange(num_sequences) < wanted, 0, -1), np.array([[rank]]))
+def for_readers(num_sequences: int, wanted: int, ranks: Sequence[int]) -> Holders:
+    """Each of some ranks needs the first `wanted` sequences."""
+    return Holders(np.where(np.arange(num_sequences) < wanted, 0, -1), np.array([ranks]))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rollouts to the packed microbatches of a role."""
+"""How a role packs: privately, planned from the headers; it fetches the sequences that it trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -16,17 +17,21 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.config.sft_plan import SftPlan
-from megatron_rl.experience.collected import number_groups
+from megatron_rl.experience.fetch import Holders
+from megatron_rl.experience.table import Headers
 from megatron_rl.packing.batch import TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, padding_metrics
-from megatron_rl.packing.microbatches import microbatch_sizes, packing_metrics, plan_microbatches
+from megatron_rl.packing.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.types import Branch, Rollout
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import Branch, LossLedger
+
+FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 
-class PackedRole(Protocol):
-    """What packing asks of a role's `PackedModel`."""
+class PackableModel(Protocol):
+    """What packing asks of a model; see `PackedModel`."""
 
     groups: ParallelGroups
     buckets: Buckets | None
@@ -35,55 +40,147 @@ class PackedRole(Protocol):
     microbatch_count_multiple: int
 
 
-def pack_rollouts(
-    rollouts: Sequence[Rollout], plan: BatchPlan | SftPlan, algorithm: AlgorithmConfig, role: PackedRole,
-    config: LayoutConfig, device: torch.device,
-) -> tuple[TrainBatch, dict[str, float]]:
-    """Pack the rollouts into the microbatches of this rank's DP replica of a role, minibatch by minibatch.
+@dataclass(frozen=True)
+class Packing:
+    """A rank's share of a step in the layout of a role.
 
-    Args:
-        rollouts: of the step.
-        plan: batch arithmetic.
-        algorithm: aggregation, and whether truncated responses enter the loss.
-        role: whose layout decides.
-        config: the role's token budget, and whether the responses to a prompt share it.
-        device: where the tensors live.
-
-    Returns:
-        The batch, and packing metrics averaged over minibatches (padding by bucket: over the whole step).
+    Attributes:
+        batch: what the rank trains on.
+        holders: the DP replica that has each sequence.
+        starts: [n] row of the first token behind the prompt; 0 for sequences that are elsewhere.
+        lengths: [n] tokens behind the prompt.
+        metrics: how good the plan is, averaged over minibatches (padding by bucket: over the whole step).
     """
-    sequences = [_find_branch(rollout, algorithm) for rollout in rollouts]
-    weights, plans, metrics, ledgers, sizes = [], [], [], [], []
-    group_of = number_groups(rollouts) if config.share_prompts else None
-    constant = algorithm.loss_scale_factor or plan.max_response_length
-    options = find_options(algorithm, algorithm.loss_agg_mode)
-    for first in range(0, len(sequences), plan.rollouts_per_minibatch):
-        part = sequences[first : first + plan.rollouts_per_minibatch]
-        lengths = [len(s.tokens) for s in part]
-        shared = group_of and SharedPrompts(
-            group_of[first : first + len(part)], [s.num_prompt_tokens for s in part])
-        layout = plan_microbatches(
-            lengths, dp_size=role.groups.layout.dp_size, max_tokens=config.max_tokens_per_microbatch,
-            count_multiple=role.microbatch_count_multiple, attention_ratio=role.attention_ratio, shared=shared)
-        plans.append((range(first, first + len(part)), layout))
-        in_loss = [s.num_loss_tokens for s in part]
-        weights.append(compute_sequence_weights(algorithm.loss_agg_mode, in_loss, constant, options))
-        ledgers.append(build_ledger(algorithm.loss_agg_mode, in_loss, constant, options))
-        metrics.append(packing_metrics(
-            layout, lengths, config.max_tokens_per_microbatch, pad_multiple=role.pad_multiple,
-            attention_ratio=role.attention_ratio, shared=shared, buckets=role.buckets))
-        sizes += microbatch_sizes(layout, lengths, shared)
-    batch = build_train_batch(
-        sequences, np.concatenate(weights), plans, dp_rank=role.groups.at.dp, pad_multiple=role.pad_multiple,
-        device=device, group_of=group_of, buckets=role.buckets, max_seqlen=plan.longest_sequence)
-    batch.ledgers = ledgers
-    batch.names = [f"prompt_id {r.prompt.prompt_id}, sample {r.sample_index}" for r in rollouts]
-    padding = padding_metrics((size, role.buckets.find_size(size)) for size in sizes) if role.buckets else {}
-    return batch, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
+
+    batch: TrainBatch
+    holders: Holders
+    starts: np.ndarray
+    lengths: np.ndarray
+    metrics: dict[str, float]
+
+    def rows(self, sequences: np.ndarray) -> torch.Tensor:
+        """Rows of the tokens behind the prompt of sequences that are here, one after another."""
+        lengths = self.lengths[sequences]
+        firsts = self.starts[sequences] - np.cumsum(lengths) + lengths
+        return torch.from_numpy(np.repeat(firsts, lengths) + np.arange(lengths.sum())).to(self.batch.tokens.device)
 
 
-def _find_branch(rollout: Rollout, algorithm: AlgorithmConfig) -> Branch:
-    """The one branch of a rollout; without tokens in the loss where a truncated one is masked."""
-    [branch] = rollout.branches
-    is_masked = algorithm.mask_truncated and rollout.finish_reason == "length"
-    return replace(branch, sampled=np.zeros_like(branch.sampled)) if is_masked else branch
+@dataclass(frozen=True)
+class Packer:
+    """Packs for one role.
+
+    Attributes:
+        model: whose layout decides.
+        config: the role's token budget, and whether the responses to a prompt share it.
+        plan: batch arithmetic.
+        algorithm: aggregation of the loss.
+        device: where the tensors live.
+    """
+
+    model: PackableModel
+    config: LayoutConfig
+    plan: BatchPlan | SftPlan
+    algorithm: AlgorithmConfig
+    device: torch.device
+
+    @property
+    def key(self) -> Hashable:
+        """Roles with equal keys have one packing, that of the first which needs it."""
+        model = self.model
+        return (model.groups.layout, model.pad_multiple, model.buckets, self.config.max_tokens_per_microbatch,
+                self.config.share_prompts)
+
+    def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
+        """Plan the microbatches of all DP replicas, fetch the sequences of this one, and build its batch.
+
+        Collective, as `fetch_branches` is.
+        """
+        layout, minibatches = self.model.groups.layout, []
+        for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
+            minibatches.append(self._plan_minibatch(headers, start, stop))
+        replica_of = np.full(len(headers), -1)
+        for part in minibatches:
+            for replica, microbatches in enumerate(part.plan):
+                replica_of[[part.start + i for members in microbatches for i in members]] = replica
+        holders = Holders(replica_of, list_replicas(layout))
+        branches = {
+            index: branch if headers.rows["in_loss"][index] else replace(
+                branch, sampled=np.zeros_like(branch.sampled))
+            for index, branch in fetch_branches(holders).items()}
+        weights, ledgers = self._weigh(headers)
+        batch = build_train_batch(
+            branches, weights, [(range(part.start, part.stop), part.plan) for part in minibatches],
+            dp_rank=self.model.groups.at.dp, pad_multiple=self.model.pad_multiple, device=self.device,
+            group_of=number_prompts(headers) if self.config.share_prompts else None, buckets=self.model.buckets,
+            max_seqlen=self.plan.longest_sequence)
+        batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
+        return Packing(
+            batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches))
+
+    def _plan_minibatch(self, headers: Headers, start: int, stop: int) -> _Minibatch:
+        model, shared = self.model, None
+        lengths = headers["num_tokens"][start:stop].tolist()
+        if self.config.share_prompts:
+            shared = SharedPrompts(
+                number_prompts(headers)[start:stop].tolist(), headers["num_prompt_tokens"][start:stop].tolist())
+        plan = plan_microbatches(
+            lengths, dp_size=model.groups.layout.dp_size, max_tokens=self.config.max_tokens_per_microbatch,
+            count_multiple=model.microbatch_count_multiple, attention_ratio=model.attention_ratio, shared=shared)
+        return _Minibatch(start, stop, lengths, shared, plan)
+
+    def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
+        """The loss weight of each token of each sequence, and the ledger of each minibatch; both count rollouts."""
+        mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
+        in_loss, size = headers.sum_per_rollout(headers.num_loss_tokens), self.plan.rollouts_per_minibatch
+        options = find_options(self.algorithm, mode)
+        parts = [in_loss[first : first + size].tolist() for first in range(0, len(in_loss), size)]
+        weights = np.concatenate([compute_sequence_weights(mode, part, constant, options) for part in parts])
+        return weights[headers.rows["rollout"]], [
+            build_ledger(mode, part, constant, options) for part in parts]
+
+    def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
+        buckets, metrics, sizes = self.model.buckets, [], []
+        for part in minibatches:
+            metrics.append(packing_metrics(
+                part.plan, part.lengths, self.config.max_tokens_per_microbatch, pad_multiple=self.model.pad_multiple,
+                attention_ratio=self.model.attention_ratio, shared=part.shared, buckets=buckets))
+            sizes += microbatch_sizes(part.plan, part.lengths, part.shared)
+        padding = padding_metrics((size, buckets.find_size(size)) for size in sizes) if buckets else {}
+        return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    """The sequences [start, stop) of a step and their plan, in which they are counted from `start`."""
+
+    start: int
+    stop: int
+    lengths: list[int]
+    shared: SharedPrompts | None
+    plan: MicrobatchPlan
+
+
+def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int]:
+    """Where minibatches begin, in sequences, and where the last one ends."""
+    firsts = headers.first_of_rollout[::rollouts_per_minibatch]
+    return [*firsts.tolist(), len(headers)]
+
+
+def number_prompts(headers: Headers) -> np.ndarray:
+    """[n] a number per run of sequences with the same prompt."""
+    return np.cumsum(np.diff(headers.rows["prompt_id"], prepend=headers.rows["prompt_id"][:1]) != 0)
+
+
+def list_replicas(layout: ParallelLayout) -> np.ndarray:
+    """Ranks of each DP replica, [dp_size, pp * cp * tp]."""
+    ranks = np.arange(layout.world_size).reshape(layout.pp_size, layout.dp_size, -1)
+    return ranks.transpose(1, 0, 2).reshape(layout.dp_size, -1)
+
+
+def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
+    """The row at which each sequence of a batch leaves its prompt behind."""
+    ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
+    rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
+    starts = np.zeros(len(headers), np.int64)
+    starts[ids[rows]] = rows
+    return starts

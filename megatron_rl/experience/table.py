@@ -103,6 +103,17 @@ class Headers:
         return {name: float(value) for name, value in zip(self.names, self.components[index], strict=True)
                 if not np.isnan(value)}
 
+    def name(self, index: int) -> str:
+        """What a message calls a sequence."""
+        row = self.rows[index]
+        return f"prompt_id {row['prompt_id']}, sample {row['sample_index']}"
+
+    def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Headers:
+        """Other rewards, and a further component: both [num_rollouts]."""
+        rows, rollout = self.rows.copy(), self.rows["rollout"]
+        rows["reward"] = rewards[rollout]
+        return Headers(rows, (*self.names, name), np.column_stack([self.components, scores[rollout]]))
+
     def select_groups(self, groups: Sequence[int]) -> tuple[Headers, np.ndarray]:
         """Some groups in the order given, numbered anew; and where each of their sequences stood before, [k]."""
         bounds = np.searchsorted(self.rows["group"], [[group, group + 1] for group in groups]).reshape(-1, 2)
@@ -135,7 +146,7 @@ def build_headers(
                 rollout.prompt.prompt_id, answer, rollout.reward, rollout.sample_index, group, 0,
                 branch.num_prompt_tokens, len(branch.tokens), branch.num_loss_tokens, holder, first, last, reason,
                 in_loss))
-    names = merge_names([rollout.reward_components] for _, rollout in found)
+    names = merge_names(rollout.reward_components for _, rollout in found)
     table = [[rollout.reward_components.get(name, np.nan) for name in names]
              for _, rollout in found for _ in rollout.branches]
     headers = Headers(np.array(rows, HEADER), names, np.array(table, np.float64).reshape(len(rows), len(names)))

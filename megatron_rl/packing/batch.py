@@ -14,7 +14,7 @@ segments of their own: position and predecessor of their first token go on from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -99,21 +99,19 @@ class TrainBatch:
         """What a message calls a sequence."""
         return self.names[index] if self.names else f"sequence {index}"
 
+    def minibatch(self, index: int) -> TrainBatch:
+        """The batch of one optimizer step; tensors are views."""
+        first = sum(self.minibatch_sizes[:index])
+        part = self._part(self.slices[first : first + self.minibatch_sizes[index]])
+        return replace(part, ledgers=self.ledgers[index : index + 1])
+
     def minibatches(self) -> Iterator[TrainBatch]:
-        """One batch per optimizer step; tensors are views."""
-        first = 0
-        for index, size in enumerate(self.minibatch_sizes):
-            yield replace(self._part(self.slices[first : first + size]), ledgers=self.ledgers[index : index + 1])
-            first += size
+        """One batch per optimizer step."""
+        return map(self.minibatch, range(len(self.minibatch_sizes)))
 
     def microbatches(self) -> list[TrainBatch]:
         """One batch per forward/backward; tensors are views."""
         return [self._part([piece]) for piece in self.slices]
-
-    def record_updates(self) -> None:
-        """Make room for what the policy says of the tokens while it is updated (for the rollout log)."""
-        self.update_logprobs, self.update_entropy = (
-            torch.full_like(self.rollout_logprobs, torch.nan) for _ in range(2))
 
     def take_updates(self, other: TrainBatch) -> None:
         """Copy what was recorded from a batch with the same tokens, if there is room for it."""
@@ -140,7 +138,7 @@ def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) ->
 
 
 def build_train_batch(
-    sequences: Sequence[Branch],
+    sequences: Mapping[int, Branch] | Sequence[Branch],
     sequence_weights: Sequence[float] | np.ndarray,
     minibatch_plans: Sequence[tuple[Sequence[int], MicrobatchPlan]],
     *,
@@ -154,7 +152,7 @@ def build_train_batch(
     """Pack the sequences of one DP rank.
 
     Args:
-        sequences: all branches of the step (replicated on every rank).
+        sequences: branches of the step, those of this DP rank at least.
         sequence_weights: loss weight of each of their response tokens.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
         dp_rank: whose microbatches to build.

@@ -4,15 +4,17 @@
     reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
 
 A reward model scores collectively and elsewhere, so the sum is made in two steps: `compute_reward` from
-the local sources, then `add_model_score`. Everything in here is pure but for loading the user's code.
+the local sources, then `add_model_scores`. Everything in here is pure but for loading the user's code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
@@ -140,17 +142,17 @@ def compute_reward(
         components[OVERLONG] = compute_overlong_penalty(
             len(rollout.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
         reward += components[OVERLONG]
-    _refuse_infinite(reward, rollout)
+    if not abs(reward) <= _LARGEST:
+        raise _refuse(reward, describe_rollout(rollout))
     return reward, components
 
 
-def _refuse_infinite(reward: float, rollout: Rollout) -> None:
+def _refuse(reward: float, what: str) -> UserError:
     """Scores are finite; what is made of them, here and in a group's baseline, must be so, too."""
-    if not abs(reward) <= _LARGEST:
-        raise UserError(
-            f"the reward is {reward:g}\n{describe_rollout(rollout)}", source="reward",
-            expected=f"at most {_LARGEST:g} in size, so that sums over a batch are finite",
-            hint="scale the scores of the reward sources")
+    return UserError(
+        f"the reward is {reward:g}\n{what}", source="reward",
+        expected=f"at most {_LARGEST:g} in size, so that sums over a batch are finite",
+        hint="scale the scores of the reward sources")
 
 
 def compute_overlong_penalty(
@@ -165,21 +167,30 @@ def compute_overlong_penalty(
     return -penalty * min(max(excess / buffer_length, 0.0), 1.0) or 0.0  # not -0.0
 
 
-def add_model_score(plan: RewardPlan, rollout: Rollout, score: float) -> None:
-    """Add the reward model's score to a rollout that `compute_reward` has given its local reward.
+def add_model_scores(
+    plan: RewardPlan, rewards: np.ndarray, scores: np.ndarray, name: Callable[[int], str]
+) -> np.ndarray:
+    """Add the reward model's scores to what `compute_reward` gave the same rollouts.
+
+    Args:
+        plan: the sum.
+        rewards, scores: [num_rollouts] float64.
+        name: what a message calls a rollout.
 
     Raises:
-        UserError: the score is not finite.
+        UserError: a score is not finite, or the sum too large.
     """
     assert plan.model_weight is not None, "the model is no part of this sum"
-    if not math.isfinite(score):
+    if not np.isfinite(scores).all():
+        index = int(np.isfinite(scores).argmin())
         raise UserError(
-            f"the reward model gave {score} to prompt_id {rollout.prompt.prompt_id}, "
-            f"sample_index {rollout.sample_index}", source="reward_model.path", expected="a finite score",
-            hint="check the checkpoint with transformers")
-    rollout.reward += plan.model_weight * score
-    _refuse_infinite(rollout.reward, rollout)
-    rollout.reward_components[MODEL] = score
+            f"the reward model gave {scores[index]} to {name(index)}", source="reward_model.path",
+            expected="a finite score", hint="check the checkpoint with transformers")
+    sums = rewards + plan.model_weight * scores
+    worst = int(np.abs(sums).argmax())
+    if not abs(sums[worst]) <= _LARGEST:
+        raise _refuse(float(sums[worst]), name(worst))
+    return sums
 
 
 def is_service(target: str) -> bool:

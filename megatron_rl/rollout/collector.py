@@ -1,38 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollouts of a step: generated, scored, and drawn again where a group teaches nothing (DAPO).
+"""The samples of a step: generated, scored, and drawn again where a group teaches nothing (DAPO).
 
-Rewards come from local sources (rules, functions, services), each rank scoring a share of the rollouts, and
-from a reward model, which all ranks run together. Slow local sources start while other responses are still
-being generated.
+What an engine has generated is scored on its own ranks, and stays there: rewards come from local sources (rules,
+functions, services), which start while other responses are still being generated where they can. Other ranks get the
+headers. A reward model is a role, which fetches what it scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptBatches, PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.experience.collected import Collected, rollouts_of
+from megatron_rl.experience.experience import Experience, hold
+from megatron_rl.experience.table import Headers, build_headers, gather_headers, join_headers
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import raise_together
-from megatron_rl.rewards.plan import OVERLONG, RewardPlan, add_model_score
+from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.validation import compute_validation_metrics, name_answer
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
+from megatron_rl.rewards.validation import compute_validation_metrics
+from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 
 
 class ResponseModel(Protocol):
-    """A reward model: scores rollouts; collective, the same on every rank."""
+    """A reward model; collective, the same on every rank."""
 
-    def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
+    def __call__(self, samples: Experience) -> Sequence[float] | np.ndarray:
         """One score per rollout."""
+
+
+@dataclass(frozen=True)
+class RewardSources:
+    """Where rewards come from.
+
+    Attributes:
+        plan: how scores add up.
+        scorer: local sources of this rank.
+        model: scores rollouts where the plan gives it a weight; None: there is none.
+        needs_greedy_baseline: the estimator wants the reward of a greedy response to each prompt.
+    """
+
+    plan: RewardPlan
+    scorer: Scorer
+    model: ResponseModel | None
+    needs_greedy_baseline: bool
 
 
 class Collector:
@@ -41,32 +59,26 @@ class Collector:
     Args:
         hybrid: the engine with the actor's weights.
         prompts: training prompts.
-        scorer: local reward sources of this rank.
-        reward_plan: how scores add up.
-        reward_model: scores rollouts where the plan gives it a weight.
+        rewards: where rewards come from.
         config: the resolved config.
-        plan: batch arithmetic.
         stop_token_ids: end a response.
-        needs_greedy_baseline: the advantage estimator wants the reward of a greedy response to each prompt.
         timers: count the phase "reward".
         group: all ranks.
     """
 
     def __init__(
-        self, *, hybrid: HybridEngine, prompts: PromptBatches, scorer: Scorer, reward_plan: RewardPlan,
-        reward_model: ResponseModel | None, config: RunConfig, plan: BatchPlan, stop_token_ids: tuple[int, ...],
-        needs_greedy_baseline: bool, timers: PhaseTimers, group: dist.ProcessGroup,
+        self, *, hybrid: HybridEngine, prompts: PromptBatches, rewards: RewardSources, config: RunConfig,
+        stop_token_ids: tuple[int, ...], timers: PhaseTimers, group: dist.ProcessGroup,
     ) -> None:
-        self._hybrid, self._prompts, self._scorer, self._reward_plan = hybrid, prompts, scorer, reward_plan
-        self._reward_model, self._config, self._plan = reward_model, config, plan
-        self._stop_token_ids, self._needs_greedy_baseline = stop_token_ids, needs_greedy_baseline
-        self._timers, self._group = timers, group
+        self._hybrid, self._prompts, self._rewards, self._config = hybrid, prompts, rewards, config
+        self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
+        self._tp_size = config.rollout.tensor_model_parallel_size
 
     def sampling(self, temperature: float) -> SamplingConfig:
         """The sampling contract at a temperature."""
         return SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int) -> Experience:
         """`train_batch_size` scored groups; collective.
 
         With `algorithm.dynamic_sampling`, rounds of `train_batch_size` prompts are drawn until that many groups have
@@ -74,100 +86,108 @@ class Collector:
         dropped. After
         `max_sampling_rounds` groups without a signal fill the batch, so that its size never changes.
         """
-        wanted, algorithm = self._plan.train_batch_size, self._config.algorithm
-        informative: list[RolloutGroup] = []
-        uninformative: list[RolloutGroup] = []
-        rounds = 0
-        while len(informative) < wanted and rounds < (algorithm.max_sampling_rounds if self._resamples else 1):
-            groups = self.generate(
-                next(self._prompts), self._plan.group_size, self._config.rollout.temperature, step, round=rounds)
-            for group in groups:
-                is_kept = not self._resamples or is_informative(group, algorithm.dynamic_sampling_metric)
-                (informative if is_kept else uninformative).append(group)
-            rounds += 1
-        kept = (informative + uninformative)[:wanted]
+        config, algorithm = self._config, self._config.algorithm
+        wanted = config.data.train_batch_size
+        parts: list[Experience] = []
+        informative: list[int] = []
+        uninformative: list[int] = []
+        while len(informative) < wanted and len(parts) < (algorithm.max_sampling_rounds if self._resamples else 1):
+            part = self.generate(
+                next(self._prompts), config.rollout.n, config.rollout.temperature, step, round=len(parts))
+            is_kept = (find_informative(part.headers, algorithm.dynamic_sampling_metric) if self._resamples
+                       else [True] * len(part.prompts))
+            for group, kept in enumerate(is_kept, len(informative) + len(uninformative)):
+                (informative if kept else uninformative).append(group)
+            parts.append(part)
         metrics = {
-            "sampling/rounds": rounds, "sampling/generated_groups": len(informative) + len(uninformative),
+            "sampling/rounds": len(parts), "sampling/generated_groups": len(informative) + len(uninformative),
             "sampling/informative_groups": len(informative),
             "sampling/filled_groups": max(0, wanted - len(informative)),
             "sampling/dropped_groups": max(0, len(informative) - wanted),
         } if self._resamples else {}
-        return Collected(kept, self._score_greedy_responses(kept, step), metrics)
+        samples = Experience.join(parts, (informative + uninformative)[:wanted], metrics)
+        if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
+            samples.add_baselines(self.generate(samples.prompts, 1, 0.0, step))
+        return samples
 
     @property
     def _resamples(self) -> bool:
         return self._config.algorithm.dynamic_sampling
 
-    def _score_greedy_responses(self, groups: Sequence[RolloutGroup], step: int) -> np.ndarray | None:
-        """Reward of the greedy response to each prompt (ReMax, arXiv 2310.10505)."""
-        if not self._needs_greedy_baseline:
-            return None
-        greedy = self.generate([group.prompt for group in groups], 1, 0.0, step)
-        return np.array([rollout.reward for rollout in rollouts_of(greedy)])
-
     def validate(self, validation: dict[str, PromptSet]) -> dict[str, float]:
         """Metrics of every validation set, `validation/<set>/<metric>`; collective."""
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
-            groups: list[RolloutGroup] = []
             size = config.data.validation_batch_size or len(prompt_set.prompts)
-            for first in range(0, len(prompt_set.prompts), size):
-                groups += self.generate(
+            headers = join_headers([
+                self.generate(
                     prompt_set.prompts[first : first + size], config.rollout.validation_n,
-                    config.rollout.validation_temperature, step=0)
+                    config.rollout.validation_temperature, step=0, with_answers=True).headers
+                for first in range(0, len(prompt_set.prompts), size)]).rollouts
+            shape = (-1, config.rollout.validation_n)
             found = compute_validation_metrics(
-                [[_reward_without_shaping(rollout) for rollout in group.rollouts] for group in groups],
-                [[name_answer(rollout.response) for rollout in group.rollouts] for group in groups])
+                _rewards_without_shaping(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist())
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
         return metrics
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, temperature: float, step: int, round: int = 0
-    ) -> list[RolloutGroup]:
-        """Scored responses, one group per prompt; collective."""
-        self._scorer.step = step
-        on_finished = self._scorer.begin if self._scorer.is_concurrent else None
+        self, prompts: Sequence[Prompt], group_size: int, temperature: float, step: int, round: int = 0,
+        with_answers: bool = False,
+    ) -> Experience:
+        """Scored responses, one group per prompt; collective.
+
+        Args:
+            prompts: the same on every rank.
+            group_size: responses per prompt.
+            temperature: of sampling; 0: greedy.
+            step, round: part of every response's seed.
+            with_answers: the headers tell equal answers.
+        """
+        scorer = self._rewards.scorer
+        scorer.step = step
         groups = self._hybrid.generate(
             prompts, group_size=group_size, sampling=self.sampling(temperature), step=step, round=round,
-            on_finished=on_finished)
+            on_finished=scorer.begin if scorer.is_concurrent else None)
+        engine = self._group.rank() // self._tp_size
+        held = [(index, rollout) for index, group in enumerate(groups)
+                if self._hybrid.rank_of_group(index) // self._tp_size == engine for rollout in group.rollouts]
         with self._timers.phase("reward"):
-            self._score(groups)
-        return groups
+            headers, num_bytes = self._score(held, engine, with_answers)
+            ranks = np.arange(self._group.size()).reshape(-1, self._tp_size)
+            samples = Experience(headers, prompts, hold(held, headers, ranks, num_bytes), self._group)
+            if self._rewards.model is not None:
+                scores = np.asarray(self._rewards.model(samples), np.float64)
+                rollouts = headers.rollouts
+                rewards = add_model_scores(self._rewards.plan, rollouts["reward"], scores, rollouts.name)
+                samples = samples.rescore(rewards, MODEL, scores)
+        return samples
 
-    def _score(self, groups: list[RolloutGroup]) -> None:
-        """Fill in response texts and rewards.
+    def _score(self, held: Sequence[tuple[int, Rollout]], engine: int, with_answers: bool) -> tuple[Headers, int]:
+        """Score a share of what this engine has generated, and tell all ranks the headers.
 
         Raises:
             UserError: a source failed on some rank; raised on all of them.
         """
-        rank, rollouts = self._group.rank(), rollouts_of(groups)
-        if self._scorer.is_concurrent:  # scored where they were generated
-            owners = [self._hybrid.rank_of_group(i) for i, group in enumerate(groups) for _ in group.rollouts]
+        scorer, place = self._rewards.scorer, self._group.rank() % self._tp_size
+        if scorer.is_concurrent:  # the engine's first rank has begun already
+            mine = held if place == 0 else []
         else:
-            owners = [i % self._group.size() for i in range(len(rollouts))]
-        mine = [rollout for rollout, owner in zip(rollouts, owners, strict=True) if owner == rank]
-        _run_together(lambda: self._scorer.finish(mine), self._group)
-        shares: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(
-            shares, [(r.response, r.reward, r.reward_components) for r in mine], group=self._group)
-        for peer, share in enumerate(shares):
-            theirs = [rollout for rollout, owner in zip(rollouts, owners, strict=True) if owner == peer]
-            for rollout, scored in zip(theirs, share, strict=True):
-                rollout.response, rollout.reward, rollout.reward_components = scored
-        if self._reward_model is not None:
-            for rollout, score in zip(rollouts, self._reward_model(rollouts), strict=True):
-                add_model_score(self._reward_plan, rollout, float(score))
+            mine = held[place :: self._tp_size]
+        _run_together(lambda: scorer.finish([rollout for _, rollout in mine]), self._group)
+        headers = build_headers(mine, holder=engine, mask_truncated=self._config.algorithm.mask_truncated,
+                                with_answers=with_answers)
+        return gather_headers(headers, self._group)
 
     def close(self) -> None:
         """End the workers of the reward sources."""
-        self._scorer.close()
+        self._rewards.scorer.close()
 
 
-def is_informative(group: RolloutGroup, metric: str | None) -> bool:
-    """True if the responses of a group differ in what `algorithm.dynamic_sampling_metric` names.
+def find_informative(headers: Headers, metric: str | None) -> list[bool]:
+    """Which groups have responses that differ in what `algorithm.dynamic_sampling_metric` names.
 
     Args:
-        group: scored.
+        headers: of scored responses.
         metric: None: the reward without the overlong punishment, by which all-wrong responses of different lengths
             would differ; "reward": with it; else a number that the reward reports. A reward that reports no "acc" is
             its own accuracy, as in verl.
@@ -175,26 +195,23 @@ def is_informative(group: RolloutGroup, metric: str | None) -> bool:
     Raises:
         UserError: the reward reports no such number; on every rank alike.
     """
-    return bool(np.ptp([_judged_value(rollout, metric) for rollout in group.rollouts]) > 0)
-
-
-def _judged_value(rollout: Rollout, metric: str | None) -> float:
-    if metric in rollout.reward_components:
-        return rollout.reward_components[metric]
-    if metric == "reward":
-        return rollout.reward
-    if metric not in (None, "acc"):
-        known = sorted({"reward", *rollout.reward_components} - {OVERLONG})
+    rollouts = headers.rollouts
+    values = rollouts["reward"] if metric == "reward" else _rewards_without_shaping(rollouts)
+    reported = np.full(len(rollouts), np.nan) if metric is None else rollouts.component(metric)
+    is_missing = np.isnan(reported)
+    if metric not in (None, "reward", "acc") and is_missing.any():
+        known = sorted({"reward", *rollouts.reported(int(is_missing.argmax()))} - {OVERLONG})
         raise UserError(
             f'algorithm.dynamic_sampling_metric = "{metric}" is not reported by the reward',
             source="algorithm.dynamic_sampling_metric", expected=f"null, or one of {', '.join(known)}",
             hint="a reward function that returns a dict reports all numbers of it")
-    return _reward_without_shaping(rollout)
+    judged = np.where(is_missing, values, reported)
+    return [bool(np.ptp(part) > 0) for part in np.split(judged, np.cumsum(headers.group_sizes)[:-1])]
 
 
-def _reward_without_shaping(rollout: Rollout) -> float:
-    """What a response is worth by itself: the overlong punishment shapes training only."""
-    return rollout.reward - rollout.reward_components.get(OVERLONG, 0.0)
+def _rewards_without_shaping(headers: Headers) -> np.ndarray:
+    """What responses are worth by themselves: the overlong punishment shapes training only."""
+    return headers["reward"] - np.nan_to_num(headers.component(OVERLONG))
 
 
 def _run_together(work: Callable[[], None], group: dist.ProcessGroup) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO, PPO and their relatives: `train` is the algorithm; what surrounds its steps comes below.
 
-Every rank runs the same program. Rollouts, rewards and lengths are known to every rank; packed tensors
-belong to a DP rank, and its TP and PP ranks hold the same ones.
+Every rank runs the same program. What decides (lengths, rewards) is known to every rank; tokens are where they were
+generated and where they are trained on (see `experience`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.algorithms.advantages import Advantages
 from megatron_rl.algorithms.kl import build_kl_controller, measure_for_target
 from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.config.command_line import end_program_on_errors
@@ -27,15 +26,13 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.engines.modes import describe_modes
-from megatron_rl.experience.collected import Collected
-from megatron_rl.experience.columns import gather_token_values, move_tokens
-from megatron_rl.experience.describe import describe_distributions, describe_rollouts, rollout_row
+from megatron_rl.experience.describe import describe_distributions, describe_rollouts, describe_updates, rollout_row
 from megatron_rl.experience.estimate import choose_tokens, compute_advantages, correct_mismatch, measure_kl
-from megatron_rl.experience.pack import pack_rollouts
+from megatron_rl.experience.experience import Column, Experience
+from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.observability.rollout_log import TokenTexts
-from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
@@ -48,14 +45,20 @@ from megatron_rl.roles.build import (
     side_files,
 )
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
+from megatron_rl.roles.on_samples import (
+    ActorOnSamples,
+    CriticOnSamples,
+    PolicyOnSamples,
+    RewardModelOnSamples,
+    score_all_rollouts,
+)
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.roles.reward_model import RewardModel
-from megatron_rl.rollout.collector import Collector
+from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.training.step import check_step_mode
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import UserError
 
 
 class Trainer:
@@ -91,63 +94,66 @@ class Trainer:
             rank=self.process.rank, device=self.process.device)
         timers.annotate = self.profiler.phase if self.profiler.is_used else None
         roles = build_roles(config, inputs, parts)
-        actor, reference, critic = roles["actor"], roles.get("reference"), roles.get("critic")
-        self.reward_model: RewardModel | None = roles.get("reward_model")
+        actor, reference, critic, spec = roles["actor"], roles.get("reference"), roles.get("critic"), inputs.spec
         self.hybrid = parts.rollouts or build_hybrid_engine(config, actor, self.process, timers)
         self.hybrid.progress = self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD))
-        self.actor = timers.watch(
-            actor, compute_logprobs="old_logprobs", compute_sum_pi_squared="old_logprobs", update="update")
-        self.reference = timers.watch(reference, compute_logprobs="ref_logprobs") if reference else None
-        self.critic = timers.watch(critic, compute_values="values", update="update_critic") if critic else None
+        packers = {name: Packer(role.model, spec.roles[name].layout, plan, config.algorithm, self.process.device)
+                   for name, role in roles.items()}
+        self.actor = ActorOnSamples(
+            timers.watch(
+                actor, compute_logprobs="old_logprobs", compute_sum_pi_squared="old_logprobs", update="update"),
+            packers["actor"], records_updates=config.trainer.log_rollouts != 0)
+        self.reference = reference and PolicyOnSamples(
+            timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"])
+        self.critic = critic and CriticOnSamples(
+            timers.watch(critic, compute_values="values", update="update_critic"), packers["critic"])
+        self.reward_model = "reward_model" in roles and RewardModelOnSamples(
+            roles["reward_model"], packers["reward_model"])
         self.kl = build_kl_controller(config.algorithm)
         self.prompts = PromptBatches(
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
-        self.token_texts = TokenTexts(inputs.tokenizer.decode)
+        decode = inputs.tokenizer.decode
+        self.token_texts = TokenTexts(decode)
+        score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else None
         self.collector = parts.rollouts or Collector(
-            hybrid=self.hybrid, prompts=self.prompts, reward_plan=inputs.reward_plan, config=config, plan=plan,
-            scorer=Scorer(inputs.reward_plan, config.reward, inputs.tokenizer.decode),
-            reward_model=parts.reward_model or (self.score_with_model if self.reward_model else None),
-            stop_token_ids=inputs.stop_token_ids, timers=timers, group=dist.group.WORLD,
-            needs_greedy_baseline=inputs.spec.needs_greedy_baseline)
-        self.trained = {role.name: roles[role.name] for role in inputs.spec.trained}
+            hybrid=self.hybrid, prompts=self.prompts, config=config, stop_token_ids=inputs.stop_token_ids,
+            rewards=RewardSources(
+                inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score or self.reward_model,
+                spec.needs_greedy_baseline), timers=timers, group=dist.group.WORLD)
+        self.trained = {role.name: roles[role.name] for role in spec.trained}
         self.checkpoints = Checkpoints(
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
-            side_files={role.name: side_files(config, role.path) for role in inputs.spec.trained},
+            side_files={role.name: side_files(config, role.path) for role in spec.trained},
             export=actor_export(config, actor.model), total_steps=plan.total_steps)
-        self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into)
+        self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into, decode)
 
     def train(self) -> None:
         """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
         with self.session():
             for step in self.steps():
-                with self.hybrid.rollout_mode():  # weights: Megatron TP/PP/DP -> engine TP
-                    collected = self.collector.collect(step)
+                with self.hybrid.rollout_mode():  # the engines take the actor's weights
+                    samples = self.collector.collect(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
-                batch = self.pack(collected.rollouts, "actor")
-                batch.old_logprobs = self.actor.compute_logprobs(batch)
+                samples.old_logprobs = self.actor.compute_logprobs(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
-                    batch.sum_pi_squared = self.actor.compute_sum_pi_squared(batch)
-                if self.reference:
-                    batch.ref_logprobs = self.reference.compute_logprobs(batch)  # for the KL term
+                    samples.sum_pi_squared = self.actor.compute_sum_pi_squared(samples)
+                if self.reference:  # for the KL term
+                    samples.ref_logprobs = self.reference.compute_logprobs(samples)
+                    samples.kl_per_rollout = self.measure_kl(samples)
                 if self.critic:
-                    critic_batch = self.pack_for_critic(collected.rollouts, batch)
-                    critic_batch.values = self.critic.compute_values(critic_batch)
-                    batch.values = self.from_critic(critic_batch.values, critic_batch, batch)
-                algorithm = self.algorithm_now()
-                estimate = self.estimate(collected, batch, algorithm)
-                batch.advantages = estimate.advantages
-                batch.chosen = choose_tokens(batch, algorithm, self.actor.model.groups.dp)  # for clip_cov and kl_cov
+                    samples.values = self.critic.compute_values(samples)
+                samples.importance_weights = self.correct_mismatch(samples)
+                samples.advantages, samples.returns = self.estimate(samples)
+                samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
                 self.checkpoints.safe_point()  # or here, or after the step
-                if self.critic:
-                    critic_batch.returns = self.from_actor(estimate.returns, batch, critic_batch)
-                for _ in range(self.plan.ppo_epochs):
+                for minibatch in samples.minibatches(self.plan.rollouts_per_minibatch, self.plan.ppo_epochs):
                     if self.critic:
-                        for minibatch in critic_batch.minibatches():
-                            self.run.count(self.critic.update(minibatch))
+                        self.run.count(self.critic.update(minibatch))
                     if not self.critic or step > self.config.trainer.critic_warmup:
-                        for minibatch in batch.minibatches():
-                            self.run.count(self.actor.update(minibatch, algorithm))
-                self.describe(step, collected, batch)
+                        self.run.count(self.actor.update(minibatch, self.algorithm_now()))
+                if self.reference:
+                    self.adapt_kl(samples)
+                self.describe(step, samples)
 
     # How one comes about, and what surrounds the steps.
 
@@ -256,56 +262,43 @@ class Trainer:
         self.checkpoints.finish()
         run.finish()
 
-    def pack(self, rollouts: Sequence[Rollout], section: str) -> TrainBatch:
-        """The packed batch on this rank of the role that a section of the config describes."""
-        model, config = getattr(self, section).model, getattr(self.config, section)
-        batch, metrics = pack_rollouts(rollouts, self.plan, self.config.algorithm, model, config, self.process.device)
-        if section == "actor":
-            self.run.count(metrics)
-            if self.config.trainer.log_rollouts:
-                batch.record_updates()
-        return batch
-
-    def pack_for_critic(self, rollouts: Sequence[Rollout], batch: TrainBatch) -> TrainBatch:
-        """The critic's packed batch: the actor's own where both would be packed alike."""
-        actor, critic = self.actor.model, self.critic.model
-        is_alike = (
-            actor.groups.layout == critic.groups.layout and actor.pad_multiple == critic.pad_multiple
-            and actor.buckets == critic.buckets
-            and self.config.actor.max_tokens_per_microbatch == self.config.critic.max_tokens_per_microbatch
-            and self.config.actor.share_prompts == self.config.critic.share_prompts)
-        return batch if is_alike else self.pack(rollouts, "critic")
-
-    def from_critic(self, values: torch.Tensor, critic_batch: TrainBatch, batch: TrainBatch) -> torch.Tensor:
-        """Token values from the critic's packing in the actor's; collective."""
-        return move_tokens(values, critic_batch, batch, self.critic.model.groups.is_replica_leader, dist.group.WORLD)
-
-    def from_actor(self, values: torch.Tensor, batch: TrainBatch, critic_batch: TrainBatch) -> torch.Tensor:
-        """Token values from the actor's packing in the critic's; collective."""
-        return move_tokens(values, batch, critic_batch, self.actor.model.groups.is_replica_leader, dist.group.WORLD)
-
-    def score_with_model(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """The reward model's score of each rollout; collective."""
-        batch = self.pack(rollouts, "reward_model")
-        return self.reward_model.compute_scores(batch).tolist()
-
     def algorithm_now(self) -> AlgorithmConfig:
         """The algorithm with the KL controller's current coefficient."""
         return replace(self.config.algorithm, kl_coef=self.kl.coef)
 
-    def estimate(self, collected: Collected, batch: TrainBatch, algorithm: AlgorithmConfig) -> Advantages:
-        """Advantages and returns; measures the KL and the gap to the engine on the way; collective."""
-        group, rollouts, kl = self.actor.model.groups.dp, collected.rollouts, None
-        if batch.ref_logprobs is not None:
-            kl, tokens = measure_kl(batch, len(rollouts), algorithm.kl_type, group)
-            self.kl.update(measure_for_target(kl, tokens, algorithm), len(rollouts))
-            self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
-        batch.importance_weights, mismatch = correct_mismatch(batch, algorithm, group)
-        self.run.count(mismatch)
-        estimate = compute_advantages(collected, batch, algorithm, kl, group)
-        batch.returns = estimate.returns
-        self.run.count(estimate.metrics)
-        return estimate
+    def measure_kl(self, samples: Experience) -> np.ndarray:
+        """KL to the reference of each rollout, summed over its tokens in the loss; collective."""
+        batch, algorithm = self.actor.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
+        kl = measure_kl(samples.headers, batch, algorithm.kl_type, self.actor.model.groups.dp)
+        self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
+        return kl
+
+    def adapt_kl(self, samples: Experience) -> None:
+        """Let the KL controller react to this step's KL: the next step has another coefficient."""
+        headers = samples.headers
+        tokens = headers.sum_per_rollout(headers.num_loss_tokens)
+        measured = measure_for_target(samples.kl_per_rollout, tokens, self.config.algorithm)
+        self.kl.update(measured, len(headers.rollouts))
+
+    def correct_mismatch(self, samples: Experience) -> Column | None:
+        """Weights that correct for the gap between actor and engine, where the config asks for them; collective."""
+        batch = self.actor.read(samples, "old_logprobs")
+        weights, metrics = correct_mismatch(batch, self.config.algorithm, self.actor.model.groups.dp)
+        self.run.count(metrics)
+        return self.actor.as_column(samples, weights)
+
+    def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
+        """Advantages, and returns where there is a critic; collective."""
+        batch = self.actor.read(
+            samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights")
+        found = compute_advantages(samples, batch, self.algorithm_now(), self.actor.model.groups.dp)
+        self.run.count(found.metrics)
+        return Column(found.advantages, samples.pack(self.actor.packer)), self.actor.as_column(samples, found.returns)
+
+    def choose_tokens(self, samples: Experience) -> Column | None:
+        """The tokens that the policy loss treats in another way, where it does that; collective."""
+        batch = self.actor.read(samples, "old_logprobs", "advantages")
+        return self.actor.as_column(samples, choose_tokens(batch, self.algorithm_now(), self.actor.model.groups.dp))
 
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set; collective."""
@@ -314,23 +307,27 @@ class Trainer:
         self.run.count(metrics)
         return metrics
 
-    def describe(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+    def describe(self, step: int, samples: Experience) -> None:
         """Count what a step was like, and write some of its rollouts; collective."""
-        stats, limit = self.hybrid.reshard_stats, self.config.trainer.log_rollouts
-        self.run.count(describe_rollouts(collected.groups) | collected.metrics)
+        stats, limit, headers = self.hybrid.reshard_stats, self.config.trainer.log_rollouts, samples.headers
+        self.run.count(describe_rollouts(headers) | samples.metrics | self.actor.describe_packing(samples))
         self.run.count({
             "reshard/bytes_moved": stats.bytes_moved,
             "reshard/bytes_copied": stats.bytes_copied,
             "reshard/bytes_aliased": stats.bytes_aliased,
             "reshard/verified_tensors": self.hybrid.verified_tensors,
         })
-        rollouts = collected.rollouts if limit < 0 else collected.rollouts[:limit]
-        values = gather_token_values(
-            batch, len(rollouts), self.config.algorithm, self.actor.model.groups.is_last_stage_leader, dist.group.WORLD)
-        self.run.write_histograms(step, partial(describe_distributions, collected.rollouts, batch))
-        self.run.write_rollouts(
-            step, (rollout_row(r, self.token_texts, found) for r, found in zip(rollouts, values, strict=True)))
-        self.capsule.end(step, collected, batch)
+        self.run.count(samples.measure_bytes())
+        batch = self.actor.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
+        columns = {name: samples.columns[name] for name in ("old_logprobs", "advantages", "values")
+                   if name in samples.columns}
+        columns |= {name: self.actor.as_update(samples, values)
+                    for name, values in describe_updates(batch, self.config.algorithm).items()}
+        logged = samples.fetch_rollouts(
+            len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)
+        self.run.write_histograms(step, partial(describe_distributions, headers, batch))
+        self.run.write_rollouts(step, (rollout_row(r, self.token_texts, found) for r, found in logged))
+        self.capsule.end(step, samples)
 
     def close(self) -> None:
         """Release the engine, end reward workers and close the sinks (also after an error)."""

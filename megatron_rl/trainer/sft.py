@@ -6,24 +6,26 @@ Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron_rl.config.loading import LoadedConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.experience.pack import pack_rollouts
+from megatron_rl.experience.experience import Experience, replicate
+from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
-from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles.build import actor_export, build_role, group_timeout, launched_sizes, side_files
 from megatron_rl.roles.inputs import SftInputs, read_sft_inputs
+from megatron_rl.roles.on_samples import ActorOnSamples
 from megatron_rl.training.step import check_step_mode
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import UserError
 
 
 class SftTrainer:
@@ -44,7 +46,10 @@ class SftTrainer:
         config, plan = self.config, self.plan
         groups = build_groups(inputs.actor.layout, group_timeout(config))
         actor = build_role(config, inputs.actor, groups, plan.total_steps)
-        self.actor = self.run.timers.watch(actor, update_sft="update")
+        # Every example has a prompt of its own.
+        layout = replace(config.actor, share_prompts=False)
+        packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
+        self.actor = ActorOnSamples(self.run.timers.watch(actor, update_sft="update"), packer)
         self.examples = PromptBatches(
             inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         self.checkpoints = Checkpoints(
@@ -58,25 +63,25 @@ class SftTrainer:
         for step in range((resumed or 0) + 1, self.plan.total_steps + 1):
             self.run.timers.step = step
             with self.run.timers.phase("step"):
-                batch = self.pack(next(self.examples))
-                self.run.count(self.actor.update_sft(batch))
+                examples = next(self.examples)
+                samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], dist.group.WORLD)
+                for minibatch in samples.minibatches(self.plan.rollouts_per_minibatch):
+                    self.run.count(self.actor.update_sft(minibatch))
+                self.describe(samples)
                 self.checkpoints.end_step(step)
             self.run.record(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         self.run.finish()
 
-    def pack(self, examples: Sequence[Rollout]) -> TrainBatch:
-        """This rank's packed batch: one minibatch; a response to learn is packed as a sampled one is."""
-        config = replace(self.config.actor, share_prompts=False)  # every example has a prompt of its own
-        batch, metrics = pack_rollouts(
-            examples, self.plan, self.config.algorithm, self.actor.model, config, self.process.device)
-        self.run.count(metrics)
+    def describe(self, samples: Experience) -> None:
+        """Count what a batch is like."""
+        self.run.count(self.actor.describe_packing(samples))
+        headers = samples.headers
         self.run.count({
-            "tokens/prompt": sum(len(e.prompt.tokens) for e in examples),
-            "tokens/response": sum(len(e.response_tokens) for e in examples),
+            "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
+            "tokens/response": int(headers.num_response_tokens.sum()),
         })
-        return batch
 
 
 def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-token values on their way into the rollout log: two DP replicas of two ranks, of which one speaks.
+"""Samples on several ranks: tokens stay with their engines, roles in different layouts fetch what they need.
 
-The rest of experience/ is tested through whole runs (tests/trainer/).
+Models are left out: what a role would compute is written down by hand. Whole runs are in tests/trainer.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,66 +13,143 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sample_rollouts import make_prompt, make_rollout
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
-from megatron_rl.experience.columns import gather_token_values
-from megatron_rl.experience.pack import pack_rollouts
-from megatron_rl.packing.batch import build_train_batch, expand_to_tokens
-from megatron_rl.types import Branch
-from reward_samples import make_rollout
+from megatron_rl.experience.describe import describe_updates
+from megatron_rl.experience.experience import Column, Experience, hold, replicate
+from megatron_rl.experience.fetch import Holders
+from megatron_rl.experience.pack import Packer
+from megatron_rl.experience.table import build_headers, gather_headers
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import Rollout
 
-# Prompt of 2, responses of 3, 1, 2 and 4 tokens; that of rollout 1 is kept out of the loss.
-RESPONSES = [3, 1, 2, 4]
-ADVANTAGES = [1.0, 0.0, -1.0, 2.0]
-
-
-def _gather(rank: int, world_size: int) -> dict[str, Any]:
-    sequences = [Branch.of_response(np.arange(2 + n), 2) for n in RESPONSES]
-    sequences[1] = replace(sequences[1], sampled=np.zeros(2 + RESPONSES[1], bool))
-    plans = [((0, 1), [[[1]], [[0]]]), ((2, 3), [[[1, 0]], [[]]])]  # replica 0: rollout 1, then 3 and 2
-    batch = build_train_batch(
-        sequences, [1.0] * 4, plans, dp_rank=rank // 2, pad_multiple=4, device=torch.device("cpu"))
-    batch.advantages = expand_to_tokens(ADVANTAGES, batch)
-    batch.old_logprobs = -(10.0 * batch.sequence_ids + batch.position_ids)  # rollout 3, token 4: -34
-    algorithm, is_owner = AlgorithmConfig(clip_eps_low=0.2, clip_eps_high=0.2), rank % 2 == 1
-    before = gather_token_values(batch, 4, algorithm, is_owner, dist.group.WORLD)
-    batch.record_updates()
-    unused = gather_token_values(batch, 4, algorithm, is_owner, dist.group.WORLD)
-    batch.values = batch.old_logprobs / 2
-    if is_owner:  # as the last pipeline stage alone does
-        for minibatch in batch.minibatches():
-            for microbatch in minibatch.microbatches():
-                microbatch.update_logprobs.copy_(microbatch.old_logprobs + math.log(1.5))
-                microbatch.update_entropy.copy_(microbatch.position_ids)
-    after = gather_token_values(batch, 3, algorithm, is_owner, dist.group.WORLD)
-    nothing = gather_token_values(batch, 0, algorithm, is_owner, dist.group.WORLD)
-    return dict(before=before, unused=unused, after=after, nothing=nothing)
+GROUPS, GROUP_SIZE = 8, 4
+ALGORITHM = AlgorithmConfig(mask_truncated=True)
+TOKEN_BYTES = 4 + 4 + 1  # token, log-prob, flag
 
 
-def test_every_rank_gets_the_values_of_the_first_rollouts_in_order() -> None:
-    for found in run_ranks(_gather, 4):
-        assert [list(x) for x in found["before"]] == [["old_logprobs", "advantages"]] * 4
-        assert [x["old_logprobs"].tolist() for x in found["before"]] == [
-            [-2, -3, -4], [], [-22, -23], [-32, -33, -34, -35]]
-        assert [x["advantages"].tolist() for x in found["before"]] == [[1] * 3, [], [-1] * 2, [2] * 4]
-        assert all(np.isnan(x[name]).all() for x in found["unused"] for name in ("ratio", "clipped", "entropy"))
-        assert [x["values"].tolist() for x in found["after"]] == [[-1, -1.5, -2], [], [-11, -11.5]]
-        np.testing.assert_allclose(found["after"][0]["ratio"], 1.5, rtol=1e-6)
-        assert [x["clipped"].tolist() for x in found["after"]] == [[1, 1, 1], [], [0, 0]], "PPO clips where A > 0"
-        assert [x["entropy"].tolist() for x in found["after"]] == [[2, 3, 4], [], [2, 3]]
-        assert found["nothing"] == []
+def draw() -> list[tuple[int, Rollout]]:
+    """Eight groups of four; responses of 1 to 40 tokens, of which those of more than 4 tokens are cut at the limit."""
+    rng = np.random.default_rng(0)
+    prompts = [make_prompt(i) for i in range(GROUPS)]
+    return [(g, make_rollout(prompts[g], s, int(rng.integers(1, 41)), float(s), digits=float(g)))
+            for g in range(GROUPS) for s in range(GROUP_SIZE)]
 
 
-@pytest.mark.parametrize("factor, denominator", [(None, 4 * 100.0), (32.0, 4 * 32.0)])
-def test_loss_scale_factor_stands_in_for_the_longest_response(factor: float | None, denominator: float) -> None:
-    """Weight of each token of the mode constant; layout and lengths of a role of one rank are written out."""
-    role = SimpleNamespace(
-        groups=SimpleNamespace(layout=SimpleNamespace(dp_size=1), at=SimpleNamespace(dp=0)), pad_multiple=1,
-        microbatch_count_multiple=1, attention_ratio=0.0, buckets=None)
-    plan = SimpleNamespace(rollouts_per_minibatch=4, max_response_length=100, longest_sequence=200)
-    algorithm = AlgorithmConfig(loss_agg_mode="constant", loss_scale_factor=factor)
-    rollouts = [make_rollout("x" * n, prompt_id=n) for n in RESPONSES]
-    batch, _ = pack_rollouts(rollouts, plan, algorithm, role, ActorConfig(), torch.device("cpu"))
-    assert batch.ledgers[0].denominator == denominator
-    assert batch.loss_weights[batch.loss_mask].tolist() == pytest.approx([1 / denominator] * sum(RESPONSES))
+def collect(rank: int, world_size: int, engine_tp: int, **options: Any) -> Experience:
+    """As a collector does it: group g is on engine g modulo their number, whose ranks share the scoring."""
+    engine, place = divmod(rank, engine_tp)
+    held = [(g, r) for g, r in draw() if g % (world_size // engine_tp) == engine]
+    headers, num_bytes = gather_headers(
+        build_headers(held[place::engine_tp], holder=engine, **options), dist.group.WORLD)
+    ranks = np.arange(world_size).reshape(-1, engine_tp)
+    prompts = [make_prompt(i) for i in range(GROUPS)]
+    return Experience(headers, prompts, hold(held, headers, ranks, num_bytes), dist.group.WORLD)
+
+
+def make_packer(rank: int, layout: ParallelLayout, share_prompts: bool = False) -> Packer:
+    groups = SimpleNamespace(layout=layout, at=layout.coordinates(rank))
+    model = SimpleNamespace(
+        groups=groups, pad_multiple=4, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None)
+    plan = SimpleNamespace(rollouts_per_minibatch=16, max_response_length=40, longest_sequence=80)
+    config = ActorConfig(max_tokens_per_microbatch=256, share_prompts=share_prompts)
+    return Packer(model, config, plan, ALGORITHM, torch.device("cpu"))
+
+
+def _measure(rank: int, world_size: int, tp: int, engine_tp: int) -> tuple[int, int, int]:
+    samples = collect(rank, world_size, engine_tp)
+    packer = make_packer(rank, ParallelLayout(world_size, tp_size=tp))
+    batch = samples.read(packer)
+    assert samples.read(packer).tokens is batch.tokens, "packed once"
+    mine = batch.sequence_ids.unique()
+    share = TOKEN_BYTES * int(samples.headers["num_tokens"][mine[mine >= 0].numpy()].sum())
+    held = samples.headers["holder"][mine[mine >= 0].numpy()] == rank // engine_tp
+    most = samples.measure_bytes()["samples/bytes_per_rank"]
+    assert samples.count_bytes() <= most
+    return samples.count_bytes(), share, int(held.sum())
+
+
+@pytest.mark.parametrize(("world_size", "tp", "engine_tp"), [(4, 2, 1), (4, 1, 2), (8, 2, 4), (8, 1, 1)])
+def test_a_rank_receives_its_own_share(world_size: int, tp: int, engine_tp: int) -> None:
+    """At most what it trains on and 100 bytes per sequence of the step; less where it has some of that already."""
+    found = run_ranks(_measure, world_size, tp, engine_tp)
+    for received, share, _ in found:
+        assert received <= 1.1 * share + 100 * GROUPS * GROUP_SIZE
+    assert sum(held for *_, held in found) > 0
+    everything = TOKEN_BYTES * sum(len(r.branches[0].tokens) for _, r in draw())
+    assert max(share for _, share, _ in found) < 0.7 * everything, "a share is not everything"
+
+
+def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
+    """An actor on TP 2 x DP 2 and a critic on PP 2 x DP 2; what each computes names rollout and position."""
+    samples = collect(rank, world_size, 1, mask_truncated=True)
+    actor = make_packer(rank, ParallelLayout(4, tp_size=2), share_prompts)
+    critic = make_packer(rank, ParallelLayout(4, pp_size=2))
+    batch, other = samples.read(actor), samples.read(critic)
+
+    def name_tokens(b: Any, factor: float) -> torch.Tensor:
+        return torch.where(b.loss_mask, factor * (100.0 * b.sequence_ids + b.position_ids), 0.0)
+
+    samples.values = Column(name_tokens(other, 1.0), samples.pack(critic))
+    samples.old_logprobs = Column(name_tokens(batch, -1.0), samples.pack(actor))
+    before = samples.count_bytes()
+    read = samples.read(actor, ["values", "old_logprobs", "returns"])
+    moved = samples.count_bytes() - before
+    assert torch.equal(read.values, name_tokens(batch, 1.0)) and read.returns is None
+    assert read.old_logprobs is samples.old_logprobs.values
+    assert samples.read(actor, ["values"]).values is read.values and samples.count_bytes() == before + moved
+    assert torch.equal(samples.read(critic, ["old_logprobs"]).old_logprobs, name_tokens(other, -1.0))
+    with pytest.raises(AssertionError, match="values is there already"):
+        samples.values = samples.old_logprobs
+    sizes = [len(minibatch.samples.read(actor).tokens) for minibatch in samples.minibatches(16, epochs=2)]
+    logged = samples.fetch_rollouts(3, lambda tokens: f"{len(tokens)} tokens", {"values": samples.columns["values"]})
+    everywhere = samples.fetch_rollouts(100, str, on_all=True)
+    return {"minibatches": len(sizes), "logged": [
+        (r.prompt.prompt_id, r.sample_index, r.response_tokens.tolist(), r.response, r.reward, r.reward_components,
+         r.finish_reason, r.policy_version, len(r.turns), {k: v.tolist() for k, v in values.items()})
+        for r, values in logged], "everywhere": [(r.prompt.prompt_id, r.sample_index) for r, _ in everywhere]}
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_columns_travel_between_roles_and_to_the_writer(share_prompts: bool) -> None:
+    found = run_ranks(_train, 4, share_prompts)
+    writer, *others = (rank["logged"] for rank in found)
+    assert others == [[]] * 3 and len(writer) == 3
+    for index, (row, (group, rollout)) in enumerate(zip(writer, draw(), strict=False)):
+        length, start = len(rollout.response_tokens), 2 + group
+        is_cut = rollout.finish_reason == "length"
+        assert row[:8] == (group, index, rollout.response_tokens.tolist(), f"{length} tokens", float(index),
+                           {"digits": float(group)}, rollout.finish_reason, 7)
+        assert row[8] == 1 and row[9]["values"] == (
+            [] if is_cut else [100.0 * index + p for p in range(start, start + length)])
+    expected = [(g, s) for g in range(GROUPS) for s in range(GROUP_SIZE)]
+    assert [(rank["minibatches"], rank["everywhere"]) for rank in found] == [(4, expected)] * 4
+
+
+def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
+    """Two replicas of two stages, of which the last one records updates; every rank has all rollouts."""
+    samples = replicate(draw(), [make_prompt(i) for i in range(GROUPS)], dist.group.WORLD)
+    packer = make_packer(rank, ParallelLayout(4, pp_size=2))
+    packing, batch = samples.pack(packer), samples.read(packer)
+    assert samples.count_bytes() == 0
+    now = torch.full_like(batch.rollout_logprobs, torch.nan)
+    batch.old_logprobs, batch.advantages = torch.zeros_like(now), torch.where(batch.sequence_ids == 0, 1.0, -1.0)
+    batch.update_logprobs, batch.update_entropy = now, now.clone()
+    if rank >= 2:  # of the last stage: all but the second rollout is used
+        used = batch.sequence_ids != 1
+        batch.update_logprobs[used], batch.update_entropy[used] = np.log(1.5), 3.0
+    last = Holders(packing.holders.replica_of, np.array([[2], [3]]))
+    found = describe_updates(batch, AlgorithmConfig())
+    columns = {name: Column(values, packing, last) for name, values in found.items()}
+    return [{name: x.tolist() for name, x in values.items()} for _, values in samples.fetch_rollouts(3, str, columns)]
+
+
+def test_what_the_last_stage_records_is_logged() -> None:
+    """PPO clips a ratio of 1.5 where the advantage is positive; NaN before the first use."""
+    first, second, third = run_ranks(_record, 4)[0]
+    lengths = [len(rollout.response_tokens) for _, rollout in draw()]
+    assert first["ratio"] == pytest.approx([1.5] * lengths[0]) and first["entropy"] == [3.0] * lengths[0]
+    assert first["clipped"] == [1.0] * lengths[0] and third["clipped"] == [0.0] * lengths[2]
+    assert all(np.isnan(second[name]).all() and len(second[name]) == lengths[1] for name in second)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.experience.fetch import FetchPlan, Holders, fetch, on_all_ranks, on_one_rank, plan_fetch
+from megatron_rl.experience.fetch import FetchPlan, Holders, fetch, for_readers, plan_fetch
 
 
 def draw_holders(rng: np.random.Generator, num_sequences: int, world_size: int, width: int) -> Holders:
@@ -37,8 +37,8 @@ def list_held(holders: Holders, rank: int) -> set[int]:
 def test_both_sides_agree_and_nothing_is_sent_that_is_there(seed: int) -> None:
     rng = np.random.default_rng(seed)
     source = draw_holders(rng, 40, 8, int(rng.choice([1, 2, 4])))
-    for destination in (strided(rng, 40, 8, int(rng.choice([1, 2, 4, 8]))), on_one_rank(40, 3, 5),
-                        on_all_ranks(40, 8), source):
+    for destination in (strided(rng, 40, 8, int(rng.choice([1, 2, 4, 8]))), for_readers(40, 5, [3]),
+                        for_readers(40, 40, range(8)), source):
         plans = [plan_fetch(rank, source, destination) for rank in range(8)]
         for rank, plan in enumerate(plans):
             needs, has = list_held(destination, rank), list_held(source, rank)
@@ -81,7 +81,9 @@ def _values(sequences: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def _fetch(rank: int, world_size: int) -> list[tuple[int, int]]:
     source = Holders(np.arange(8) % 2, np.array([[0, 1], [2, 3]]))
     received = []
-    for destination in (Holders(np.arange(8) // 2, np.arange(4)[:, None]), on_one_rank(8, 2, 5), on_all_ranks(8, 4)):
+    for destination in (
+        Holders(np.arange(8) // 2, np.arange(4)[:, None]), for_readers(8, 5, [2]), for_readers(8, 8, range(4)),
+    ):
         def read(name: str, sequences: np.ndarray) -> torch.Tensor:
             assert set(sequences.tolist()) <= list_held(source, rank)
             return _values(sequences)[0 if name == "number" else 1]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of single tokens out of real tokenizers, and per-token values as a row holds them.
 
-The gathering of the values over ranks is tested in tests/experience/test_experience.py, whole runs in
+How the values come to the writer is tested in tests/experience/test_experience.py, whole runs in
 tests/trainer/test_trainer.py.
 """
 
@@ -11,6 +11,7 @@ import io
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import numpy as np
@@ -19,12 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.capsule.rollouts import read_rollouts, write_rollouts
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.experience.collected import Collected
+from megatron_rl.experience.table import build_headers
 from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.observability.rollout_page import write_page
 from megatron_rl.observability.run import Run
-from megatron_rl.types import Prompt, Rollout, RolloutGroup
+from megatron_rl.types import Prompt, Rollout
 
 
 def test_characters_of_several_tokens_stand_at_the_last() -> None:
@@ -90,6 +91,7 @@ def test_half_a_character_in_a_capsule(tmp_path: Path) -> None:
     prompt = Prompt(0, np.zeros(1, np.int32), HALF, HALF, HALF)
     rollout = Rollout.from_response(prompt, 0, np.zeros(1, np.int32), None, "stop")
     rollout.response, rollout.reward = HALF, 1.0
-    write_rollouts(tmp_path / "rollouts.jsonl", Collected([RolloutGroup(prompt, [rollout])], None, {}))
-    [group] = read_rollouts(tmp_path / "rollouts.jsonl").groups
-    assert (group.prompt.text, group.prompt.ground_truth, group.rollouts[0].response) == (HALF, HALF, HALF)
+    samples = SimpleNamespace(headers=build_headers([(0, rollout)], holder=0), baselines=None)
+    write_rollouts(tmp_path / "rollouts.jsonl", [rollout], samples)
+    [(group, found)] = read_rollouts(tmp_path / "rollouts.jsonl").rollouts
+    assert (group, found.prompt.text, found.prompt.ground_truth, found.response) == (0, HALF, HALF, HALF)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.plan import (
-    add_model_score,
+    add_model_scores,
     build_reward_plan,
     compute_overlong_penalty,
     compute_reward,
@@ -83,12 +84,13 @@ def test_sum_logs_raw_scores_by_source():
 
 def test_model_comes_second():
     plan = build_reward_plan(RewardConfig(components=["1 math", "0.5 model"]), 100)
-    rollout = make_rollout()
-    rollout.reward, rollout.reward_components = compute_reward(plan, [Score(1.0)], 10)
-    add_model_score(plan, rollout, -3.0)
-    assert (rollout.reward, rollout.reward_components) == (-0.5, {"math": 1.0, "model": -3.0})
-    with pytest.raises(UserError, match="gave nan to prompt_id 17, sample_index 5"):
-        add_model_score(plan, rollout, math.nan)
+    reward, _ = compute_reward(plan, [Score(1.0)], 10)
+    rewards = np.array([0.0, reward])
+    assert add_model_scores(plan, rewards, np.array([1.0, -3.0]), str).tolist() == [0.5, -0.5]
+    with pytest.raises(UserError, match="gave nan to rollout 1"):
+        add_model_scores(plan, rewards, np.array([1.0, math.nan]), "rollout {}".format)
+    with pytest.raises(UserError, match="the reward is -1e\\+30(.|\n)*rollout 0"):
+        add_model_scores(plan, rewards, np.array([-2e30, 1.0]), "rollout {}".format)
     alone = build_reward_plan(RewardConfig(components=["2 model"]), 100)
     assert alone.sources == () and compute_reward(alone, [], 10) == (0.0, {})
 

@@ -8,18 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.collector import is_informative
-from megatron_rl.types import Prompt, Rollout, RolloutGroup, UserError
+from megatron_rl.experience.table import Headers, build_headers, join_headers
+from megatron_rl.rollout.collector import find_informative
+from megatron_rl.types import Prompt, Rollout, UserError
 
 
-def make_group(rewards: list[float], **components: list[float]) -> RolloutGroup:
+def make_group(rewards: list[float], **components: list[float]) -> Headers:
     """Responses with these rewards and components."""
     prompt = Prompt(0, np.zeros(1, np.int32), "", "")
     rollouts = [
         replace(Rollout.from_response(prompt, i, np.zeros(1, np.int32), None, "stop"), reward=reward,
                 reward_components={name: values[i] for name, values in components.items()})
         for i, reward in enumerate(rewards)]
-    return RolloutGroup(prompt, rollouts)
+    return build_headers(((0, rollout) for rollout in rollouts), holder=0)
 
 
 @pytest.mark.parametrize(("group", "metric", "expected"), [
@@ -33,10 +34,15 @@ def make_group(rewards: list[float], **components: list[float]) -> RolloutGroup:
     (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
     (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
 ])
-def test_groups_that_teach_something(group: RolloutGroup, metric: str | None, expected: bool) -> None:
-    assert is_informative(group, metric) is expected
+def test_groups_that_teach_something(group: Headers, metric: str | None, expected: bool) -> None:
+    assert find_informative(group, metric) == [expected]
 
 
 def test_a_metric_that_the_reward_does_not_report_is_refused() -> None:
     with pytest.raises(UserError, match=r'"accuracy" is not reported(.|\n)*null, or one of acc, reward'):
-        is_informative(make_group([0.0, 1.0], acc=[0.0, 1.0], overlong=[0.0, 0.0]), "accuracy")
+        find_informative(make_group([0.0, 1.0], acc=[0.0, 1.0], overlong=[0.0, 0.0]), "accuracy")
+
+
+def test_every_group_is_judged_by_itself() -> None:
+    groups = [make_group([0.0, 1.0]), make_group([1.0, 1.0]), make_group([0.5, 0.25])]
+    assert find_informative(join_headers(groups), None) == [True, False, True]

@@ -30,18 +30,17 @@ import torch.distributed as dist
 
 from megatron_rl.config.command_line import end_program
 from megatron_rl.config.loading import load_config
-from megatron_rl.experience.collected import Collected
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.experience.experience import Experience
 from megatron_rl.trainer.grpo import Trainer
 
 
 class SoakTrainer(Trainer):
     """A trainer that measures its process when a step has been described."""
 
-    def describe(self, step: int, collected: Collected, batch: TrainBatch) -> None:
+    def describe(self, step: int, samples: Experience) -> None:
         """As every trainer, and measure."""
-        super().describe(step, collected, batch)
-        self.__dict__.setdefault("samples", []).append(measure())
+        super().describe(step, samples)
+        self.__dict__.setdefault("measured", []).append(measure())
 
 
 def measure() -> dict[str, float]:
@@ -70,7 +69,7 @@ def soak(recipe: Path, overrides: Sequence[str], steps: int) -> dict[str, Any]:
     trainer = SoakTrainer.from_config(loaded.config, recipe)
     trainer.train()
     samples: list[list[dict[str, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(samples, trainer.samples)
+    dist.all_gather_object(samples, trainer.measured)
     ranks = [{name: summarize([s[name] for s in mine]) for name in mine[0]} for mine in samples]
     seconds = [rank.pop("seconds") for rank in ranks][0]
     return {

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experience: the scored sequences of a step.
+
+Every rank knows the headers of all sequences. Tokens are where they were generated, and with the roles that fetched
+their share of them. What a role computes of the tokens is a column; it stays in that role's packing until another role
+asks for it.
+
+    samples.values = critic.compute_values(samples)     # a column in the critic's packing
+    samples.read(actor's packer, ["values"])            # the actor fetches it into its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.experience.fetch import Fetched, Holders, Read, fetch, for_readers, plan_fetch
+from megatron_rl.experience.pack import Packer, Packing, split_minibatches
+from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, join_headers
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import reduce_scalars
+from megatron_rl.types import Branch, Prompt, Rollout, Turn
+
+_PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of the tokens behind the prompts.
+
+    Attributes:
+        values: [t] in the packing.
+        packing: where they live.
+        holders: the ranks that have them; None: all that have the packing's tokens.
+    """
+
+    values: torch.Tensor
+    packing: Packing
+    holders: Holders | None = None
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The tokens that are here.
+
+    Attributes:
+        branches: by index of the sequence.
+        ranks: [num_replicas, width] the ranks on which the sequences of each holder are.
+        num_bytes: that this rank has received for it.
+    """
+
+    branches: Mapping[int, Branch]
+    ranks: np.ndarray
+    num_bytes: int = 0
+
+
+class _Slot:
+    """Something of an Experience that is set once; None before, and where nothing computes it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, samples: Experience, owner: type | None = None) -> Any:
+        return samples.columns.get(self._name)
+
+    def __set__(self, samples: Experience, value: Any) -> None:
+        assert self._name not in samples.columns, f"{self._name} is there already"
+        if value is not None:
+            samples.columns[self._name] = value
+
+
+class Experience:
+    """Headers of all sequences of a step, the payload of those held here, and columns.
+
+    Args:
+        headers: the same on every rank.
+        prompts: of each group.
+        payload: the tokens that are here.
+        group: all ranks.
+        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), or None.
+        metrics: about sampling.
+
+    Attributes:
+        columns: by name; set once, through the attributes of that name.
+        kl_per_rollout: [num_rollouts] KL to the reference, set once where there is one.
+    """
+
+    old_logprobs = _Slot()
+    sum_pi_squared = _Slot()
+    ref_logprobs = _Slot()
+    values = _Slot()
+    importance_weights = _Slot()
+    advantages = _Slot()
+    returns = _Slot()
+    chosen = _Slot()
+    kl_per_rollout = _Slot()
+    update_logprobs = _Slot()
+    update_entropy = _Slot()
+
+    def __init__(
+        self, headers: Headers, prompts: Sequence[Prompt], payload: Payload, group: dist.ProcessGroup, *,
+        baselines: np.ndarray | None = None, metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        self.headers, self.prompts, self.baselines = headers, prompts, baselines
+        self.metrics = dict(metrics or {})
+        self.columns: dict[str, Any] = {}
+        self._payload, self._group = payload, group
+        self._holders = Holders(headers["holder"], payload.ranks)
+        self._num_bytes = payload.num_bytes
+        self._packings: dict[Hashable, Packing] = {}
+        self._copies: dict[tuple[str, Hashable], torch.Tensor] = {}
+
+    def pack(self, packer: Packer) -> Packing:
+        """The packing of a role, made when it is first asked for; collective then."""
+        if packer.key not in self._packings:
+            self._packings[packer.key] = packer.pack(self.headers, self._fetch_branches)
+        return self._packings[packer.key]
+
+    def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
+        """A role's batch with some columns, as far as they exist; collective, where one must be fetched."""
+        packing = self.pack(packer)
+        return replace(packing.batch, **{
+            name: self._bring(name, packing, packer.key) for name in names if name in self.columns})
+
+    def minibatches(self, rollouts_per_minibatch: int, epochs: int = 1) -> Iterator[Minibatch]:
+        """One per optimizer step, in as many passes as there are epochs."""
+        for _ in range(epochs):
+            for index in range(len(split_minibatches(self.headers, rollouts_per_minibatch)) - 1):
+                yield Minibatch(self, index)
+
+    def fetch_rollouts(
+        self, count: int, decode: Callable[[list[int]], str], columns: Mapping[str, Column] | None = None, *,
+        on_all: bool = False,
+    ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
+        """The first rollouts whole, on rank 0 or on all ranks, none elsewhere; collective.
+
+        Args:
+            count: how many.
+            decode: response tokens -> text.
+            columns: what else is wanted of their tokens, the same names on every rank.
+            on_all: every rank gets them.
+
+        Returns:
+            Each with its values: name -> [number of its tokens in the loss].
+        """
+        bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)][: count + 1]
+        readers = for_readers(len(self.headers), bounds[-1], range(self._group.size() if on_all else 1))
+        branches = self._fetch_branches(readers)
+        values: dict[str, dict[int, np.ndarray]] = {}
+        for name, column in (columns or {}).items():
+            found = self._fetch_column(column, readers)
+            values[name] = self._split(found.columns["values"], found.sequences, self.headers.num_response_tokens)
+        result = []
+        for part in (range(*bound) for bound in pairwise(bounds) if bound[0] in branches):
+            masks = [self._find_loss_tokens(i, branches[i]) for i in part]
+            chosen = {name: np.concatenate([pieces[i][mask] for i, mask in zip(part, masks, strict=True)])
+                      for name, pieces in values.items()}
+            result.append((self._restore(part[0], [branches[i] for i in part], decode), chosen))
+        return result
+
+    def count_bytes(self) -> int:
+        """Bytes that this rank has received for this step so far: headers, tokens and columns."""
+        return self._num_bytes
+
+    def measure_bytes(self) -> dict[str, float]:
+        """The metric `samples/bytes_per_rank`: bytes received by the rank that received most; collective."""
+        found = {"samples/bytes_per_rank": float(self._num_bytes)}
+        return reduce_scalars(found, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
+
+    @classmethod
+    def join(
+        cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]
+    ) -> Experience:
+        """Some groups of several generations, in the order given, as those of one.
+
+        Args:
+            parts: as they were generated, before anything is computed of them.
+            groups: which ones, counted over the parts.
+            metrics: about sampling.
+        """
+        headers, order = join_headers([part.headers for part in parts]).select_groups(groups)
+        prompts = [prompt for part in parts for prompt in part.prompts]
+        places = {int(old): new for new, old in enumerate(order)}
+        starts = np.cumsum([0, *(len(part.headers) for part in parts)]).tolist()
+        branches = {
+            places[start + index]: branch for start, part in zip(starts, parts, strict=False)
+            for index, branch in part._payload.branches.items() if start + index in places}
+        payload = Payload(branches, parts[0]._payload.ranks, sum(part.count_bytes() for part in parts))
+        return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
+
+    def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Experience:
+        """The same samples, of which nothing was computed, with other rewards.
+
+        Args:
+            rewards: [num_rollouts].
+            name: of a further reward component.
+            scores: its values, [num_rollouts].
+        """
+        payload = replace(self._payload, num_bytes=self._num_bytes)
+        return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
+
+    def add_baselines(self, greedy: Experience) -> None:
+        """Note the rewards of the greedy responses to the prompts."""
+        self.baselines = greedy.headers.rollouts["reward"]
+        self._num_bytes += greedy.count_bytes()
+
+    def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:
+        """The tokens of the sequences that this rank needs; collective."""
+        rows = self.headers.rows
+        dtypes = dict(_PAYLOAD)
+        if (rows["first_version"] != rows["last_version"]).any():
+            dtypes["versions"] = torch.int32
+
+        def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+            arrays = [getattr(self._payload.branches[i], name) for i in sequences.tolist()]
+            return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
+
+        lengths = self.headers["num_tokens"]
+        found = self._fetch(self._holders, destination, lengths, dtypes, read)
+        columns = {name: self._split(values, found.sequences, lengths) for name, values in found.columns.items()}
+        return {
+            i: Branch(
+                columns["tokens"][i], columns["sampled"][i], columns["logprobs"][i],
+                columns["versions"][i] if "versions" in columns
+                else np.broadcast_to(np.int32(rows["last_version"][i]), lengths[i]),
+                int(rows["num_prompt_tokens"][i]))
+            for i in found.sequences.tolist()}
+
+    def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
+        """A column in a packing: as it is, or fetched once."""
+        column: Column = self.columns[name]
+        if column.packing is packing:
+            return column.values
+        if (name, key) not in self._copies:
+            found = self._fetch_column(column, packing.holders)
+            copy = torch.zeros(len(packing.batch.tokens), dtype=column.values.dtype, device=column.values.device)
+            copy[packing.rows(found.sequences)] = found.columns["values"]
+            self._copies[name, key] = copy
+        return self._copies[name, key]
+
+    def _fetch_column(self, column: Column, destination: Holders) -> Fetched:
+        def read(_: str, sequences: np.ndarray) -> torch.Tensor:
+            return column.values[column.packing.rows(sequences)]
+
+        return self._fetch(
+            column.holders or column.packing.holders, destination, self.headers.num_response_tokens,
+            {"values": column.values.dtype}, read)
+
+    def _fetch(
+        self, source: Holders, destination: Holders, lengths: np.ndarray, dtypes: Mapping[str, torch.dtype], read: Read
+    ) -> Fetched:
+        found = fetch(plan_fetch(self._group.rank(), source, destination), lengths, dtypes, read, self._group)
+        self._num_bytes += found.num_bytes
+        return found
+
+    @staticmethod
+    def _split(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
+        pieces = np.split(values.cpu().numpy(), np.cumsum(lengths[sequences])[:-1])
+        return dict(zip(sequences.tolist(), pieces, strict=False))  # np.split of nothing is one piece
+
+    def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
+        """Which tokens of a sequence behind its prompt are in the loss."""
+        mask = branch.sampled & self.headers.rows["in_loss"][index]
+        mask[:1] = False
+        return mask[branch.num_prompt_tokens :]
+
+    def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
+        """The rollout that begins with a sequence."""
+        row = self.headers.rows[index]
+        rollout = Rollout(
+            self.prompts[row["group"]], int(row["sample_index"]), branches, _find_turns(branches),
+            FINISH_REASONS[row["finish_reason"]], reward=float(row["reward"]),
+            reward_components=self.headers.reported(index))
+        return replace(rollout, response=decode(rollout.response_tokens.tolist()))
+
+
+def hold(held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarray, num_bytes: int) -> Payload:
+    """The payload of this rank.
+
+    Args:
+        held: the rollouts that are here, with the index of their prompt in the step.
+        headers: of the step.
+        ranks, num_bytes: as in `Payload`.
+    """
+    firsts = headers.rollouts.rows
+    starts = dict(zip(
+        zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
+        headers.first_of_rollout.tolist(), strict=True))
+    return Payload({
+        starts[index, rollout.sample_index] + place: branch
+        for index, rollout in held for place, branch in enumerate(rollout.branches)}, ranks, num_bytes)
+
+
+def replicate(
+    rollouts: Sequence[tuple[int, Rollout]], prompts: Sequence[Prompt], group: dist.ProcessGroup, *,
+    mask_truncated: bool = False, baselines: np.ndarray | None = None,
+) -> Experience:
+    """The experience of rollouts that every rank has: examples, or recorded ones.
+
+    Args:
+        rollouts: with the index of their prompt, in order.
+        prompts: of each group.
+        group: all ranks.
+        mask_truncated: keep responses that were cut at the limit out of the loss.
+        baselines: as in `Experience`.
+    """
+    headers = build_headers(rollouts, holder=0, mask_truncated=mask_truncated)
+    payload = hold(rollouts, headers, np.arange(group.size())[None], 0)
+    return Experience(headers, prompts, payload, group, baselines=baselines)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The part of an Experience that one optimizer step learns from."""
+
+    samples: Experience
+    index: int
+
+
+def _find_turns(branches: Sequence[Branch]) -> list[Turn]:
+    """The runs of sampled tokens."""
+    turns = []
+    for index, branch in enumerate(branches):
+        edges = np.flatnonzero(np.diff(branch.sampled, prepend=False, append=False))
+        turns += [Turn(index, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+    return turns

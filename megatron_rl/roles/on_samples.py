@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles as the main loop calls them: they are given samples, pack them privately, and leave columns behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.experience.experience import Column, Experience, Minibatch
+from megatron_rl.experience.fetch import Holders
+from megatron_rl.experience.pack import Packer
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.types import Rollout
+
+
+class RoleOnSamples:
+    """A role with its way of packing; the methods that take samples are collective over all ranks.
+
+    Attributes:
+        role: works on packed batches.
+        packer: packs for it.
+    """
+
+    def __init__(self, role: Any, packer: Packer) -> None:
+        self.role, self.packer = role, packer
+
+    @property
+    def model(self) -> PackedModel:
+        """The role's model."""
+        return self.role.model
+
+    def read(self, samples: Experience, *names: str) -> TrainBatch:
+        """Its share of the samples, with some columns where there are such."""
+        return samples.read(self.packer, names)
+
+    def describe_packing(self, samples: Experience) -> dict[str, float]:
+        """Metrics of its packing."""
+        return samples.pack(self.packer).metrics
+
+    def as_column(self, samples: Experience, values: torch.Tensor | None) -> Column | None:
+        """Values [t] of its batch as a column of the samples; None stays None."""
+        return None if values is None else Column(values, samples.pack(self.packer))
+
+    def compute(self, function: Callable[[TrainBatch], torch.Tensor], samples: Experience) -> Column:
+        """The column that a function of its batch makes."""
+        return Column(function(self.read(samples)), samples.pack(self.packer))
+
+    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch:
+        return self.read(minibatch.samples, *names).minibatch(minibatch.index)
+
+
+class PolicyOnSamples(RoleOnSamples):
+    """Scores tokens: the reference, and what the actor has in common with it."""
+
+    def compute_logprobs(self, samples: Experience) -> Column:
+        """Log-probs of the tokens in the loss; 0 elsewhere."""
+        return self.compute(self.role.compute_logprobs, samples)
+
+
+class ActorOnSamples(PolicyOnSamples):
+    """The policy in training.
+
+    Args:
+        role, packer: as of every role.
+        records_updates: keep what the policy says of each token when an update uses it.
+    """
+
+    def __init__(self, role: Any, packer: Packer, *, records_updates: bool = False) -> None:
+        super().__init__(role, packer)
+        self._records_updates = records_updates
+
+    def compute_sum_pi_squared(self, samples: Experience) -> Column:
+        """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""
+        return self.compute(self.role.compute_sum_pi_squared, samples)
+
+    def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
+        """Values [t] that only the last pipeline stage knows, as a column."""
+        packing, layout = samples.pack(self.packer), self.model.groups.layout
+        last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
+        return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
+
+    def update(self, minibatch: Minibatch, algorithm: AlgorithmConfig) -> dict[str, float]:
+        """One optimizer step of the policy loss; returns metrics, the same on every rank."""
+        samples = minibatch.samples
+        if self._records_updates and samples.update_logprobs is None:  # the last stage will write what it sees
+            nothing = torch.full_like(self.read(samples).rollout_logprobs, torch.nan)
+            samples.update_logprobs = self.as_update(samples, nothing)
+            samples.update_entropy = self.as_update(samples, nothing.clone())
+        return self.role.update(self._read_minibatch(minibatch, (
+            "old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen", "update_logprobs",
+            "update_entropy")), algorithm)
+
+    def update_sft(self, minibatch: Minibatch) -> dict[str, float]:
+        """One optimizer step of the negative log-likelihood; returns metrics, the same on every rank."""
+        return self.role.update_sft(self._read_minibatch(minibatch))
+
+
+class CriticOnSamples(RoleOnSamples):
+    """Tells the value of every state."""
+
+    def compute_values(self, samples: Experience) -> Column:
+        """The value of the state in which each token in the loss was chosen; 0 elsewhere."""
+        return self.compute(self.role.compute_values, samples)
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """One optimizer step towards the returns; returns metrics, the same on every rank."""
+        return self.role.update(self._read_minibatch(minibatch, ("values", "returns")))
+
+
+class RewardModelOnSamples(RoleOnSamples):
+    """Scores whole responses."""
+
+    def __call__(self, samples: Experience) -> np.ndarray:
+        """The score at the end of each rollout, [num_rollouts] float64; the same on every rank."""
+        scores = self.role.compute_scores(self.read(samples)).double().cpu().numpy()
+        return scores[np.append(samples.headers.first_of_rollout[1:], len(samples.headers)) - 1]
+
+
+def score_all_rollouts(
+    score: Callable[[Sequence[Rollout]], Sequence[float]], decode: Callable[[list[int]], str], samples: Experience
+) -> Sequence[float]:
+    """The scores of a function that is handed all rollouts on every rank; collective."""
+    rollouts = samples.fetch_rollouts(len(samples.headers), decode, on_all=True)
+    return score([rollout for rollout, _ in rollouts])
