@@ -49,7 +49,8 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
         for key in ("reward/mean", "reward/digits", "tokens/prompt", "tokens/response", "tokens/per_second",
                     "policy/loss", "policy/grad_norm", "policy/entropy", "policy/clip_fraction", "kl/mean", "kl/coef",
                     "mismatch/max", "mismatch/mean", "mismatch/k3", "mismatch/effective_sample_size",
-                    "packing/efficiency", "packing/imbalance", "reshard/bytes_moved", "reshard/bytes_aliased",
+                    "packing/efficiency", "packing/imbalance", "samples/bytes_per_rank",
+                    "reshard/bytes_moved", "reshard/bytes_aliased",
                     "reshard/verified_tensors", "memory/rollout", "memory/update",
                     "time/step", "time/reshard", "time/rollout", "time/reward", "time/old_logprobs",
                     "time/ref_logprobs", "time/update"):
