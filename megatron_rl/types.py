@@ -193,19 +193,6 @@ class Rollout:
         return max(int(branch.versions[branch.sampled].max(initial=0)) for branch in self.branches)
 
 
-@dataclass
-class RolloutGroup:
-    """The `group_size` responses to one prompt: the unit of the group-relative baseline."""
-
-    prompt: Prompt
-    rollouts: list[Rollout]
-
-    @property
-    def group_size(self) -> int:
-        """Number of responses."""
-        return len(self.rollouts)
-
-
 @dataclass(frozen=True)
 class LossLedger:
     """Global counts of one minibatch: what its loss must have divided by.

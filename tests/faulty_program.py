@@ -29,8 +29,8 @@ from megatron_rl.resharding.executor import Resharder  # noqa: E402
 from megatron_rl.rewards.scorer import Scorer  # noqa: E402
 from megatron_rl.roles.actor import Actor  # noqa: E402
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.rollout.generation import RolloutGenerator  # noqa: E402
 from megatron_rl.trainer.grpo import Trainer  # noqa: E402
-from megatron_rl.weight_sync.hybrid_engine import HybridEngine  # noqa: E402
 
 TOO_MUCH = 1 << 47  # bytes; more than the address space of a process
 
@@ -66,11 +66,11 @@ def sleep_in_reshard() -> None:
 
 
 def lose_a_logprob() -> None:
-    def shorten(generate: Callable[[], list[Any]], *_: Any) -> list[Any]:
-        found = generate()
+    def shorten(step: Callable[[], list[Any]], *_: Any) -> list[Any]:
+        found = step()
         return [*found[:5], replace(found[5], logprobs=found[5].logprobs[:-1]), *found[6:]]
 
-    strike(HuggingFaceEngine, "generate", shorten)
+    strike(HuggingFaceEngine, "step", shorten)
 
 
 def spoil_an_advantage() -> None:
@@ -99,15 +99,15 @@ def run_out_of_memory_at_start() -> None:
 
 
 def raise_something() -> None:
-    strike(HybridEngine, "generate", lambda *_: {}["no such key"])
+    strike(RolloutGenerator, "generate", lambda *_: {}["no such key"])
 
 
 def vanish() -> None:
-    strike(HuggingFaceEngine, "generate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    strike(HuggingFaceEngine, "step", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def vanish_first() -> None:
-    strike(HuggingFaceEngine, "generate", lambda *_: os.kill(os.getpid(), signal.SIGKILL), rank=0)
+    strike(HuggingFaceEngine, "step", lambda *_: os.kill(os.getpid(), signal.SIGKILL), rank=0)
 
 
 def main(fault: str, arguments: list[str]) -> int:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scored rollouts by hand, for the tests of experience/."""
+"""Scored rollouts by hand for the tests of experience/, and those of all engines."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_rl.types import Branch, Prompt, Rollout
 
@@ -29,6 +32,15 @@ def split(rollout: Rollout, sizes: tuple[int, ...]) -> Rollout:
         branches.append(Branch.of_response(tokens, branch.num_prompt_tokens, policy_version=7))
         start += size
     return replace(rollout, branches=branches)
+
+
+def gather_rollouts(generated: Mapping[int, Rollout]) -> list[Rollout]:
+    """What all engines have generated, by index of the sample; collective."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, generated)
+    joined = {index: rollout for part in parts for index, rollout in part.items()} | generated
+    assert sorted(joined) == list(range(len(joined)))
+    return [joined[index] for index in range(len(joined))]
 
 
 PROMPTS = [make_prompt(5), make_prompt(3)]

@@ -39,7 +39,7 @@ LAYERS: dict[str, int] = {
     "planning": 4,
     "weight_sync": 5,
     "training": 5,
-    "rollout": 6,
+    "rollout": 5,
     "parity": 6,
     "roles": 6,
     "lifecycle": 6,

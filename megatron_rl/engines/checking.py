@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.engines.protocol import Generation
+from megatron_rl.engines.protocol import Sampled
 from megatron_rl.types import UserError
 
 
@@ -31,13 +31,13 @@ class EngineName:
         return f"rollout engine {self.index} ({self.kind}, {ranks})"
 
 
-def check_generations(
-    generations: Sequence[Generation], requests: Sequence[str], *, max_tokens: int, vocab_size: int, engine: EngineName
+def check_sampled(
+    responses: Sequence[Sampled], requests: Sequence[str], *, max_tokens: int, vocab_size: int, engine: EngineName
 ) -> None:
     """Compare the responses of one engine with its requests.
 
     Args:
-        generations: what it returned.
+        responses: what it returned, in the order of the requests.
         requests: what each request is called in a message.
         max_tokens: longest response.
         vocab_size: token ids are below.
@@ -46,15 +46,15 @@ def check_generations(
     Raises:
         UserError: their number, a length, a token id or a log-prob is not what it must be; names the first such one.
     """
-    if len(generations) != len(requests):
+    if len(responses) != len(requests):
         raise UserError(
-            f"{len(generations)} responses to {len(requests)} requests", source=str(engine),
+            f"{len(responses)} responses to {len(requests)} requests", source=str(engine),
             expected="one response per request, in their order",
             hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf")
-    for generation, request in zip(generations, requests, strict=True):
-        num_tokens, num_logprobs = len(generation.tokens), len(generation.logprobs)
+    for response, request in zip(responses, requests, strict=True):
+        num_tokens, num_logprobs = len(response.tokens), len(response.logprobs)
         source = f"{engine}, {request}"
-        if num_tokens != num_logprobs or np.ndim(generation.tokens) != 1:
+        if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:
             raise UserError(
                 f"a response of {num_tokens} tokens with {num_logprobs} log-probs", source=source,
                 expected="one log-prob per sampled token, both [s]",
@@ -66,17 +66,17 @@ def check_generations(
                 expected=f"1 to {max_tokens} (data.max_response_length)",
                 hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
                      "prompt: see data.max_prompt_length and data.max_response_length")
-    _check_values(generations, requests, vocab_size, engine)
+    _check_values(responses, requests, vocab_size, engine)
 
 
 def _check_values(
-    generations: Sequence[Generation], requests: Sequence[str], vocab_size: int, engine: EngineName
+    responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: EngineName
 ) -> None:
-    if not generations:
+    if not responses:
         return
-    owners = np.repeat(np.arange(len(generations)), [len(g.tokens) for g in generations])
-    tokens = np.concatenate([g.tokens for g in generations])
-    logprobs = np.concatenate([g.logprobs for g in generations])
+    owners = np.repeat(np.arange(len(responses)), [len(g.tokens) for g in responses])
+    tokens = np.concatenate([g.tokens for g in responses])
+    logprobs = np.concatenate([g.logprobs for g in responses])
     for bad in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1]:
         raise UserError(
             f"token id {tokens[bad]} in a response", source=f"{engine}, {requests[owners[bad]]}",

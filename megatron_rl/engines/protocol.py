@@ -2,8 +2,9 @@
 """What a rollout engine is, and the registry in which `rollout.engine` is looked up.
 
 An engine lives in the training processes: `tensor_model_parallel_size` consecutive ranks form one
-engine, and all engines together span the job. It exposes its parameters and their placement table, so
-that the hybrid engine can write weights into it shard to shard.
+engine, and all engines together span the job. It has two sides. `RolloutEngine`: requests are added, and each step
+returns what is finished (`rollout.serving` is the only caller). `EngineWeights`: parameters and their placement table,
+so that the hybrid engine can write weights into it shard to shard.
 """
 
 from __future__ import annotations
@@ -27,21 +28,39 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
 
 
 @dataclass(frozen=True)
-class Generation:
-    """One response.
+class Request:
+    """What an engine is asked to continue.
 
     Attributes:
-        tokens: [s] int32 sampled tokens, the stop token included.
-        logprobs: [s] float32 of the distribution that was sampled from (temperature applied).
-        finish_reason: "stop" or "length".
+        key: names it; unique among the requests of an engine.
+        tokens: [s] int32 prompt, and what was sampled of it before.
+        seed: of this response alone.
+        sampling: how to draw it.
+        turn: exchanges of the same episode before this one.
     """
 
+    key: int
+    tokens: np.ndarray
+    seed: int
+    sampling: SamplingConfig
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine sampled for a request.
+
+    Attributes:
+        key: of the request.
+        tokens: [s] int32 sampled tokens, the stop token included.
+        logprobs: [s] float32 of the distribution that was sampled from (temperature applied).
+        finish_reason: "stop", "length", or "interrupted" before either.
+    """
+
+    key: int
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
-
-
-OnFinished = Callable[[int, Generation], None]
 
 
 @dataclass(frozen=True)
@@ -56,8 +75,8 @@ class EngineSpec:
         config: the rollout section.
         process: this rank.
         seed: of the engine's own random numbers (responses have seeds of their own).
-        lend: given the engine's placement table of this rank, tensors by name that the engine may use as its
-            parameters instead of allocating its own (they hold the same pieces).
+        shareable: given the engine's placement table of this rank, tensors of the actor by the engine's names for
+            them, which may be its parameters instead of storage of its own (they hold the same pieces).
     """
 
     model_path: str
@@ -68,14 +87,36 @@ class EngineSpec:
     config: RolloutConfig
     process: Process
     seed: int
-    lend: Callable[[list[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
+    shareable: Callable[[list[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
 
 
 class RolloutEngine(Protocol):
-    """One rank's share of one engine."""
+    """One rank's share of an engine that is stepped; its ranks make the same calls in the same order."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take requests in; they run from the next step on, while others run."""
+
+    def step(self) -> list[Sampled]:
+        """Advance what runs, by a token each or by more; returns what is finished, the same on every rank."""
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Forget requests and return what they have so far, maybe no token; keys without a request are passed over."""
+
+    def has_requests(self) -> bool:
+        """True if a step has something to do."""
+
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for requests that are not finished; asked by another thread."""
+
+    def close(self) -> None:
+        """Release the engine; process groups of the job stay alive."""
+
+
+class EngineWeights(Protocol):
+    """The weights of an engine that lives in the ranks, as one rank sees them."""
 
     params: Mapping[str, torch.Tensor]
-    borrowed: frozenset[str]  # parameters whose storage is the actor's
+    shared_params: frozenset[str]  # parameters whose storage is the actor's
     padded_params: tuple[str, ...]  # parameters that may hold elements which no logical tensor fills
 
     def shard_key(self, rank: int) -> int:
@@ -90,30 +131,34 @@ class RolloutEngine(Protocol):
     def end_weight_update(self) -> None:
         """The parameters hold new weights: drop everything computed with the old ones."""
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
-        on_finished: OnFinished | None = None,
-    ) -> list[Generation]:
-        """Generate one response per prompt, in order; the same on every rank of the engine.
-
-        Args:
-            prompts, seeds: one of each per request.
-            sampling: how to draw the responses.
-            on_finished: called with the index of a request and its response as soon as it is there, while the
-                others go on; must not raise, as the other ranks of the engine would wait for this one.
-        """
-
-    def tokens_in_flight(self) -> int:
-        """Tokens sampled so far for responses that are not finished; asked by another thread during `generate`."""
-
     def sleep(self) -> None:
         """Give back memory until the next weight update."""
 
+
+OnFinished = Callable[[int, Sampled], None]
+
+
+class ClosedBatches(EngineWeights, Protocol):
+    """The least that an engine of the user's must have: whole batches and weights; see `engines.build.OneTurn`."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
+        on_finished: OnFinished | None = None,
+    ) -> list[Sampled]:
+        """One response per prompt, in order, the same on every rank of the engine; their keys do not matter."""
+
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for responses that are not finished; asked by another thread."""
+
     def close(self) -> None:
-        """Release the engine; process groups of the job stay alive."""
+        """Release the engine."""
 
 
-EngineMaker = Callable[[EngineSpec], RolloutEngine]
+class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
+    """Requests and weights in one object."""
+
+
+EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 
 # Name -> what makes one; ours are imported when they are chosen: each engine's library is an import wall.
 ENGINES: dict[str, EngineMaker] = {
@@ -142,30 +187,19 @@ def find_engine(name: str) -> EngineMaker:
     return find_entry(ENGINES, name, _SETTING)
 
 
-def borrow_params(
-    params: Mapping[str, torch.nn.Parameter], lent: Mapping[str, torch.Tensor]
+def share_params(
+    params: Mapping[str, torch.nn.Parameter], shareable: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Rebind parameters to lent storage where shape, dtype and device agree too; returns their names.
+    """Rebind parameters to the actor's storage where shape, dtype and device agree too; returns their names.
 
-    A lent name may also be that of a view of a parameter (an expert's matrix), which cannot be rebound.
+    A shareable name may also be that of a view of a parameter (an expert's matrix), which cannot be rebound.
     Must run before anything captures the parameters' addresses.
     """
-    borrowed = {
-        name for name, tensor in lent.items()
+    shared = {
+        name for name, tensor in shareable.items()
         if name in params and params[name].shape == tensor.shape and params[name].dtype == tensor.dtype
         and params[name].device == tensor.device
     }
-    for name in borrowed:
-        params[name].data = lent[name]
-    return frozenset(borrowed)
-
-
-def build_engine(spec: EngineSpec) -> RolloutEngine:
-    """Build the engine named by `rollout.engine`; collective over the job.
-
-    Raises:
-        UserError: unknown name, or a layout that the model does not fit.
-    """
-    found = find_engine(spec.config.engine)
-    spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
-    return found(spec)
+    for name in shared:
+        params[name].data = shareable[name]
+    return frozenset(shared)

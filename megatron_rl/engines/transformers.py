@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from megatron_rl.engines.protocol import EngineSpec, Generation, OnFinished, borrow_params
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
@@ -39,17 +39,18 @@ class _SeededGumbel(LogitsProcessor):
         return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)
 
 
-class HuggingFaceEngine:
+class HuggingFaceEngine(WaitingRequests):
     """A transformers model on every rank; `params` are the logical tensors themselves."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
         config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True)
         with keep_random_streams():
             self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
         self._model.to(spec.process.device).requires_grad_(False)
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
-        self.borrowed = borrow_params(dict(self._model.named_parameters()), spec.lend(self._placements))
+        self.shared_params = share_params(dict(self._model.named_parameters()), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         self.params = split_huggingface_experts(
             spec.shape, {name: p.data for name, p in self._model.named_parameters()})
@@ -71,48 +72,38 @@ class HuggingFaceEngine:
     def end_weight_update(self) -> None:
         """Nothing to do: nothing is cached between calls."""
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
-        on_finished: OnFinished | None = None,
-    ) -> list[Generation]:
-        """Generate one response per prompt, in order; `on_finished` hears of them batch by batch."""
-        results: list[Generation] = []
-        for first in range(0, len(prompts), self._batch_size):
-            part = slice(first, first + self._batch_size)
-            results += self._generate_batch(prompts[part], seeds[part], sampling)
-            if on_finished is not None:
-                for index in range(first, len(results)):
-                    on_finished(index, results[index])
-        return results
-
     @torch.no_grad()
-    def _generate_batch(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> list[Generation]:
+    def step(self) -> list[Sampled]:
+        """Generate the next `max_num_seqs` responses, from the first token to the last."""
+        batch = self.take_batch(self._batch_size)
+        if not batch:
+            return []
+        prompts, sampling = [request.tokens for request in batch], batch[0].sampling
         width = max(len(p) for p in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
             ids[row, width - len(prompt):] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt):] = 1
-        sampler = _SeededGumbel(sampling.temperature, seeds)
+        sampler = _SeededGumbel(sampling.temperature, [request.seed for request in batch])
         output = self._model.generate(
             ids.to(self._device), attention_mask=mask.to(self._device), do_sample=False,
             max_new_tokens=sampling.max_tokens, eos_token_id=list(sampling.stop_token_ids), pad_token_id=0,
             logits_processor=LogitsProcessorList([sampler]))
         tokens = output[:, width:].cpu()  # [b, s]
         picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
-        return [self._cut(tokens[row], picked[row], sampling) for row in range(len(prompts))]
+        return [self._cut(request, *row) for request, *row in zip(batch, tokens, picked, strict=True)]
 
     @staticmethod
-    def _cut(tokens: torch.Tensor, logprobs: torch.Tensor, sampling: SamplingConfig) -> Generation:
-        is_stop = torch.isin(tokens, torch.tensor(sampling.stop_token_ids))
+    def _cut(request: Request, tokens: torch.Tensor, logprobs: torch.Tensor) -> Sampled:
+        is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
         reason = "stop" if is_stop.any() else "length"
-        return Generation(tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
+        return Sampled(
+            request.key, tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
 
     def tokens_in_flight(self) -> int:
-        """Not counted: `generate` tells of whole batches."""
+        """Not counted: nothing runs between two steps."""
         return 0
 
     def sleep(self) -> None:

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.engines.modes import fit_to_device
-from megatron_rl.engines.protocol import EngineSpec, Generation, OnFinished, borrow_params
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_experts
@@ -81,7 +81,7 @@ class VllmEngine:
         vllm = prepare_vllm(spec.process.device)
         _register_model(vllm, spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
-        self.borrowed: frozenset[str] = frozenset()
+        self.shared_params: frozenset[str] = frozenset()
         self.padded_params = VLLM_PADDED_PARAMETERS
         self._register_loader(spec)
         os.environ |= _engine_environment(spec)
@@ -90,6 +90,8 @@ class VllmEngine:
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
+        self._names: dict[int, str] = {}  # key of a request -> vLLM's name for it
+        self._keys: dict[str, int] = {}  # and back, from the short name
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self.params: dict[str, torch.Tensor] = split_experts(
@@ -99,25 +101,25 @@ class VllmEngine:
             self.placements(spec.process.rank), {name: tuple(p.shape) for name, p in self.params.items()},
             where=f"vLLM on rank {spec.process.rank}", padded=VLLM_PADDED_PARAMETERS)
         for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
-            if name not in self.borrowed:
+            if name not in self.shared_params:
                 tensor.zero_()
 
     def _register_loader(self, spec: EngineSpec) -> None:
-        """Let vLLM "load" by borrowing the actor's storage, before anything is compiled or captured."""
+        """Let vLLM "load" by sharing the actor's storage, before anything is compiled or captured."""
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
         engine = self
 
         @register_model_loader(_LOAD_FORMAT)
-        class BorrowingLoader(BaseModelLoader):
+        class SharingLoader(BaseModelLoader):
             def download_model(self, model_config: Any) -> None:
                 """Nothing to fetch: the actor has the weights."""
 
             def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
                 """Bind what can be shared; the rest is written by the first reshard."""
-                lent = spec.lend(engine.placements(spec.process.rank))
-                engine.borrowed = borrow_params(dict(model.named_parameters()), lent)
+                shareable = spec.shareable(engine.placements(spec.process.rank))
+                engine.shared_params = share_params(dict(model.named_parameters()), shareable)
 
     def shard_key(self, rank: int) -> int:
         """Ranks with equal keys have equal placement tables."""
@@ -141,50 +143,65 @@ class VllmEngine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
-        on_finished: OnFinished | None = None,
-    ) -> list[Generation]:
-        """Generate one response per prompt, in order; the same on every rank of the engine.
-
-        `on_finished` hears of a response in the engine step that samples its last token.
-        """
-        if not len(prompts):
-            return []
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take requests in; they run from the next step on."""
         params = [
             self._sampling_params(
-                temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=seed, logprobs=0,
-                stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, detokenize=False)
-            for seed in seeds
+                temperature=request.sampling.temperature, max_tokens=request.sampling.max_tokens, seed=request.seed,
+                stop_token_ids=list(request.sampling.stop_token_ids), logprobs=0, ignore_eos=True, detokenize=False)
+            for request in requests
         ]
-        requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        with self._running():
+            names = self._llm.enqueue(
+                [{"prompt_token_ids": request.tokens.tolist()} for request in requests], params, use_tqdm=False)
+        for request, name in zip(requests, names, strict=True):
+            self._names[request.key], self._keys[_short(name)] = name, request.key
+
+    def step(self) -> list[Sampled]:
+        """One forward for everything that runs; a response is returned by the step that samples its last token."""
+        with self._running():
+            outputs = [output for output in self._llm.llm_engine.step() if output.finished]
+        finished = []
+        for output in outputs:
+            key = self._keys.pop(output.request_id)
+            del self._names[key]
+            last = output.outputs[0]
+            reason = "stop" if last.finish_reason == "stop" else "length"
+            finished.append(_to_sampled(key, last.token_ids, last.logprobs, reason))
+        return finished
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Forget requests; their blocks of the prefix cache stay, for those that continue them."""
+        engine, partial = self._llm.llm_engine, []
+        names = {key: self._names.pop(key) for key in keys if key in self._names}
+        for key, name in names.items():  # vLLM itself says nothing of what it aborts
+            del self._keys[_short(name)]
+            state = engine.output_processor.request_states[name]
+            partial.append(_to_sampled(
+                key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted"))
+        engine.abort_request(list(names.values()), internal=True)
+        return partial
+
+    def has_requests(self) -> bool:
+        """True if something runs or waits."""
+        return self._llm.llm_engine.has_unfinished_requests()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Keep the trainer's random numbers; an error leaves no request behind."""
         with keep_random_streams():
             try:
-                return self._run(requests, params, on_finished)
+                yield
             except BaseException:
                 self._abort()
                 raise
-
-    def _run(
-        self, requests: list[dict[str, Any]], params: list[Any], on_finished: OnFinished | None
-    ) -> list[Generation]:
-        names = self._llm.enqueue(requests, params, use_tqdm=False)
-        index_of = {name.partition("-")[0]: index for index, name in enumerate(names)}  # "7-random" is told as "7"
-        results: dict[int, Generation] = {}
-        while self._llm.llm_engine.has_unfinished_requests():
-            for output in self._llm.llm_engine.step():
-                if output.finished:
-                    index = index_of[output.request_id]
-                    results[index] = _to_generation(output.outputs[0])
-                    if on_finished is not None:
-                        on_finished(index, results[index])
-        return [results[index] for index in range(len(requests))]
 
     def _abort(self) -> None:
         """Forget every request, and the blocks of the prefix cache that a step announced and did not fill."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
+        self._names, self._keys = {}, {}
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for responses that are not finished."""
@@ -319,10 +336,14 @@ def _cpu_cache_bytes(spec: EngineSpec) -> int:
     return min(max(wanted, 4 << 20), max(_MAX_CPU_CACHE_BYTES, 2 * per_token * blocks))
 
 
-def _to_generation(output: Any) -> Generation:
-    tokens, reason = np.asarray(output.token_ids, np.int32), "stop" if output.finish_reason == "stop" else "length"
-    if len(output.logprobs) != len(tokens):  # `check_generations` says so, on all ranks
-        return Generation(tokens, np.full(len(output.logprobs), np.nan, np.float32), reason)
-    logprobs = np.asarray(
-        [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)], np.float32)
-    return Generation(tokens, logprobs, reason)
+def _short(name: str) -> str:
+    """What vLLM calls a request when it is finished: "7" for "7-random"."""
+    return name.partition("-")[0]
+
+
+def _to_sampled(key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str) -> Sampled:
+    tokens = np.array(token_ids, np.int32)
+    if len(logprobs) != len(tokens):  # `check_sampled` says so, on all ranks
+        return Sampled(key, tokens, np.full(len(logprobs), np.nan, np.float32), finish_reason)
+    picked = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
+    return Sampled(key, tokens, np.array(picked, np.float32), finish_reason)

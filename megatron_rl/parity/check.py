@@ -22,7 +22,8 @@ from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingfac
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, build_engine
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
@@ -32,6 +33,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
+from megatron_rl.rollout.serving import generate
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel, RoleSetup
 from megatron_rl.types import Branch
@@ -141,16 +143,16 @@ def _ask_engine(
         max_response_length=check.response_length, process=process, seed=0, config=RolloutConfig(
             engine=check.engine, tensor_model_parallel_size=check.engine_tp_size, max_num_seqs=len(check.prompts))))
     try:
-        engine.begin_weight_update()
-        placements = engine.placements(process.rank)
-        load_huggingface(check.hf, placements, engine.params)
-        wrong = compare_weights(check.hf, placements, engine.params)
-        engine.end_weight_update()
-        seeds = list(range(len(check.prompts)))
-        responses = engine.generate(
-            check.prompts, seeds, SamplingConfig(temperature=1.0, max_tokens=check.response_length, stop_token_ids=()))
+        weights, placements = engine.weights, engine.weights.placements(process.rank)
+        weights.begin_weight_update()
+        load_huggingface(check.hf, placements, weights.params)
+        wrong = compare_weights(check.hf, placements, weights.params)
+        weights.end_weight_update()
+        sampling = SamplingConfig(temperature=1.0, max_tokens=check.response_length, stop_token_ids=())
+        responses = generate(
+            engine.requests, [Request(i, prompt, i, sampling) for i, prompt in enumerate(check.prompts)])
     finally:
-        engine.close()
+        engine.requests.close()
     sequences = [np.concatenate([p, r.tokens]) for p, r in zip(check.prompts, responses, strict=True)]
     scores = [torch.from_numpy(np.asarray(response.logprobs, np.float32)) for response in responses]
     # Engines are replicas: what the first one said is what is compared.

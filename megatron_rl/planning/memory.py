@@ -175,7 +175,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
     else:
-        # vLLM takes its share of the whole device, whatever else is there; what it borrows is not in it.
+        # vLLM takes its share of the whole device, whatever else is there; what it shares is not in it.
         cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores one rank's rollouts, while they are still being generated where a source can do that.
 
-    groups = hybrid.generate(..., on_finished=scorer.begin)   # workers and services start at once
+    generator.generate(..., on_finished=scorer.begin)         # workers and services start at once
     scorer.finish(rollouts of this rank)                      # waits, and fills in the rewards
 
 Invariant: what a rollout gets does not depend on whether or when `begin` was called for it.

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.huggingface import save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.protocol import EngineSpec, build_engine
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
@@ -28,6 +30,8 @@ from megatron_rl.roles.inputs import RlInputs, RoleInputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.rollout.control import open_channel
+from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.training.packed_model import PackedModel, RoleSetup
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
@@ -78,10 +82,12 @@ def build_role(
         temperature=config.rollout.temperature, total_optimizer_steps=total_optimizer_steps))
 
 
-def build_hybrid_engine(config: RunConfig, actor: Actor, process: Process, timers: PhaseTimers) -> HybridEngine:
-    """The rollout engine with the plan that brings the actor's weights into it; collective."""
+def build_rollout(
+    config: RunConfig, actor: Actor, process: Process, timers: PhaseTimers, progress: RolloutProgress
+) -> tuple[HybridEngine, RolloutGenerator]:
+    """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
-    def lend(wanted: list[ShardBox]) -> dict[str, torch.Tensor]:
+    def find_shareable(wanted: list[ShardBox]) -> dict[str, torch.Tensor]:
         if not config.hybrid.alias_weights:
             return {}
         pairs = find_aliases(actor.model.placements(process.rank), wanted)
@@ -90,11 +96,14 @@ def build_hybrid_engine(config: RunConfig, actor: Actor, process: Process, timer
     engine = build_engine(EngineSpec(
         model_path=str(find_model_files(config.model.path)), shape=actor.model.shape, dtype=config.model.dtype,
         max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
-        config=config.rollout, process=process, seed=config.trainer.seed, lend=lend))
-    return HybridEngine(
-        actor, engine, engine_tp_size=config.rollout.tensor_model_parallel_size, process=process,
-        group=dist.group.WORLD, config=config.hybrid,
-        run_seed=config.trainer.seed, timers=timers)
+        config=config.rollout, process=process, seed=config.trainer.seed, shareable=find_shareable))
+    tp_size, world = config.rollout.tensor_model_parallel_size, dist.group.WORLD
+    hybrid = HybridEngine(
+        actor, engine.weights, engine_tp_size=tp_size, process=process, group=world, config=config.hybrid,
+        timers=timers)
+    return hybrid, RolloutGenerator(
+        engine, hybrid, open_channel(world, tp_size, group_timeout(config)), config=config.rollout,
+        run_seed=config.trainer.seed, group=world, progress=progress)
 
 
 def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None]:

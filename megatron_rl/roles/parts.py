@@ -39,7 +39,7 @@ class Parts:
         adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` where it needs a
             critic's values or greedy responses.
         policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and where it is clipped [t].
-        engine: `EngineSpec` -> `RolloutEngine`, such as a class with that one argument.
+        engine: see `EngineMaker` in `engines.protocol`, such as a class with that one argument.
         reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
             scores are the reward, or are added to what `reward.components` gives.
         rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).

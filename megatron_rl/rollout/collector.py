@@ -25,8 +25,8 @@ from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics
+from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.types import Prompt, Rollout, UserError
-from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 
 
 class ResponseModel(Protocol):
@@ -57,20 +57,20 @@ class Collector:
     """Generates and scores; must be used inside of `hybrid.rollout_mode()`.
 
     Args:
-        hybrid: the engine with the actor's weights.
+        generator: the engines, with the actor's weights.
         prompts: training prompts.
         rewards: where rewards come from.
         config: the resolved config.
         stop_token_ids: end a response.
-        timers: count the phase "reward".
+        timers: count the phases "rollout" and "reward".
         group: all ranks.
     """
 
     def __init__(
-        self, *, hybrid: HybridEngine, prompts: PromptBatches, rewards: RewardSources, config: RunConfig,
+        self, *, generator: RolloutGenerator, prompts: PromptBatches, rewards: RewardSources, config: RunConfig,
         stop_token_ids: tuple[int, ...], timers: PhaseTimers, group: dist.ProcessGroup,
     ) -> None:
-        self._hybrid, self._prompts, self._rewards, self._config = hybrid, prompts, rewards, config
+        self._generator, self._prompts, self._rewards, self._config = generator, prompts, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
         self._tp_size = config.rollout.tensor_model_parallel_size
 
@@ -145,12 +145,12 @@ class Collector:
         """
         scorer = self._rewards.scorer
         scorer.step = step
-        groups = self._hybrid.generate(
-            prompts, group_size=group_size, sampling=self.sampling(temperature), step=step, round=round,
-            on_finished=scorer.begin if scorer.is_concurrent else None)
+        with self._timers.phase("rollout"):
+            generated = self._generator.generate(
+                prompts, group_size=group_size, sampling=self.sampling(temperature), step=step, round=round,
+                on_finished=scorer.begin if scorer.is_concurrent else None)
         engine = self._group.rank() // self._tp_size
-        held = [(index, rollout) for index, group in enumerate(groups)
-                if self._hybrid.rank_of_group(index) // self._tp_size == engine for rollout in group.rollouts]
+        held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
         with self._timers.phase("reward"):
             headers, num_bytes = self._score(held, engine, with_answers)
             ranks = np.arange(self._group.size()).reshape(-1, self._tp_size)
@@ -164,6 +164,10 @@ class Collector:
 
     def _score(self, held: Sequence[tuple[int, Rollout]], engine: int, with_answers: bool) -> tuple[Headers, int]:
         """Score a share of what this engine has generated, and tell all ranks the headers.
+
+        Args:
+            groups: the same on every rank.
+            holders: of each rollout, the rank that generated it.
 
         Raises:
             UserError: a source failed on some rank; raised on all of them.
@@ -179,8 +183,9 @@ class Collector:
         return gather_headers(headers, self._group)
 
     def close(self) -> None:
-        """End the workers of the reward sources."""
+        """End the workers of the reward sources, and release the engine."""
         self._rewards.scorer.close()
+        self._generator.close()
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

@@ -38,8 +38,8 @@ from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles.build import (
     actor_export,
-    build_hybrid_engine,
     build_roles,
+    build_rollout,
     group_timeout,
     launched_sizes,
     side_files,
@@ -95,8 +95,8 @@ class Trainer:
         timers.annotate = self.profiler.phase if self.profiler.is_used else None
         roles = build_roles(config, inputs, parts)
         actor, reference, critic, spec = roles["actor"], roles.get("reference"), roles.get("critic"), inputs.spec
-        self.hybrid = parts.rollouts or build_hybrid_engine(config, actor, self.process, timers)
-        self.hybrid.progress = self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD))
+        self.hybrid, generator = (parts.rollouts, None) if parts.rollouts else build_rollout(
+            config, actor, self.process, timers, self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD)))
         packers = {name: Packer(role.model, spec.roles[name].layout, plan, config.algorithm, self.process.device)
                    for name, role in roles.items()}
         self.actor = ActorOnSamples(
@@ -116,7 +116,7 @@ class Trainer:
         self.token_texts = TokenTexts(decode)
         score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else None
         self.collector = parts.rollouts or Collector(
-            hybrid=self.hybrid, prompts=self.prompts, config=config, stop_token_ids=inputs.stop_token_ids,
+            generator=generator, prompts=self.prompts, config=config, stop_token_ids=inputs.stop_token_ids,
             rewards=RewardSources(
                 inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score or self.reward_model,
                 spec.needs_greedy_baseline), timers=timers, group=dist.group.WORLD)
@@ -333,5 +333,4 @@ class Trainer:
         """Release the engine, end reward workers and close the sinks (also after an error)."""
         self.checkpoints.close()
         self.collector.close()
-        self.hybrid.close()
         self.run.close()

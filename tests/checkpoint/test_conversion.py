@@ -32,10 +32,12 @@ from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, build_engine
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, load_model_shape
 from megatron_rl.weights.shard_box import box_slices
@@ -123,7 +125,7 @@ def test_what_a_layout_saves_becomes_the_model(family: str, sizes: dict[str, int
 
 def _generate_with_vllm(rank: int, world_size: int, directory: Path, prompt: np.ndarray) -> tuple[list[str], list[int]]:
     """Names of parameters that vLLM's own reader and ours fill differently, and the greedy response."""
-    engine = build_engine(EngineSpec(
+    requests, engine, _ = build_engine(EngineSpec(
         model_path=str(directory), shape=load_model_shape(directory), dtype="float32", max_prompt_length=len(prompt),
         max_response_length=12, config=RolloutConfig(max_num_seqs=1), process=init_distributed(2), seed=0))
     engine.begin_weight_update()
@@ -135,7 +137,8 @@ def _generate_with_vllm(rank: int, world_size: int, directory: Path, prompt: np.
     model.load_weights(read_tensors(directory).items())
     wrong = find_differences(dict(engine.params), ours)
     engine.end_weight_update()
-    (response,) = engine.generate([prompt], [0], SamplingConfig(temperature=0.0, max_tokens=12, stop_token_ids=()))
+    greedy = SamplingConfig(temperature=0.0, max_tokens=12, stop_token_ids=())
+    (response,) = generate(requests, [Request(0, prompt, 0, greedy)])
     return wrong, response.tokens.tolist()
 
 

@@ -9,40 +9,40 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.engines.checking import EngineName, check_generations
-from megatron_rl.engines.protocol import Generation
+from megatron_rl.engines.checking import EngineName, check_sampled
+from megatron_rl.engines.protocol import Sampled
 from megatron_rl.types import UserError
 
 REQUESTS = ["prompt_id 4, sample 0", "prompt_id 9, sample 1"]
 
 
-def generation(tokens: list[int], logprobs: list[float] | None = None) -> Generation:
+def response(tokens: list[int], logprobs: list[float] | None = None) -> Sampled:
     logprobs = [-0.5] * len(tokens) if logprobs is None else logprobs
-    return Generation(np.array(tokens, np.int32), np.array(logprobs, np.float32), "stop")
+    return Sampled(0, np.array(tokens, np.int32), np.array(logprobs, np.float32), "stop")
 
 
-GOOD = generation([1, 2, 15, 0])
+GOOD = response([1, 2, 15, 0])
 
 
-def check(*generations: Generation) -> None:
-    check_generations(generations, REQUESTS[: max(len(generations), 1)], max_tokens=4, vocab_size=16,
-                      engine=EngineName(2, range(4, 6), "VllmEngine"))
+def check(*responses: Sampled) -> None:
+    check_sampled(responses, REQUESTS[: max(len(responses), 1)], max_tokens=4, vocab_size=16,
+                  engine=EngineName(2, range(4, 6), "VllmEngine"))
 
 
 def test_good_responses_pass() -> None:
-    check(GOOD, generation([0]))
-    check_generations([], [], max_tokens=4, vocab_size=16, engine=EngineName(0, range(1), "VllmEngine"))
+    check(GOOD, response([0]))
+    check_sampled([], [], max_tokens=4, vocab_size=16, engine=EngineName(0, range(1), "VllmEngine"))
 
 
 @pytest.mark.parametrize(("bad", "found", "expected"), [
-    (generation([1, 2], [-1.0]), "a response of 2 tokens with 1 log-probs", "one log-prob per sampled token"),
-    (generation([1] * 5), "a response of 5 tokens", "1 to 4 (data.max_response_length)"),
-    (generation([]), "a response of 0 tokens", "1 to 4 (data.max_response_length)"),
-    (generation([3, 16]), "token id 16 in a response", "0 to 15, the vocabulary of model.path"),
-    (generation([-1]), "token id -1 in a response", "0 to 15, the vocabulary of model.path"),
-    (generation([3, 4], [-0.1, float("nan")]), "log-prob nan of a sampled token", "finite log-probs"),
-    (generation([3], [-float("inf")]), "log-prob -inf of a sampled token", "finite log-probs")])
-def test_a_fault_is_named(bad: Generation, found: str, expected: str) -> None:
+    (response([1, 2], [-1.0]), "a response of 2 tokens with 1 log-probs", "one log-prob per sampled token"),
+    (response([1] * 5), "a response of 5 tokens", "1 to 4 (data.max_response_length)"),
+    (response([]), "a response of 0 tokens", "1 to 4 (data.max_response_length)"),
+    (response([3, 16]), "token id 16 in a response", "0 to 15, the vocabulary of model.path"),
+    (response([-1]), "token id -1 in a response", "0 to 15, the vocabulary of model.path"),
+    (response([3, 4], [-0.1, float("nan")]), "log-prob nan of a sampled token", "finite log-probs"),
+    (response([3], [-float("inf")]), "log-prob -inf of a sampled token", "finite log-probs")])
+def test_a_fault_is_named(bad: Sampled, found: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         check(GOOD, bad)
     assert caught.value.found == found and caught.value.expected.startswith(expected) and caught.value.hint

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
-from megatron_rl.engines.protocol import ENGINES, EngineSpec, build_engine
+from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm import (
     CPU_HEAD_DIMS,
     PATCHED_NAMES,

@@ -16,10 +16,11 @@ import torch
 
 from distributed import run_ranks
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.protocol import EngineSpec, Generation
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import Process
+from megatron_rl.rollout.serving import generate
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
@@ -51,20 +52,25 @@ def make_prompts(lengths: list[int]) -> list[np.ndarray]:
     return [rng.integers(3, 517, length, dtype=np.int32) for length in lengths]
 
 
-def to_lists(generations: list[Generation]) -> list[tuple[list[int], list[float]]]:
+def requests_for(prompts: list[np.ndarray], first_seed: int = 0) -> list[Request]:
+    """One each, with seeds that count."""
+    return [Request(i, prompt, first_seed + i, SAMPLED) for i, prompt in enumerate(prompts)]
+
+
+def to_lists(generations: list[Sampled]) -> list[tuple[list[int], list[float]]]:
     return [(g.tokens.tolist(), g.logprobs.tolist()) for g in generations]
 
 
 def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
-    """Generate in one batch and one by one; then again after an error in the first forward, a later one, a listener."""
+    """Generate in one batch and one by one; then again after an error in the first forward and in a later one."""
     random.seed(7)
     np.random.seed(7)
     streams = read_streams()
     engine, prompts = build(model, 4200), make_prompts([500] * 9 + [4200])
     llm = engine._llm.llm_engine
-    result: dict[str, Any] = {"batch": to_lists(engine.generate(prompts, range(10), SAMPLED)), "errors": []}
+    result: dict[str, Any] = {"batch": to_lists(generate(engine, requests_for(prompts))), "errors": []}
     engine.end_weight_update()
-    result["single"] = [to_lists(engine.generate([p], [seed], SAMPLED))[0] for seed, p in enumerate(prompts)]
+    result["single"] = [to_lists(generate(engine, requests_for([p], seed)))[0] for seed, p in enumerate(prompts)]
 
     forwards_left = 0
 
@@ -74,17 +80,14 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
         if forwards_left == 0:
             raise MemoryError("no room for activations")
 
-    def fail_to_listen(index: int, generation: Generation) -> None:
-        raise ValueError("no listener")
-
     llm.model_executor.driver_worker.worker.get_model().register_forward_pre_hook(fail)
-    for forwards, listener in ((1, None), (3, None), (0, fail_to_listen)):
+    for forwards in (1, 3):
         engine.end_weight_update()  # an empty prefix cache, as after every switch
         forwards_left = forwards
-        with pytest.raises((MemoryError, ValueError)) as caught:
-            engine.generate(prompts[:4], range(4), SAMPLED, listener)
+        with pytest.raises(MemoryError) as caught:
+            generate(engine, requests_for(prompts[:4]))
         running = engine.tokens_in_flight(), llm.get_num_unfinished_requests()
-        result["errors"].append((str(caught.value), running, to_lists(engine.generate(prompts[:4], range(4), SAMPLED))))
+        result["errors"].append((str(caught.value), running, to_lists(generate(engine, requests_for(prompts[:4])))))
     engine.close()
     return result | {"streams": (streams, read_streams())}
 
@@ -112,7 +115,7 @@ def assert_same_response(found: tuple[list[int], list[float]], expected: tuple[l
 
 def test_an_error_leaves_nothing_behind(worked: dict[str, Any]) -> None:
     """After it nothing runs, and the same prompts give the same responses: no cached block without keys and values."""
-    assert [text for text, _, _ in worked["errors"]] == ["no room for activations"] * 2 + ["no listener"]
+    assert [text for text, _, _ in worked["errors"]] == ["no room for activations"] * 2
     for _, running, again in worked["errors"]:
         assert running == (0, 0)
         for found, expected in zip(again, worked["single"][:4], strict=True):
@@ -128,12 +131,12 @@ def test_random_streams_stay_the_trainers(worked: dict[str, Any]) -> None:
 def test_a_large_batch_of_long_prompts(model: Path, vllm_imported: None) -> None:
     """64 prompts x 2,000 tokens x 8 responses with the default settings; one group equals the same group alone."""
 
-    def generate(rank: int, world_size: int) -> Any:
+    def work_alone(rank: int, world_size: int) -> Any:
         engine, prompts = build(model, 2000), make_prompts([2000] * 64)
-        batch = engine.generate([p for p in prompts for _ in range(8)], range(512), SAMPLED)
+        batch = generate(engine, requests_for([p for p in prompts for _ in range(8)]))
         engine.end_weight_update()
-        return to_lists(batch[80:88]), to_lists(engine.generate([prompts[10]] * 8, range(80, 88), SAMPLED))
+        return to_lists(batch[80:88]), to_lists(generate(engine, requests_for([prompts[10]] * 8, 80)))
 
-    batch, alone = run_ranks(generate, 1, timeout=150)[0]
+    batch, alone = run_ranks(work_alone, 1, timeout=150)[0]
     for found, expected in zip(batch, alone, strict=True):
         assert_same_response(found, expected)

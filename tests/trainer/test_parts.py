@@ -79,9 +79,9 @@ class CountingEngine(HuggingFaceEngine):
 
     requests = 0
 
-    def generate(self, prompts: Any, *arguments: Any, **options: Any) -> Any:
-        type(self).requests += len(prompts)
-        return super().generate(prompts, *arguments, **options)
+    def add(self, requests: Any) -> None:
+        type(self).requests += len(requests)
+        super().add(requests)
 
 
 class CountingActor(Actor):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from sample_rollouts import gather_rollouts
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -30,6 +31,7 @@ from megatron_rl.config.schema import (
     TrainerConfig,
 )
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.packing.batch import build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
@@ -38,10 +40,10 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import CertificateError
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.roles.build import actor_export, build_hybrid_engine, build_role
+from megatron_rl.roles.build import actor_export, build_role, build_rollout
 from megatron_rl.roles.inputs import RoleInputs
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.families import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
@@ -105,18 +107,19 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     groups = build_groups(layout)
     inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
     actor = build_role(config, inputs, groups, total_optimizer_steps=4)
-    hybrid = build_hybrid_engine(config, actor, process, PhaseTimers())
+    hybrid, generator = build_rollout(config, actor, process, PhaseTimers(), RolloutProgress())
     prompts, result = make_prompts(), {"transport": hybrid.transport, "stats": hybrid.reshard_stats}
 
-    def generate(sampling: SamplingConfig, group_size: int = 1) -> list[Any]:
+    def generate(sampling: SamplingConfig, group_size: int = 1) -> list[Rollout]:
         with hybrid.rollout_mode():
-            return hybrid.generate(prompts, group_size=group_size, sampling=sampling, step=1)
+            return gather_rollouts(
+                generator.generate(prompts, group_size=group_size, sampling=sampling, step=1))
 
     hybrid.reshard()
     result["bit_equal"] = count_equal_elements(path, hybrid)
     rng_before = torch.get_rng_state()
-    result["before"] = [g.rollouts[0].response_tokens.tolist() for g in generate(GREEDY)]
-    sampled = [r for g in generate(SAMPLED, group_size=2) for r in g.rollouts]
+    result["before"] = [r.response_tokens.tolist() for r in generate(GREEDY)]
+    sampled = generate(SAMPLED, group_size=2)
     result["rng_untouched"] = torch.equal(rng_before, torch.get_rng_state())
     result["sampled"] = [r.response_tokens.tolist() for r in sampled]
 
@@ -131,11 +134,11 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     result["deviation"] = actor.update(batch, AlgorithmConfig())["policy/ratio_max_deviation"]
 
     actor_export(config, actor.model)(path.parent / "updated")
-    groups_after = generate(GREEDY)
-    result["after"] = [g.rollouts[0].response_tokens.tolist() for g in groups_after]
-    result["versions"] = {g.rollouts[0].policy_version for g in groups_after}
+    rollouts_after = generate(GREEDY)
+    result["after"] = [r.response_tokens.tolist() for r in rollouts_after]
+    result["versions"] = {r.policy_version for r in rollouts_after}
     result["verified"] = hybrid.verified_tensors
-    hybrid.close()
+    generator.close()
     ones = torch.ones(1)
     dist.all_reduce(ones)  # the job's process groups outlive the engine
     result["ranks_alive"] = int(ones)

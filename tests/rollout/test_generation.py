@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses are told of as they finish, by real engines, and scored while others are still being generated.
 
-What the engines generate is compared with transformers in test_hybrid_engine.py.
+What the engines generate is compared with transformers in tests/weight_sync/test_hybrid_engine.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from sample_rollouts import gather_rollouts
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -25,17 +26,18 @@ from megatron_rl.config.schema import (
     RunConfig,
 )
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.build import build_hybrid_engine, build_role
+from megatron_rl.roles.build import build_role, build_rollout
 from megatron_rl.roles.inputs import RoleInputs
 from megatron_rl.roles.resolve import resolve
+from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.types import Prompt, Rollout, UserError
-from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.families import load_model_shape
 from reward_samples import wait_for_file, write_function
 from tiny_models import ENGINE_SIZES, save_tiny_model
@@ -59,7 +61,7 @@ def make_prompts() -> list[Prompt]:
     return [*prompts, prompts[0]]
 
 
-def open_hybrid(path: Path, world_size: int, engine: str, rollout_tp: int) -> HybridEngine:
+def open_generator(path: Path, world_size: int, engine: str, rollout_tp: int) -> RolloutGenerator:
     config = RunConfig(
         model=ModelConfig(path=str(path), dtype="float32"),
         data=DataConfig(train_files=[], train_batch_size=5, max_prompt_length=80, max_response_length=12),
@@ -69,9 +71,9 @@ def open_hybrid(path: Path, world_size: int, engine: str, rollout_tp: int) -> Hy
     process, layout = init_distributed(2), ParallelLayout(world_size)
     inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
     actor = build_role(config, inputs, build_groups(layout), total_optimizer_steps=1)
-    hybrid = build_hybrid_engine(config, actor, process, PhaseTimers())
+    hybrid, generator = build_rollout(config, actor, process, PhaseTimers(), RolloutProgress())
     hybrid.reshard()
-    return hybrid
+    return generator
 
 
 def describe(rollout: Rollout) -> tuple[Any, ...]:
@@ -81,19 +83,21 @@ def describe(rollout: Rollout) -> tuple[Any, ...]:
 
 def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int) -> dict[str, Any]:
     """Generate with and without a listener."""
-    hybrid = open_hybrid(path, world_size, engine, rollout_tp)
+    generator = open_generator(path, world_size, engine, rollout_tp)
     told: list[Rollout] = []
     options = dict(group_size=GROUP_SIZE, sampling=SAMPLED, step=1)
-    silent = hybrid.generate(make_prompts(), **options)
-    groups = hybrid.generate(make_prompts(), **options, on_finished=told.append)
+    prompts = make_prompts()
+
+    silent = gather_rollouts(generator.generate(prompts, **options))
+    mine = generator.generate(prompts, **options, on_finished=told.append)
+    rollouts = gather_rollouts(mine)
     result = {
-        "silent": [describe(r) for group in silent for r in group.rollouts],
-        "told": [describe(r) for r in told], "result": [describe(r) for group in groups for r in group.rollouts],
-        "mine": [describe(r) for i, group in enumerate(groups) for r in group.rollouts
-                 if hybrid.rank_of_group(i) == rank],
-        "same_objects": {id(r) for r in told} <= {id(r) for group in groups for r in group.rollouts},
+        "silent": [describe(r) for r in silent],
+        "told": [describe(r) for r in told], "result": [describe(r) for r in rollouts],
+        "mine": [describe(r) for _, r in sorted(mine.items())] if rank % rollout_tp == 0 else [],
+        "same_objects": {id(r) for r in told} <= {id(r) for r in mine.values()},
     }
-    hybrid.close()
+    generator.close()
     return result
 
 
@@ -117,7 +121,7 @@ def test_every_response_is_told_of_once(
 
 def fail(rank: int, world_size: int, path: Path) -> tuple[str, int]:
     """A listener that fails on one rank only."""
-    hybrid = open_hybrid(path, world_size, "vllm", 1)
+    generator = open_generator(path, world_size, "vllm", 1)
     calls = []
 
     def listen(rollout: Rollout) -> None:
@@ -126,12 +130,12 @@ def fail(rank: int, world_size: int, path: Path) -> tuple[str, int]:
             raise UserError("cannot listen", source="here", expected="", hint="")
 
     try:
-        hybrid.generate(make_prompts(), group_size=1, sampling=SAMPLED, step=1, on_finished=listen)
+        generator.generate(make_prompts(), group_size=1, sampling=SAMPLED, step=1, on_finished=listen)
     except UserError as error:
         return error.found, len(calls)
     finally:
         dist.barrier()
-        hybrid.close()
+        generator.close()
     return "not raised", len(calls)
 
 
@@ -144,7 +148,7 @@ def score_while_generating(
     rank: int, world_size: int, path: Path, engine: str, function: str, log: Path
 ) -> list[tuple[Any, ...]]:
     """The second response is held back until the worker has begun with the first."""
-    hybrid = open_hybrid(path, world_size, engine, 1)
+    generator = open_generator(path, world_size, engine, 1)
     config = RewardConfig(function=function, workers=1)
     scorer = Scorer(build_reward_plan(config, 12), config, decode=lambda tokens: " ".join(map(str, tokens)))
     told: list[Rollout] = []
@@ -155,13 +159,13 @@ def score_while_generating(
         if len(told) == 2:
             wait_for_file(log)
 
-    groups = hybrid.generate(make_prompts(), group_size=GROUP_SIZE, sampling=SAMPLED, step=1, on_finished=listen)
+    generated = generator.generate(make_prompts(), group_size=GROUP_SIZE, sampling=SAMPLED, step=1, on_finished=listen)
     with log.open("a") as file:
         file.write("generated\n")
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for _, rollout in sorted(generated.items())]
     scorer.finish(rollouts)
     scorer.close()
-    hybrid.close()
+    generator.close()
     return [(r.response, r.reward, len(r.response_tokens)) for r in rollouts]
 
 

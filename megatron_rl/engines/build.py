@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the name of an engine to the engine, and what lets one that only takes whole batches be stepped."""
+
+from __future__ import annotations
+
+from itertools import chain, count
+from typing import NamedTuple
+
+from megatron_rl.engines.protocol import (
+    ClosedBatches,
+    EngineSpec,
+    EngineWeights,
+    RolloutEngine,
+    Sampled,
+    find_engine,
+)
+from megatron_rl.engines.waiting import WaitingRequests
+
+
+class BuiltEngine(NamedTuple):
+    """One rank's share of an engine: what serves requests, what holds the weights, and the name of its class."""
+
+    requests: RolloutEngine
+    weights: EngineWeights
+    kind: str
+
+
+class OneTurn(WaitingRequests):
+    """Steps an engine that has `generate` only: one step is one batch of all that waits.
+
+    So nothing is heard of a response before the last one of its batch is there.
+    """
+
+    def __init__(self, engine: ClosedBatches) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def step(self) -> list[Sampled]:
+        """The responses to what waits; one that was not asked for gets a negative key."""
+        batch = self.take_batch()
+        if not batch:
+            return []
+        responses = self._engine.generate([r.tokens for r in batch], [r.seed for r in batch], batch[0].sampling)
+        keys = chain((r.key for r in batch), count(-1, -1))
+        return [Sampled(key, r.tokens, r.logprobs, r.finish_reason) for key, r in zip(keys, responses, strict=False)]
+
+    def tokens_in_flight(self) -> int:
+        """What the engine says."""
+        return self._engine.tokens_in_flight()
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._engine.close()
+
+
+def build_engine(spec: EngineSpec) -> BuiltEngine:
+    """Build the engine named by `rollout.engine`; collective over the job.
+
+    Raises:
+        UserError: unknown name, or a layout that the model does not fit.
+    """
+    found = find_engine(spec.config.engine)
+    spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
+    engine = found(spec)
+    return BuiltEngine(engine if hasattr(engine, "step") else OneTurn(engine), engine, type(engine).__name__)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first rank of an engine tells its other ranks before each step, and how it gets there.
+
+The ranks of an engine stay equal only if they see the same requests between the same two steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.engines.protocol import Request
+from megatron_rl.engines.sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """What the ranks of an engine do before its next step, in this order.
+
+    Attributes:
+        interrupts: keys of requests to end as they are.
+        weights: the version of weights that are ready to be received.
+        requests: to add; in the order of (turn, key), whatever their order here.
+        stop: no message follows: what runs is run to its end.
+    """
+
+    interrupts: Sequence[int] = ()
+    weights: int | None = None
+    requests: Sequence[Request] = ()
+    stop: bool = False
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to do."""
+        return not self.interrupts and self.weights is None and not self.requests and not self.stop
+
+    def joined(self, later: ControlMessage) -> ControlMessage:
+        """Both in one."""
+        return ControlMessage(
+            [*self.interrupts, *later.interrupts], self.weights if later.weights is None else later.weights,
+            [*self.requests, *later.requests], self.stop or later.stop)
+
+
+class Channel(Protocol):
+    """Brings the message of an engine's first rank to its other ranks."""
+
+    is_first: bool
+
+    def share(self, message: ControlMessage | None) -> ControlMessage:
+        """The message of the first rank; the others give None. Collective over the engine."""
+
+
+class NoChannel:
+    """For an engine of one rank, or where every rank has the same messages by itself."""
+
+    is_first = True
+
+    def share(self, message: ControlMessage | None) -> ControlMessage:
+        """The message."""
+        assert message is not None
+        return message
+
+
+class GroupChannel:
+    """Broadcasts in the group of an engine's ranks: 8 bytes for an empty message.
+
+    Args:
+        group: moves CPU tensors; its first rank is the engine's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._source = group, dist.get_global_rank(group, 0)
+        self.is_first = group.rank() == 0
+
+    def share(self, message: ControlMessage | None) -> ControlMessage:
+        """The message of the first rank."""
+        payload = torch.empty(0, dtype=torch.uint8)
+        if message is not None and not message.is_empty():
+            payload = torch.from_numpy(encode(message))
+        size = torch.tensor([len(payload)])
+        dist.broadcast(size, self._source, group=self._group)
+        if not size:
+            return ControlMessage()
+        if message is None:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(payload, self._source, group=self._group)
+        return message or decode(payload.numpy())
+
+
+def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timedelta | None = None) -> Channel:
+    """The channel of this rank's engine; collective over `group`, whose consecutive ranks form the engines."""
+    if ranks_per_engine == 1:
+        return NoChannel()
+    if ranks_per_engine == group.size():
+        return GroupChannel(group)
+    ranks = dist.get_process_group_ranks(group)
+    first = group.rank() // ranks_per_engine * ranks_per_engine
+    return GroupChannel(dist.new_group(
+        ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True))
+
+
+_REQUEST_FIELDS = 7
+
+
+def encode(message: ControlMessage) -> np.ndarray:
+    """A message as bytes [n] uint8: 64-bit numbers, then tokens in 32 bits."""
+    requests = message.requests
+    weights = -1 if message.weights is None else message.weights
+    numbers = [message.stop, weights, len(message.interrupts), len(requests), *message.interrupts]
+    for r in requests:
+        temperature = int(np.float64(r.sampling.temperature).view(np.int64))
+        numbers += [r.key, r.turn, r.seed, temperature, r.sampling.max_tokens, len(r.sampling.stop_token_ids),
+                    len(r.tokens)]
+    tokens = [np.asarray(part, np.int32) for r in requests for part in (r.sampling.stop_token_ids, r.tokens)]
+    parts = [np.array(numbers, np.int64), *tokens]
+    return np.concatenate([part.view(np.uint8) for part in parts])
+
+
+def decode(payload: np.ndarray) -> ControlMessage:
+    """What was encoded."""
+    stop, weights, num_interrupts, num_requests = payload[:32].view(np.int64).tolist()
+    end = 32 + 8 * (num_interrupts + _REQUEST_FIELDS * num_requests)
+    numbers = payload[32:end].view(np.int64)
+    tokens, requests = payload[end:].view(np.int32), []
+    for row in numbers[num_interrupts:].reshape(num_requests, _REQUEST_FIELDS):
+        key, turn, seed, _, max_tokens, num_stop, num_tokens = row.tolist()
+        stop_ids, prompt, tokens = np.split(tokens, [num_stop, num_stop + num_tokens])
+        sampling = SamplingConfig(float(row[3:4].view(np.float64)[0]), max_tokens, tuple(stop_ids.tolist()))
+        requests.append(Request(key, prompt.copy(), seed, sampling, turn))
+    return ControlMessage(
+        numbers[:num_interrupts].tolist(), None if weights < 0 else weights, requests, bool(stop))
+
+
+class Inbox:
+    """Orders for an engine, put here by any thread of its first rank and taken by `serve`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: list[ControlMessage] = []
+
+    def put(self, message: ControlMessage) -> None:
+        """Order something; joined to what waits, unless it interrupts a request that waits itself."""
+        with self._changed:
+            waiting = {request.key for request in self._messages[-1].requests} if self._messages else set()
+            if self._messages and waiting.isdisjoint(message.interrupts):
+                self._messages[-1] = self._messages[-1].joined(message)
+            else:
+                self._messages.append(message)
+            self._changed.notify()
+
+    def take(self, wait: bool) -> ControlMessage:
+        """What has come, maybe nothing; with `wait` not before something has."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._messages)
+            return self._messages.pop(0) if self._messages else ControlMessage()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From prompts to rollouts: every sample has an engine, and every engine serves its samples as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.checking import EngineName, check_sampled
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig, derive_seed
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.rollout.control import Channel
+from megatron_rl.rollout.serving import close_batch, serve
+from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.weights.families import ModelShape
+
+
+class HeldWeights(Protocol):
+    """What an engine's weights are: of which model, and after how many optimizer steps."""
+
+    shape: ModelShape
+    policy_version: int
+
+
+class RolloutGenerator:
+    """Generates groups of responses with the weights that the engines hold; the same calls on every rank.
+
+    Args:
+        engine: this rank's share.
+        weights: that it holds.
+        channel: to the other ranks of the engine.
+        config: ranks per engine.
+        run_seed: seed of the run, see `derive_seed`.
+        group: all ranks; consecutive ones are an engine.
+        progress: counts the responses.
+    """
+
+    def __init__(
+        self, engine: BuiltEngine, weights: HeldWeights, channel: Channel, *, config: RolloutConfig, run_seed: int,
+        group: dist.ProcessGroup, progress: RolloutProgress,
+    ) -> None:
+        self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
+        self._group, self._progress, self._tp_size = group, progress, config.tensor_model_parallel_size
+        self._num_engines = group.size() // self._tp_size
+        self._engine_index, self._engine_rank = divmod(group.rank(), self._tp_size)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int,
+        round: int = 0, on_finished: Callable[[Rollout], None] | None = None,
+    ) -> dict[int, Rollout]:
+        """Generate `group_size` responses per prompt; collective.
+
+        Whole groups go to one engine, so that its prefix cache serves the shared prompt.
+
+        Args:
+            prompts: the same on every rank.
+            group_size: responses per prompt.
+            sampling: how to draw them.
+            step, round: part of every response's seed.
+            on_finished: given on every rank or on none; called on the first rank of an engine with a rollout as soon
+                as its response is there, while others are being generated. The same objects are in the result. The
+                response is not decoded yet.
+
+        Returns:
+            The rollouts of this rank's engine, not scored yet, on each of its ranks; by index of the sample, which is
+            index of the prompt * group_size + sample_index.
+
+        Raises:
+            Exception: what `on_finished` raised, after the generation, on every rank.
+            UserError: the engine returned something else than what it was asked for; on every rank.
+        """
+        engines = np.repeat(np.arange(len(prompts)) % self._num_engines, group_size)
+        # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
+        # at an epoch boundary, and must not get the same responses twice.
+        occurrences = _count_occurrences(prompts)
+        requests = []
+        for index in np.flatnonzero(engines == self._engine_index).tolist():
+            number, sample = divmod(index, group_size)
+            prompt, sample = prompts[number], occurrences[number] * group_size + sample
+            requests.append(Request(
+                index, prompt.tokens, derive_seed(self._run_seed, step, prompt.prompt_id, sample, round), sampling))
+        is_first = self._channel.is_first
+        stream = _Stream(
+            prompts, group_size, self._weights.policy_version, self._progress.count if is_first else None,
+            on_finished if is_first else None)
+        in_flight = self._engine.requests.tokens_in_flight if is_first else None
+        with self._progress.follow(len(engines), in_flight):
+            error = serve(self._engine.requests, close_batch(requests), stream, self._channel)
+            if error is None and is_first:
+                error = self._find_fault(stream, requests, prompts, group_size)
+            raise_together(error, self._group)
+        return stream.rollouts
+
+    def _find_fault(
+        self, stream: _Stream, requests: Sequence[Request], prompts: Sequence[Prompt], group_size: int
+    ) -> UserError | None:
+        """What is wrong with the responses of this engine."""
+        first, unasked = self._engine_index * self._tp_size, dict(stream.sampled)
+        asked = [unasked.pop(request.key) for request in requests if request.key in unasked]
+        names = [f"prompt_id {prompts[request.key // group_size].prompt_id}, sample {request.key % group_size}"
+                 for request in requests]
+        longest = max((request.sampling.max_tokens for request in requests), default=0)
+        try:
+            check_sampled(
+                [*asked, *unasked.values()], names, max_tokens=longest, vocab_size=self._weights.shape.vocab_size,
+                engine=EngineName(self._engine_index, range(first, first + self._tp_size), self._engine.kind))
+        except UserError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._engine.requests.close()
+
+
+class _Stream:
+    """Makes rollouts of responses as they come, counts them, and tells a listener."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], group_size: int, policy_version: int, count: Callable[[int], None] | None,
+        listener: Callable[[Rollout], None] | None,
+    ) -> None:
+        self._prompts, self._group_size, self._policy_version = prompts, group_size, policy_version
+        self._count, self._listener = count, listener
+        self.sampled: dict[int, Sampled] = {}
+        self.rollouts: dict[int, Rollout] = {}
+
+    def __call__(self, sampled: Sampled) -> None:
+        self.sampled[sampled.key] = sampled
+        if sampled.key < 0:
+            return  # nobody asked for it, which is said at the end
+        number, sample = divmod(sampled.key, self._group_size)
+        rollout = self.rollouts[sampled.key] = Rollout.from_response(
+            self._prompts[number], sample, sampled.tokens, sampled.logprobs, sampled.finish_reason,
+            self._policy_version)
+        if self._count is not None:
+            self._count(len(sampled.tokens))
+        if self._listener is not None:
+            self._listener(rollout)
+
+
+def _count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
+    """How often each prompt came before in this batch (0 unless an epoch boundary repeats it)."""
+    seen: dict[int, int] = {}
+    counts = []
+    for prompt in prompts:
+        counts.append(seen.get(prompt.prompt_id, 0))
+        seen[prompt.prompt_id] = counts[-1] + 1
+    return counts

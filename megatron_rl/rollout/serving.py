@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that steps an engine: a loop over control messages, and a batch of requests as one use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_rl.engines.protocol import Request, RolloutEngine, Sampled
+from megatron_rl.rollout.control import Channel, ControlMessage, NoChannel
+
+Listener = Callable[[Sampled], None]
+
+
+def serve(
+    engine: RolloutEngine, take: Callable[[bool], ControlMessage], on_sampled: Listener,
+    channel: Channel | None = None, receive_weights: Callable[[int], None] | None = None,
+) -> Exception | None:
+    """Step an engine until a message says stop and everything is finished; the same call on every rank of it.
+
+    Args:
+        engine: this rank's share.
+        take: called before each step on the first rank of the engine (without a channel on every rank, and must return
+            the same there), `Inbox.take` for one; its argument: whether to wait, as nothing runs.
+        on_sampled: told of everything that is finished or interrupted, in the order of the engine, on every rank.
+        channel: to the other ranks of the engine.
+        receive_weights: brings the weights of a version into the engine; collective, called on every rank of it.
+
+    Returns:
+        The first exception of `take` or `on_sampled`. The engine has not been left in the middle: raised by `take`, all
+        requests are interrupted; so are they if `on_sampled` raised and "stop" had not been said. It is told of nothing
+        afterwards.
+
+    Raises:
+        Exception: what the engine or `receive_weights` raised; no request is left in the engine.
+    """
+    loop = _Loop(engine, on_sampled)
+    channel = channel or NoChannel()
+    try:
+        while True:
+            message = channel.share(loop.take(take) if channel.is_first else None)
+            loop.tell(engine.interrupt(message.interrupts) if message.interrupts else [])
+            if message.weights is not None:
+                assert receive_weights is not None
+                receive_weights(message.weights)
+            loop.add(message.requests)
+            loop.step()
+            if message.stop:
+                break
+        while engine.has_requests():
+            loop.step()
+    except BaseException:
+        engine.interrupt(sorted(loop.running))
+        raise
+    return loop.error
+
+
+class _Loop:
+    """Which requests run, and the first error of those who are called back."""
+
+    def __init__(self, engine: RolloutEngine, on_sampled: Listener) -> None:
+        self._engine, self._on_sampled = engine, on_sampled
+        self.running: set[int] = set()
+        self.error: Exception | None = None
+
+    def take(self, take: Callable[[bool], ControlMessage]) -> ControlMessage:
+        """The next message; the last one after an error."""
+        if self.error is None:
+            try:
+                return take(not self._engine.has_requests())
+            except Exception as error:
+                self.error = error
+        return ControlMessage(interrupts=sorted(self.running), stop=True)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add them in an order that does not depend on when they came."""
+        if requests:
+            self._engine.add(sorted(requests, key=lambda request: (request.turn, request.key)))
+            self.running.update(request.key for request in requests)
+
+    def step(self) -> None:
+        """One step, if there is something to do."""
+        if self._engine.has_requests():
+            self.tell(self._engine.step())
+
+    def tell(self, sampled: Sequence[Sampled]) -> None:
+        """Hand on what is finished; an error must wait, or the other ranks of the engine would."""
+        for one in sampled:
+            self.running.discard(one.key)
+            if self.error is None:
+                try:
+                    self._on_sampled(one)
+                except Exception as error:
+                    self.error = error
+
+
+def close_batch(requests: Sequence[Request]) -> Callable[[bool], ControlMessage]:
+    """What `serve` takes to run these requests and no others."""
+    return lambda wait: ControlMessage(requests=requests, stop=True)
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Sampled]:
+    """What an engine samples for a batch of requests, in their order; the same call on every rank of the engine.
+
+    Requests to which it returns nothing are left out.
+    """
+    found: dict[int, Sampled] = {}
+    error = serve(engine, close_batch(requests), lambda sampled: found.update({sampled.key: sampled}))
+    if error is not None:
+        raise error
+    return [found[request.key] for request in requests if request.key in found]
