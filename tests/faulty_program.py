@@ -76,12 +76,12 @@ def lose_a_logprob() -> None:
 def spoil_an_advantage() -> None:
     real, calls = Trainer.estimate, [0]
 
-    def estimate(self: Trainer, collected: Any, batch: Any, algorithm: Any) -> Any:
+    def estimate(self: Trainer, samples: Any) -> Any:
         calls[0] += 1
-        found = real(self, collected, batch, algorithm)
+        advantages, returns = real(self, samples)
         if calls[0] == 2:
-            found.advantages[batch.sequence_ids == 5] = float("nan")
-        return found
+            advantages.values[advantages.packing.batch.sequence_ids == 5] = float("nan")
+        return advantages, returns
 
     Trainer.estimate = estimate
 

@@ -107,8 +107,9 @@ class Trainer:
             timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"])
         self.critic = critic and CriticOnSamples(
             timers.watch(critic, compute_values="values", update="update_critic"), packers["critic"])
-        self.reward_model = "reward_model" in roles and RewardModelOnSamples(
-            roles["reward_model"], packers["reward_model"])
+        self.reward_model = None
+        if "reward_model" in roles:
+            self.reward_model = RewardModelOnSamples(roles["reward_model"], packers["reward_model"])
         self.kl = build_kl_controller(config.algorithm)
         self.prompts = PromptBatches(
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
