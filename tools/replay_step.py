@@ -54,7 +54,8 @@ class ReplayTrainer(Trainer):
     def steps(self) -> Iterator[int]:
         """The captured step, from the state that it began with."""
         self.checkpoints.start()
-        self.run.timers.step = step = self.recorded.step
+        step = self.recorded.step
+        self.run.timers.begin_step(step)
         resumed = restore_state(self.recorded, self.trained, dist.group.WORLD, allow_changed=self.allow_changed)
         self.kl.load_state_dict(resumed.state["kl"])
         self.observer = StepObserver(self.trained, dist.group.WORLD)

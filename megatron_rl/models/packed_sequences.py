@@ -16,7 +16,7 @@ from megatron_rl.models.attention_backends import Segments, build_segments
 from megatron_rl.models.rotary import compute_rotary_table
 from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
-from megatron_rl.weights.families import RopeScaling
+from megatron_rl.weights.families import ModelShape
 
 
 @dataclass(kw_only=True)
@@ -33,15 +33,15 @@ class PackedSequences(PackedSeqParams):
 
 
 def build_packed_sequences(
-    piece: MicrobatchSlice, position_ids: torch.Tensor, *, head_dim: int, rope_theta: float, dtype: torch.dtype,
-    cp_size: int = 1, cp_rank: int = 0, rope_scaling: RopeScaling | None = None,
+    piece: MicrobatchSlice, position_ids: torch.Tensor, shape: ModelShape, *, dtype: torch.dtype, cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> PackedSequences:
     """Describe a microbatch to the layers of a stage.
 
     Args:
         piece: its slice.
         position_ids: [t] of the whole microbatch, whatever the shard.
-        head_dim, rope_theta, rope_scaling: of the model.
+        shape: of the model.
         dtype: of the activations.
         cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
     """
@@ -54,4 +54,4 @@ def build_packed_sequences(
         cu_seqlens_q=segments.cu_seqlens_q, cu_seqlens_kv=segments.cu_seqlens_k,
         max_seqlen_q=segments.max_seqlen_q, max_seqlen_kv=segments.max_seqlen_k,
         rotary_table=compute_rotary_table(
-            mine, head_dim=head_dim, theta=rope_theta, dtype=dtype, scaling=rope_scaling))
+            mine, head_dim=shape.head_dim, theta=shape.rope_theta, dtype=dtype, scaling=shape.rope_scaling))

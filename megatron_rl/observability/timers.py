@@ -42,6 +42,16 @@ class PhaseTimers:
         self.phases: list[str] = []
         self.began: list[float] = []
 
+    def attach(
+        self, memory_probe: Callable[[], int], annotate: Callable[[str], AbstractContextManager[None]] | None
+    ) -> None:
+        """From now on ask for memory, and make a range of each phase (or none)."""
+        self.memory_probe, self.annotate = memory_probe, annotate
+
+    def begin_step(self, step: int) -> None:
+        """Say which step of the main loop the phases that follow belong to."""
+        self.step = step
+
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
         """Count the seconds spent in the block under `name`.

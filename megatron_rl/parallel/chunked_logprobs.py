@@ -13,6 +13,7 @@ vocabulary; the region function that brought the hidden states to all TP ranks a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,67 +32,77 @@ from megatron_rl.parallel.vocab_parallel import (
 )
 
 
-def compute_linear_logprobs_and_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocab_size: int,
-    temperature: float,
-    tp_group: dist.ProcessGroup,
-    chunk_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each distribution `softmax(hidden @ weight.T / temperature)`.
+@dataclass(frozen=True, kw_only=True)
+class OutputSoftmax:
+    """The distributions `softmax(hidden @ weight.T / temperature)` of a model, and how they are computed.
 
-    Collective over `tp_group`. Logits are products in the dtype of `hidden`; everything after them is float32
+    Attributes:
+        vocab_size: size without padding; rows at or beyond it get no probability and a gradient of zero.
+        temperature: divides the logits (the policy that was sampled from).
+        tp_group: the group over which the vocabulary is split evenly, in rank order.
+        chunk_tokens: tokens whose logits exist at once.
+    """
+
+    vocab_size: int
+    temperature: float
+    tp_group: dist.ProcessGroup
+    chunk_tokens: int
+
+    def find_shard(self, weight: torch.Tensor) -> VocabShard:
+        """The tokens that this rank's rows of the weight stand for."""
+        return find_vocab_shard(self.vocab_size, len(weight), self.tp_group.rank())
+
+
+def compute_linear_logprobs_and_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softmax: OutputSoftmax
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of each distribution.
+
+    Collective over `softmax.tp_group`. Logits are products in the dtype of `hidden`; everything after them is float32
     (float64 for float64). An output that enters no loss costs nothing in backward.
 
     Args:
         hidden: [t, h], the same on every rank of the group.
         weight: [v/tp, h] this rank's rows of the (padded) output layer, same dtype.
         targets: [t] int64 token ids, 0 <= id < vocab_size.
-        vocab_size: size without padding; rows at or beyond it get no probability and a gradient of zero.
-        temperature: divides the logits (the policy that was sampled from).
-        tp_group: the group over which the vocabulary is split evenly, in rank order.
-        chunk_tokens: tokens whose logits exist at once.
+        softmax: of the model.
 
     Returns:
         logprobs [t] and entropy [t], the same bits on every rank of the group; differentiable with respect to
         `hidden` (this rank's part of the sum over the vocabulary, see above) and `weight`.
     """
-    shard = find_vocab_shard(vocab_size, len(weight), tp_group.rank())
-    return _LinearLogprobs.apply(hidden, weight, targets, shard, temperature, tp_group, chunk_tokens)
+    return _LinearLogprobs.apply(hidden, weight, targets, softmax)
 
 
 @torch.no_grad()
 def compute_linear_sum_pi_squared(
-    hidden: torch.Tensor, weight: torch.Tensor, *, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup,
-    chunk_tokens: int,
+    hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax
 ) -> torch.Tensor:
-    """Sum over the vocabulary of the squared probabilities of `softmax(hidden @ weight.T / temperature)`: [t].
+    """Sum over the vocabulary of the squared probabilities of each distribution: [t].
 
-    Arguments as above; collective over `tp_group`, the same bits on every rank of it, without a gradient.
+    Arguments as above; collective over `softmax.tp_group`, the same bits on every rank of it, without a gradient.
     """
-    rows = weight[: find_vocab_shard(vocab_size, len(weight), tp_group.rank()).width]
+    rows = weight[: softmax.find_shard(weight).width]
     summary = torch.cat([
-        summarize_squares(_scale_logits(x, rows, temperature)) for x in hidden.split(chunk_tokens)], dim=1)
-    return merge_squares(gather_summaries(summary, tp_group))
+        summarize_squares(_scale_logits(x, rows, softmax.temperature)) for x in hidden.split(softmax.chunk_tokens)
+    ], dim=1)
+    return merge_squares(gather_summaries(summary, softmax.tp_group))
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: VocabShard,
-        temperature: float, group: dist.ProcessGroup, chunk_tokens: int,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softmax: OutputSoftmax
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        shard, size = softmax.find_shard(weight), softmax.chunk_tokens
         rows = weight[: shard.width]
         summary = torch.cat([
-            compute_summary(_scale_logits(x, rows, temperature), y, shard)
-            for x, y in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+            compute_summary(_scale_logits(x, rows, softmax.temperature), y, shard)
+            for x, y in zip(hidden.split(size), targets.split(size), strict=True)
         ], dim=1)
-        logprobs, entropy, lse = merge_summaries(gather_summaries(summary, group))
+        logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.shard, ctx.softmax = shard, softmax
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -101,25 +112,26 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[Any, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        temperature, chunk_tokens = ctx.softmax.temperature, ctx.softmax.chunk_tokens
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        sum_over_chunks = _WeightGradient(weight, len(hidden) <= ctx.chunk_tokens) if ctx.needs_input_grad[1] else None
+        sum_over_chunks = _WeightGradient(weight, len(hidden) <= chunk_tokens) if ctx.needs_input_grad[1] else None
         rows = weight[: ctx.shard.width]
-        for start in range(0, len(hidden), ctx.chunk_tokens):
-            part = slice(start, start + ctx.chunk_tokens)
+        for start in range(0, len(hidden), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
             x = hidden[part]
             # d/d logits = d/dz / temperature: the division is made on the [t] factors.
             gradient = compute_logits_gradient(
-                _scale_logits(x, rows, ctx.temperature), targets[part], ctx.shard, lse=lse[part],
-                entropy=entropy[part], grad_logprobs=grad_logprobs[part] / ctx.temperature,
-                grad_entropy=None if grad_entropy is None else grad_entropy[part] / ctx.temperature,
+                _scale_logits(x, rows, temperature), targets[part], ctx.shard, lse=lse[part],
+                entropy=entropy[part], grad_logprobs=grad_logprobs[part] / temperature,
+                grad_entropy=None if grad_entropy is None else grad_entropy[part] / temperature,
             ).to(hidden.dtype)
             if hidden_gradient is not None:
                 torch.mm(gradient, rows, out=hidden_gradient[part])
             if sum_over_chunks is not None:
                 sum_over_chunks.add(gradient, x)
         weight_gradient = None if sum_over_chunks is None else sum_over_chunks.total.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None
 
 
 class _WeightGradient:

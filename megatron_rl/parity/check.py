@@ -20,23 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
-from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
+from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.packing.batch import build_train_batch
-from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.collectives import Process, share_object, world
-from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parity.megatron import build_policy, score_with_megatron
 from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.heads import LogprobHead
-from megatron_rl.training.packed_model import PackedModel, RoleSetup
-from megatron_rl.types import Branch
 from megatron_rl.weights.families import ModelShape, load_model_shape
 
 TRACED_TOKENS = 32
@@ -86,10 +80,11 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     sequences, engine_scores = [*check.prompts], None
     if check.engine is not None:
         sequences, engine_scores, wrong[check.engine] = _ask_engine(check, reference, process)
-    policy = _build_policy(check, shape)
+    policy = build_policy(
+        check.weights or check.hf, shape, check.dtype, layout, sequence_parallel=check.sequence_parallel)
     wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
     skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
-    megatron = _score_with_megatron(policy, sequences, skip)
+    megatron = score_with_megatron(policy, sequences, skip)
     traced = sequences[0][:TRACED_TOKENS]
     megatron_trace = trace_megatron(policy, traced)
     report: dict[str, Any] | None = None
@@ -115,20 +110,6 @@ def _describe(check: ParityCheck) -> dict[str, Any]:
         "engine": check.engine, "engine_tp_size": check.engine_tp_size, "prompts": len(check.prompts),
         "response_length": check.response_length if check.engine else 0,
     }
-
-
-def _build_policy(check: ParityCheck, shape: ModelShape) -> PackedModel:
-    layout = check.layout
-    config = LayoutConfig(
-        tensor_model_parallel_size=layout.tp_size, pipeline_model_parallel_size=layout.pp_size,
-        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
-        context_parallel_size=layout.cp_size, expert_model_parallel_size=layout.ep_size,
-        sequence_parallel=check.sequence_parallel)
-    spec = RoleSpec(
-        name="policy", path=str(check.weights or check.hf), section="layout", layout=config, head="logprob")
-    return PackedModel(RoleSetup(
-        spec=spec, model=ModelConfig(path=str(check.hf), dtype=check.dtype), shape=shape, groups=build_groups(layout),
-        seed=0))
 
 
 def _ask_engine(
@@ -168,19 +149,6 @@ def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
     for tensor in (tensor for part in parts for tensor in part):
         found.setdefault(tensor.name, tensor)
     return list(found.values())
-
-
-def _score_with_megatron(policy: PackedModel, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
-    """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective."""
-    packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
-    lengths = [len(tokens) for tokens in sequences]
-    plan = plan_microbatches(
-        lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple)
-    batch = build_train_batch(
-        packed, [0.0] * len(packed), [(range(len(packed)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,
-        device=policy.device)
-    logprobs = policy.compute_forward(batch, LogprobHead(policy))
-    return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]
 
 
 @torch.no_grad()

@@ -82,8 +82,8 @@ def count_layers_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatche
 
 
 def compute_activation_bytes(
-    shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, *, pp_rank: int, num_microbatches: int,
-    itemsize: int, is_update: bool, fused: bool = True,
+    shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, *, pp_rank: int, num_microbatches: int | None,
+    itemsize: int, fused: bool = True,
 ) -> ActivationBytes:
     """Activations of one role on one rank.
 
@@ -91,21 +91,21 @@ def compute_activation_bytes(
         shape: the model, with its head.
         layout, config: of the role; its token budget is taken as full.
         pp_rank: the pipeline stage.
-        num_microbatches: of one update or scoring pass.
+        num_microbatches: of one update, forward and backward; None: a scoring pass, forward only.
         itemsize: bytes of an activation element.
-        is_update: forward and backward; else forward only.
         fused: norms and attention keep no intermediate results.
     """
     tokens = config.max_tokens_per_microbatch / layout.cp_size
     s = layout.tp_size if config.sequence_parallel else 1
     h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
+    is_update = num_microbatches is not None
     is_full = is_update and config.recompute_granularity == "full"
     layer = count_layer_elements(shape, layout, config.sequence_parallel, fused, fused and itemsize == _FLOAT)
     head = (h / s + h) * tokens * itemsize if is_last else 0
     logits = 0
     if is_last and not shape.has_score_head:
         logits = _count_logits(shape, layout, config, itemsize, is_update)
-    if not is_update:
+    if num_microbatches is None:
         transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
         return ActivationBytes(0, int(transient), int(head) + logits)
     in_flight = count_layers_in_flight(layout, pp_rank, num_microbatches, shape.num_layers)

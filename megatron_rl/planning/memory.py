@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig
@@ -147,7 +148,7 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
     layout = build_layout(section, job.cluster.world_size)
     found = compute_activation_bytes(
         shape, layout, section, pp_rank=layout.coordinates(rank).pp, itemsize=DTYPE_BYTES[job.config.model.dtype],
-        num_microbatches=count_microbatches(job, layout, section), is_update=is_update,
+        num_microbatches=count_microbatches(job, layout, section) if is_update else None,
         fused=job.cluster.has_fused_norms)
     is_logits = found.logits > found.transient
     return {"activations": found.stored + (0 if is_logits else found.transient), "logits": found.logits * is_logits}
@@ -203,25 +204,31 @@ def count_aliased_elements(shape: ModelShape, layout: ParallelLayout, rank: int,
     """
     at = layout.expert_coordinates(rank)
     layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), min(layout.pp_size, 2), layout.tp_size, at.tp, layout.ep_size, at.ep, rollout_tp,
-        rank % rollout_tp)
+        replace(shape, num_layers=2), min(layout.pp_size, 2), tp=_Part(at.tp, layout.tp_size),
+        ep=_Part(at.ep, layout.ep_size), rollout_tp=_Part(rank % rollout_tp, rollout_tp))
     ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
     return shape.num_layers // layout.pp_size * layer + ends
 
 
+class _Part(NamedTuple):
+    """One rank of an axis of a layout."""
+
+    rank: int
+    size: int
+
+
 @lru_cache(maxsize=4096)
 def _count_aliased_blocks(
-    shape: ModelShape, num_stages: int, tp_size: int, tp_rank: int, ep_size: int, ep_rank: int, rollout_tp: int,
-    rollout_rank: int,
+    shape: ModelShape, num_stages: int, *, tp: _Part, ep: _Part, rollout_tp: _Part
 ) -> tuple[int, int, int]:
     """Shared elements of the last layer, and of what is not a layer on the first and on the last stage."""
-    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank)
+    theirs, sizes = _list_engine_parameters(shape, rollout_tp.size, rollout_tp.rank)
     # Both sides pad the vocabulary; a storage fits both if they pad it alike.
-    has_same_vocabulary = padded_vocab_size(shape.vocab_size, tp_size) == padded_vocab_size(shape.vocab_size, 1)
+    has_same_vocabulary = padded_vocab_size(shape.vocab_size, tp.size) == padded_vocab_size(shape.vocab_size, 1)
     layer, ends = 0, []
     for stage in range(num_stages):
-        ours = megatron_placements(shape, tp_size=tp_size, tp_rank=tp_rank, pp_size=num_stages, pp_rank=stage,
-                                   ep_size=ep_size, ep_rank=ep_rank)
+        ours = megatron_placements(shape, tp_size=tp.size, tp_rank=tp.rank, pp_size=num_stages, pp_rank=stage,
+                                   ep_size=ep.size, ep_rank=ep.rank)
         pairs = find_aliases(ours, theirs)
         layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
         ends.append(sum(sizes[name] for name, source in pairs.items() if ".layers." not in name

@@ -26,13 +26,15 @@ from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.inputs import RlInputs, RoleInputs
+from megatron_rl.roles.inputs import RlInputs
+from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.training.packed_model import PackedModel, RoleSetup
+from megatron_rl.training.setup import RoleSetup
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
 

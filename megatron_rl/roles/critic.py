@@ -10,7 +10,8 @@ from megatron_rl.config.schema import CriticConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.heads import ValueHead
 from megatron_rl.training.optimizer import Optimizer
-from megatron_rl.training.packed_model import PackedModel, RoleSetup
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
 from megatron_rl.training.update import build_step, describe_ledgers, take_optimizer_step
 

@@ -26,7 +26,7 @@ from megatron_rl.rewards.functions import RewardFunction, check_reward_function,
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
-    from megatron_rl.training.packed_model import RoleSetup
+    from megatron_rl.training.setup import RoleSetup
 
 
 @dataclass(frozen=True)

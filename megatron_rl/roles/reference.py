@@ -7,7 +7,8 @@ import torch
 
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.heads import LogprobHead
-from megatron_rl.training.packed_model import PackedModel, RoleSetup
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
 
 
 class Reference:

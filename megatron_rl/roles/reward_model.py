@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.heads import PositionScoreHead
-from megatron_rl.training.packed_model import PackedModel, RoleSetup
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
 
 
 class RewardModel:

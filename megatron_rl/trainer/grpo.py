@@ -88,11 +88,11 @@ class Trainer:
         """Everything that needs the process group and the run directory."""
         config, inputs, plan = self.config, self.inputs, self.plan
         self.run, timers = opened.run, opened.run.timers
-        timers.memory_probe = partial(memory_in_use, self.process.device)
         self.profiler = StepProfiler(
             self.run.dir, steps=config.trainer.profile_steps, ranks=config.trainer.profile_ranks,
             rank=self.process.rank, device=self.process.device)
-        timers.annotate = self.profiler.phase if self.profiler.is_used else None
+        timers.attach(
+            partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None)
         roles = build_roles(config, inputs, parts)
         actor, reference, critic, spec = roles["actor"], roles.get("reference"), roles.get("critic"), inputs.spec
         self.hybrid, generator = (parts.rollouts, None) if parts.rollouts else build_rollout(
@@ -250,7 +250,7 @@ class Trainer:
             self.checkpoints.mark(0)
             self.checkpoints.safe_point()
         for step in range((resumed or 0) + 1, total + 1):
-            run.timers.step = step
+            run.timers.begin_step(step)
             with self.profiler.step(step), run.timers.phase("step"):
                 self.capsule.begin(step)
                 yield step

@@ -61,7 +61,7 @@ class SftTrainer:
         """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
         resumed = self.checkpoints.start()
         for step in range((resumed or 0) + 1, self.plan.total_steps + 1):
-            self.run.timers.step = step
+            self.run.timers.begin_step(step)
             with self.run.timers.phase("step"):
                 examples = next(self.examples)
                 samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], dist.group.WORLD)

@@ -8,14 +8,16 @@ model.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy, compute_linear_sum_pi_squared
+from megatron_rl.parallel.chunked_logprobs import (
+    OutputSoftmax,
+    compute_linear_logprobs_and_entropy,
+    compute_linear_sum_pi_squared,
+)
 from megatron_rl.parallel.ulysses import combine_shards
 from megatron_rl.training.packed_model import PackedModel
 
@@ -31,7 +33,7 @@ class LogprobHead:
 
     def __init__(self, model: PackedModel, temperature: float = 1.0, chunk_tokens: int = 512) -> None:
         self._model = model
-        self._options: dict[str, Any] = dict(
+        self._softmax = OutputSoftmax(
             vocab_size=model.shape.vocab_size, temperature=temperature, tp_group=model.groups.tp,
             chunk_tokens=chunk_tokens)
 
@@ -39,7 +41,7 @@ class LogprobHead:
         """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere."""
         places, rows, targets = _find_predicted(self._model, microbatch)
         found = compute_linear_logprobs_and_entropy(
-            self._gather(hidden)[rows], self._model.stages[-1].output_weight, targets, **self._options)
+            self._gather(hidden)[rows], self._model.stages[-1].output_weight, targets, self._softmax)
         logprobs, entropy = (_combine(self._model, values, places, microbatch) for values in found)
         return logprobs, entropy
 
@@ -47,7 +49,7 @@ class LogprobHead:
         """A head too: sum [t] over the vocabulary of the squared probabilities that the tokens came from."""
         places, rows, _ = _find_predicted(self._model, microbatch)
         squares = compute_linear_sum_pi_squared(
-            self._gather(hidden)[rows], self._model.stages[-1].output_weight, **self._options)
+            self._gather(hidden)[rows], self._model.stages[-1].output_weight, self._softmax)
         return (_combine(self._model, squares, places, microbatch),)
 
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:

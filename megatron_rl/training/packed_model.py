@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import ModelConfig, TrainedConfig
+from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
@@ -30,10 +29,9 @@ from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio
 from megatron_rl.parallel.collectives import broadcast_tensors
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.training.host_memory import HostMemory
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.training.setup import RoleSetup
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
@@ -41,30 +39,6 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
 # (microbatch, *what the head gives [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
 LossFunction = Callable[..., tuple[torch.Tensor, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleSetup:
-    """What a role is built from; the same on all of its ranks, but for `groups`.
-
-    Attributes:
-        spec: weights, layout and head, and whether it is trained.
-        model: dtype and implementation of the layers.
-        shape: the architecture; with a score head (`load_model_shape(path, head="score")`) unless `spec.head` is
-            "logprob".
-        groups: process groups of its layout.
-        seed: of megatron-core's RNG streams.
-        temperature: that the logits of a language model are divided by.
-        total_optimizer_steps: length of the learning-rate schedule.
-    """
-
-    spec: RoleSpec
-    model: ModelConfig
-    shape: ModelShape
-    groups: ParallelGroups
-    seed: int
-    temperature: float = 1.0
-    total_optimizer_steps: int = 0
 
 
 class PackedModel:
@@ -272,9 +246,8 @@ class PackedModel:
         microbatch = next(batches)
         piece = microbatch.slices[0]
         packed = build_packed_sequences(
-            piece, microbatch.position_ids, head_dim=self.shape.head_dim, rope_theta=self.shape.rope_theta,
-            dtype=self.config.params_dtype, cp_size=self.groups.layout.cp_size, cp_rank=self.groups.at.cp,
-            rope_scaling=self.shape.rope_scaling)
+            piece, microbatch.position_ids, self.shape, dtype=self.config.params_dtype,
+            cp_size=self.groups.layout.cp_size, cp_rank=self.groups.at.cp)
         mine = self.own_rows(microbatch)
         output = module(
             microbatch.tokens[None, mine], microbatch.position_ids[None, mine], attention_mask=None,

@@ -51,7 +51,7 @@ def end_by_watchdog(world_size: int, directory: Path, hang: Callable[[int, Phase
     def on_rank(rank: int, size: int) -> None:
         _, timers = watch(rank, size, directory)
         for step in (1, 2):
-            timers.step = step
+            timers.begin_step(step)
             with timers.phase("rollout"):
                 dist.barrier()
         hang(rank, timers)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.attention_backends import attend
@@ -36,7 +35,7 @@ SHAPE = ModelShape(
 
 def make_attention(**changes: float) -> PackedAttention:
     config = build_transformer_config(SHAPE, ParallelLayout(1), dtype=torch.float32)
-    return PackedAttention(config, 1, AttnMaskType.causal, "self", **changes)
+    return PackedAttention(config, **changes)
 
 
 def draw_heads(t: int) -> list[torch.Tensor]:
@@ -52,7 +51,7 @@ def make_packed(group_of: list[int] | None, **shard: int) -> tuple[PackedSequenc
         sequences, [1.0, 1.0], [((0, 1), [[[0, 1]]])], dp_rank=0, pad_multiple=1, device=torch.device("cpu"),
         group_of=group_of)
     packed = build_packed_sequences(
-        batch.slices[0], batch.position_ids, head_dim=HEAD_DIM, rope_theta=1e4, dtype=torch.float32, **shard)
+        batch.slices[0], batch.position_ids, SHAPE, dtype=torch.float32, **shard)
     return packed, batch.position_ids
 
 

@@ -28,7 +28,7 @@ from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.packing.batch import TrainBatch, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
-from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.ulysses import combine_shards, shard_rows
@@ -116,8 +116,8 @@ def score(policy: PackedModel, batch: TrainBatch) -> torch.Tensor:
     groups, (piece,) = policy.groups, batch.slices
     mine = shard_rows(len(batch.tokens), groups.cp.size(), groups.cp.rank())
     packed = build_packed_sequences(
-        piece, batch.position_ids, head_dim=policy.shape.head_dim, rope_theta=policy.shape.rope_theta,
-        dtype=torch.float32, cp_size=groups.cp.size(), cp_rank=groups.cp.rank())
+        piece, batch.position_ids, policy.shape, dtype=torch.float32, cp_size=groups.cp.size(),
+        cp_rank=groups.cp.rank())
     hidden = policy.stages[0](batch.tokens[None, mine], None, attention_mask=None, packed_seq_params=packed)
     hidden = gather_for_vocab_shards(  # [t/cp, h]
         hidden, sequence_parallel=policy.config.sequence_parallel, tp_group=groups.tp)
@@ -125,7 +125,8 @@ def score(policy: PackedModel, batch: TrainBatch) -> torch.Tensor:
     index = is_mine.nonzero()[:, 0]
     logprobs, _ = compute_linear_logprobs_and_entropy(
         hidden[batch.predecessors[index] - mine.start], policy.stages[0].output_weight, batch.tokens[index],
-        vocab_size=policy.shape.vocab_size, temperature=1.0, tp_group=groups.tp, chunk_tokens=64)
+        OutputSoftmax(
+            vocab_size=policy.shape.vocab_size, temperature=1.0, tp_group=groups.tp, chunk_tokens=64))
     return combine_shards(logprobs, index, len(batch.tokens), groups.cp)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from megatron_rl.models.heads import ScoreHead, gather_for_vocab_shards
 from megatron_rl.models.transformer_config import build_transformer_config
-from megatron_rl.parallel.chunked_logprobs import compute_linear_logprobs_and_entropy
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.layout import ParallelLayout
 from shards import make_shape
 
@@ -46,7 +46,8 @@ def test_gradients_of_a_split_output_layer(tp_size: int, sequence_parallel: bool
         rows = weight.chunk(world_size)[rank].clone().requires_grad_()
         logprobs, entropy = compute_linear_logprobs_and_entropy(
             gather_for_vocab_shards(x, sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD), rows, targets,
-            vocab_size=VOCAB_SIZE, temperature=0.8, tp_group=dist.group.WORLD, chunk_tokens=3)
+            OutputSoftmax(
+                vocab_size=VOCAB_SIZE, temperature=0.8, tp_group=dist.group.WORLD, chunk_tokens=3))
         (logprobs @ factors[0] + entropy @ factors[1]).backward()
         return x.grad, rows.grad
 

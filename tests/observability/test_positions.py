@@ -27,7 +27,7 @@ def test_positions_travel_as_text() -> None:
 def test_a_thread_that_waits_is_seen() -> None:
     """`wait` of torch counts as a collective (the wait for an asynchronous one looks like this), sleep does not."""
     done, timers, seen = torch.futures.Future(), PhaseTimers(), []
-    timers.step = 4
+    timers.begin_step(4)
     for work, operation in ((done.wait, "wait"), (lambda: time.sleep(0.5), None)):
         with timers.phase("step"), timers.phase("update"):
             thread = threading.Thread(target=work)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed import run_ranks
 from megatron_rl.parallel.chunked_logprobs import (
+    OutputSoftmax,
     compute_linear_logprobs_and_entropy,
     compute_linear_sum_pi_squared,
 )
@@ -46,6 +47,12 @@ class Case:
         a, b = torch.randn(2, NUM_TOKENS, generator=generator)
         return hidden, weight, targets, a, b
 
+    def make_softmax(self, chunk_tokens: int) -> OutputSoftmax:
+        """Over the vocabulary of all ranks."""
+        return OutputSoftmax(
+            vocab_size=self.vocab_size, temperature=self.temperature, tp_group=dist.group.WORLD,
+            chunk_tokens=chunk_tokens)
+
     def make_reference(self) -> list[torch.Tensor]:
         """Log-probs, entropy, d hidden and d weight, all float64 and unsplit."""
         hidden, weight, targets, a, b = self.make_inputs()
@@ -62,8 +69,7 @@ def run_chunked(case: Case, chunk_tokens: int, tp_size: int, rank: int) -> list[
     hidden, weight, targets, a, b = case.make_inputs()
     hidden, weight = hidden.requires_grad_(), weight.chunk(tp_size)[rank].clone().requires_grad_()
     logprobs, entropy = compute_linear_logprobs_and_entropy(
-        hidden, weight, targets, vocab_size=case.vocab_size, temperature=case.temperature,
-        tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens)
+        hidden, weight, targets, case.make_softmax(chunk_tokens))
     (logprobs @ a.to(logprobs.dtype) + entropy @ b.to(entropy.dtype)).backward()
     return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad]
 
@@ -86,8 +92,7 @@ def test_sum_of_squared_probabilities(tp_size: int) -> None:
         for case in CASES:
             hidden, weight, *_ = case.make_inputs()
             found += [compute_linear_sum_pi_squared(
-                hidden, weight.chunk(world_size)[rank], vocab_size=case.vocab_size, temperature=case.temperature,
-                tp_group=dist.group.WORLD, chunk_tokens=chunk) for chunk in (5, 14)]
+                hidden, weight.chunk(world_size)[rank], case.make_softmax(chunk)) for chunk in (5, 14)]
         return found
 
     ranks = run_ranks(on_rank, tp_size)
@@ -138,8 +143,8 @@ def test_bfloat16_weights_gather_their_gradient_in_float32(tp_size: int) -> None
         for chunk in (2, num_tokens):
             w = weight.clone().requires_grad_()
             logprobs, _ = compute_linear_logprobs_and_entropy(
-                hidden, w, torch.zeros(num_tokens, dtype=torch.long), vocab_size=8, temperature=1.0,
-                tp_group=dist.group.WORLD, chunk_tokens=chunk)
+                hidden, w, torch.zeros(num_tokens, dtype=torch.long), OutputSoftmax(
+                    vocab_size=8, temperature=1.0, tp_group=dist.group.WORLD, chunk_tokens=chunk))
             assert logprobs.dtype == torch.float32
             logprobs.sum().backward()
             assert w.grad.dtype == torch.bfloat16
@@ -163,7 +168,8 @@ def test_each_output_can_be_differentiated_alone(used: str) -> None:
         expected = {"logprobs": log_p.gather(1, targets[:, None]).sum(), "entropy": -(log_p.exp() * log_p).sum()}
         hidden = hidden.requires_grad_()
         logprobs, entropy = compute_linear_logprobs_and_entropy(
-            hidden, weight, targets, vocab_size=11, temperature=0.7, tp_group=dist.group.WORLD, chunk_tokens=4)
+            hidden, weight, targets, OutputSoftmax(
+                vocab_size=11, temperature=0.7, tp_group=dist.group.WORLD, chunk_tokens=4))
         found = {"logprobs": logprobs.sum(), "entropy": entropy.sum()}
         names = list(found) if used == "both" else [used]
         sum(expected[name] for name in names).backward()
@@ -196,8 +202,8 @@ def _measure_largest(rank: int, world_size: int, num_tokens: int, vocab_size: in
     targets = torch.randint(0, vocab_size, (num_tokens,))
     with LargestTensor() as largest:
         logprobs, entropy = compute_linear_logprobs_and_entropy(
-            hidden, weight, targets, vocab_size=vocab_size, temperature=0.9, tp_group=dist.group.WORLD,
-            chunk_tokens=chunk_tokens)
+            hidden, weight, targets, OutputSoftmax(
+                vocab_size=vocab_size, temperature=0.9, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens))
         (logprobs - entropy).sum().backward()
     return largest.num_elements
 

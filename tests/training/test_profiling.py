@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def run_steps(profiler: StepProfiler) -> None:
     """Three steps of one phase."""
     timers = PhaseTimers()
-    timers.annotate = profiler.phase
+    timers.attach(lambda: 0, profiler.phase)
     for step in (1, 2, 3):
         with profiler.step(step), timers.phase("update"):
             torch.ones(8).cos()

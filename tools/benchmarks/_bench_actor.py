@@ -24,7 +24,7 @@ from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.roles.actor import Actor
-from megatron_rl.training.packed_model import RoleSetup
+from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import load_model_shape, model_shape_from_config
 from tools.benchmarks._scripted_workloads import Workload

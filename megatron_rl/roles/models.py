@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of roles as they lie on disk: shape, layout, weights and tokenizer, checked before anything is built.
+
+Torch is imported for the headers of the weights, and left out on a machine without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.config.run_spec import RoleSpec, RunSpec
+from megatron_rl.config.schema import RunConfig, TrainedConfig
+from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.parallel.heads import check_context_parallel
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import build_layout
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape, load_model_shape
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+@dataclass(frozen=True)
+class RoleInputs:
+    """A model on disk, and the layout that it is to have.
+
+    Attributes:
+        spec: of the role.
+        shape: of the model.
+        layout: on all ranks.
+    """
+
+    spec: RoleSpec
+    shape: ModelShape
+    layout: ParallelLayout
+
+
+def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
+    """Read and check the models of all roles and their layouts, and the policy's tokenizer.
+
+    Returns:
+        The models by role, in the order of `spec`; the tokenizer.
+
+    Raises:
+        UserError: missing or mismatching files, a layout that the model does not fit.
+    """
+    actor = _read_role(config, spec.roles["actor"], world_size)
+    tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
+    _check_vocabulary(tokenizer, actor.shape, "model.tokenizer and model.path")
+    found = {"actor": actor}
+    for name, role in spec.roles.items():
+        if name == "reference":
+            found[name] = _read_reference(role, actor)
+        elif name != "actor":
+            found[name] = _read_role(config, role, world_size)
+            _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
+    return found, tokenizer
+
+
+def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
+    shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
+    layout = _read_layout(spec, world_size, shape)
+    _check_weights(spec, shape)
+    _check_positions(config, shape)
+    return RoleInputs(spec, shape, layout)
+
+
+def _read_reference(spec: RoleSpec, actor: RoleInputs) -> RoleInputs:
+    """A model like the actor's, in its layout; its files are read where they are others."""
+    if spec.path != actor.spec.path:
+        shape = load_model_shape(find_model_files(spec.path))
+        if shape != actor.shape:
+            raise UserError("the reference has another architecture than the policy", source="reference.path",
+                            expected=str(actor.shape), hint="use a checkpoint of the same model")
+        _check_weights(spec, shape)
+    return replace(actor, spec=spec)
+
+
+def _read_layout(spec: RoleSpec, world_size: int, shape: ModelShape) -> ParallelLayout:
+    """A role's layout, checked against its model."""
+    layout, section = build_layout(spec.layout, world_size), spec.section
+    shape.check_training_layout(
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
+        sequence_parallel=spec.layout.sequence_parallel, section=section)
+    check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
+    if shape.num_experts and isinstance(spec.layout, TrainedConfig):
+        _check_experts(spec.layout, shape, section)
+    return layout
+
+
+def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> None:
+    """Refuse what an optimizer step cannot do with a mixture of experts."""
+    if config.overlap_grad_reduce:
+        raise UserError(
+            f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts: an expert without tokens "
+            "has no gradient to wait for", source=f"{section}.overlap_grad_reduce", expected="false",
+            hint=f"remove {section}.overlap_grad_reduce")
+    if config.step_mode == "graph":
+        raise UserError(
+            f"{section}.step_mode = graph with a mixture of {shape.num_experts} experts: the number of tokens of each "
+            "expert is read on the host to exchange them, which a graph cannot hold", source=f"{section}.step_mode",
+            expected="eager or static for mixtures of experts", hint=f"set {section}.step_mode=eager")
+
+
+def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
+    """Compare the headers of the weights with the shape; a dry run on a machine without torch leaves it out."""
+    if HAS_TORCH:
+        from megatron_rl.checkpoint import distributed
+
+        distributed.check_weights(spec.path, shape, spec.may_lack)
+
+
+def _check_positions(config: RunConfig, shape: ModelShape) -> None:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {longest} tokens", source="data.max_*_length",
+            expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
+            hint="shorten one of them or use a model with longer positions")
+
+
+def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> None:
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}", source=source,
+            expected="a tokenizer that fits the model", hint="the two belong to different models")
