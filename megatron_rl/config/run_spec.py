@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,12 @@ class RoleSpec:
     trainable: bool = False
     offload: bool = False
     may_lack: tuple[str, ...] = ()
+
+    @property
+    def training(self) -> TrainedConfig:
+        """The layout of a role that is trained, which says how."""
+        assert self.trainable and isinstance(self.layout, TrainedConfig)
+        return self.layout
 
     @property
     def title(self) -> str:

@@ -108,7 +108,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     for role in job.others:
         held = _role_bytes(job, rank, role)
         resting[role.title] = _resting_bytes(role, held)
-        host += role.layout.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
+        host += role.training.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
@@ -130,8 +130,8 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
     """What another role keeps on the device while it does not work."""
     if not role.trainable:
         return 0 if role.offload else held.total
-    gradients = 0 if role.layout.offload_gradients else held.gradients
-    return held.parameters + gradients + (0 if role.layout.offload_optimizer else held.optimizer)
+    gradients = 0 if role.training.offload_gradients else held.gradients
+    return held.parameters + gradients + (0 if role.training.offload_optimizer else held.optimizer)
 
 
 def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[Phase]:

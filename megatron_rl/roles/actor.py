@@ -77,9 +77,10 @@ class Actor:
     def _compute_policy_loss(
         self, settings: AlgorithmConfig, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if microbatch.update_logprobs is not None:
+        if microbatch.update_logprobs is not None and microbatch.update_entropy is not None:
             microbatch.update_logprobs.copy_(logprobs.detach())
             microbatch.update_entropy.copy_(entropy.detach())
+        assert microbatch.old_logprobs is not None and microbatch.advantages is not None
         inputs = PolicyLossInputs(
             logprobs, microbatch.old_logprobs, microbatch.advantages, microbatch.loss_mask, microbatch.sequence_ids,
             microbatch.chosen)

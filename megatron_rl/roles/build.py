@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
@@ -19,7 +18,7 @@ from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process
+from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.aliasing import find_aliases
@@ -99,13 +98,13 @@ def build_rollout(
         model_path=str(find_model_files(config.model.path)), shape=actor.model.shape, dtype=config.model.dtype,
         max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
         config=config.rollout, process=process, seed=config.trainer.seed, shareable=find_shareable))
-    tp_size, world = config.rollout.tensor_model_parallel_size, dist.group.WORLD
+    tp_size, group = config.rollout.tensor_model_parallel_size, world()
     hybrid = HybridEngine(
-        actor, engine.weights, engine_tp_size=tp_size, process=process, group=world, config=config.hybrid,
+        actor, engine.weights, engine_tp_size=tp_size, process=process, group=group, config=config.hybrid,
         timers=timers)
     return hybrid, RolloutGenerator(
-        engine, hybrid, open_channel(world, tp_size, group_timeout(config)), config=config.rollout,
-        run_seed=config.trainer.seed, group=world, progress=progress)
+        engine, hybrid, open_channel(group, tp_size, group_timeout(config)), config=config.rollout,
+        run_seed=config.trainer.seed, group=group, progress=progress)
 
 
 def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None]:

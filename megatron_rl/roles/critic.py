@@ -65,6 +65,7 @@ class Critic:
     def _compute_value_loss(
         self, settings: None, microbatch: TrainBatch, values: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert microbatch.values is not None and microbatch.returns is not None
         return compute_value_loss(
             values, microbatch.values, microbatch.returns, microbatch.loss_mask, microbatch.loss_weights,
             self._value_clip)

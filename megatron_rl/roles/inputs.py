@@ -134,7 +134,7 @@ def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> li
     trainer, notes = config.trainer, []
     if trainer.critic_warmup and "critic" not in spec.roles:
         notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
-    if trainer.capture_step is not None and trainer.capture_step > plan.total_steps:
+    if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
         notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes "
                      f"{plan.total_steps} steps")
     return notes + _note_what_is_not_read()

@@ -197,7 +197,7 @@ class Trainer:
             check_fits(config, resolve(config), cluster)
         inputs = read_rl_inputs(config, world_size, parts)
         for role in inputs.spec.trained:
-            check_step_mode(role.layout, role.section)
+            check_step_mode(role.training, role.section)
         return cls(config, inputs, recipe, parts)
 
     @contextmanager

@@ -45,7 +45,7 @@ class SftTrainer:
         """Everything that needs the process group and the run directory."""
         config, plan = self.config, self.plan
         groups = build_groups(inputs.actor.layout, group_timeout(config))
-        actor = build_role(config, inputs.actor, groups, plan.total_steps)
+        actor = build_role(config, inputs.actor, groups, plan.total_steps or 0)
         # Every example has a prompt of its own.
         layout = replace(config.actor, share_prompts=False)
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)

@@ -142,6 +142,7 @@ class GraphStep(StaticStep):
 
     def finish(self) -> torch.Tensor:
         """`Optimizer.finish` from its graph."""
+        assert self._finish is not None, "prepare comes first"
         return self._finish.replay()
 
     def _make_rng_capturable(self) -> None:
@@ -154,7 +155,7 @@ class GraphStep(StaticStep):
     def _capture(self, function: Callable[[], torch.Tensor], name: str) -> Captured:
         """Capture a function without arguments; it has run a few times afterwards."""
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        for state in get_all_rng_states().values():
+        for state in (get_all_rng_states() or {}).values():
             graph.register_generator_state(state)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -192,11 +193,12 @@ class OpRecorder(TorchDispatchMode):
 
 def explain_capture_failure(error: Exception, last_op: str, name: str) -> UserError:
     """The error of a failed capture: what was captured, the operation, and the line that called it."""
-    while error.__context__ is not None:  # the end of a capture that went wrong raises as well
-        error = error.__context__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    cause: BaseException = error
+    while cause.__context__ is not None:  # the end of a capture that went wrong raises as well
+        cause = cause.__context__
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if "/torch/" not in f.filename]
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
     return UserError(
-        f"the CUDA graph of {name} could not be captured: operation {last_op} ({str(error).splitlines()[0]})",
+        f"the CUDA graph of {name} could not be captured: operation {last_op} ({str(cause).splitlines()[0]})",
         source=where, expected="operations that do not look at values on the host and keep their shapes",
         hint="set step_mode=static (the same step without capture), and report the operation")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.models.gpt import HiddenStatesModel, ScoreModel
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.chunked_logprobs import (
@@ -41,7 +42,7 @@ class LogprobHead:
         """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere."""
         places, rows, targets = _find_predicted(self._model, microbatch)
         found = compute_linear_logprobs_and_entropy(
-            self._gather(hidden)[rows], self._model.stages[-1].output_weight, targets, self._softmax)
+            self._gather(hidden)[rows], self._output_weight, targets, self._softmax)
         logprobs, entropy = (_combine(self._model, values, places, microbatch) for values in found)
         return logprobs, entropy
 
@@ -49,8 +50,14 @@ class LogprobHead:
         """A head too: sum [t] over the vocabulary of the squared probabilities that the tokens came from."""
         places, rows, _ = _find_predicted(self._model, microbatch)
         squares = compute_linear_sum_pi_squared(
-            self._gather(hidden)[rows], self._model.stages[-1].output_weight, self._softmax)
+            self._gather(hidden)[rows], self._output_weight, self._softmax)
         return (_combine(self._model, squares, places, microbatch),)
+
+    @property
+    def _output_weight(self) -> torch.Tensor:
+        stage = self._model.stages[-1]
+        assert isinstance(stage, HiddenStatesModel)
+        return stage.output_weight
 
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """[t/cp, h]."""
@@ -67,7 +74,7 @@ class ValueHead:
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
         """Values [t] of the tokens in the loss: the scores of the positions that predict them; 0 elsewhere."""
         places, rows, _ = _find_predicted(self._model, microbatch)
-        scores = self._model.stages[-1].score(hidden)
+        scores = _score(self._model, hidden)
         return (_combine(self._model, scores[rows], places, microbatch),)
 
 
@@ -81,8 +88,15 @@ class PositionScoreHead:
         """Scores [t]."""
         mine = self._model.own_rows(microbatch)
         places = torch.arange(mine.start, mine.stop, device=hidden.device)
-        scores = self._model.stages[-1].score(hidden)
+        scores = _score(self._model, hidden)
         return (_combine(self._model, scores, places, microbatch),)
+
+
+def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Scores of the rows of a rank's shard."""
+    stage = model.stages[-1]
+    assert isinstance(stage, ScoreModel)
+    return stage.score(hidden)
 
 
 def _find_predicted(

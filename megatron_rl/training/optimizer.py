@@ -44,7 +44,8 @@ class Optimizer:
     """
 
     def __init__(self, model: PackedModel, config: TrainedConfig, total_steps: int) -> None:
-        self._modules, self._collection, self._device = model.modules, model.groups.collection, model.device
+        self._ddp: list[Any] = [*model.ddp]
+        self._collection, self._device = model.groups.collection, model.device
         self._offloads_gradients, self._offloads_states = config.offload_gradients, config.offload_optimizer
         self.megatron = _build_optimizer(model, config)
         self.scheduler = _build_scheduler(self.megatron, config, total_steps)
@@ -73,7 +74,7 @@ class Optimizer:
     def release(self) -> None:
         """Give back what generation does not need, as configured; gradients are lost, states go to the host."""
         if self._offloads_gradients:
-            for module in self._modules:
+            for module in self._ddp:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._offloads_states and not self._is_released:
@@ -89,7 +90,7 @@ class Optimizer:
         if not self._is_released:
             return
         if self._offloads_gradients:
-            for module in self._modules:
+            for module in self._ddp:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.reload_from_cpu(move_params=False, move_grads=True)
         if self._offloads_states:
@@ -100,7 +101,7 @@ class Optimizer:
 
     def _list_states(self) -> list[torch.Tensor]:
         """Adam's moments, and the float32 weights where they are not the model's own."""
-        of_model = {p.untyped_storage().data_ptr() for module in self._modules for p in module.parameters()}
+        of_model = {p.untyped_storage().data_ptr() for module in self._ddp for p in module.parameters()}
         groups = [group for adam in self.adams for group in adam.param_groups]
         weights = [p for group in groups for p in group["params"]]
         states = [x for adam in self.adams for state in adam.state.values() for x in state.values() if x.dim()]
@@ -108,7 +109,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
-        for module in self._modules:
+        for module in self._ddp:
             module.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -130,7 +131,7 @@ class Optimizer:
         Returns:
             The global gradient norm before clipping, 0-d float32.
         """
-        finalize_model_grads(self._modules, None, pg_collection=self._collection)
+        finalize_model_grads(self._ddp, None, pg_collection=self._collection)
         self.megatron.prepare_grads()
         norm = self._compute_norm()
         limit = self.megatron.config.clip_grad
@@ -139,7 +140,7 @@ class Optimizer:
             for adam in self.adams:
                 grads = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
-                    torch._foreach_mul_(grads, coefficient)
+                    torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateImportUsage]
         self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
         with self._learning_rates_on_device():
             self.megatron.step_with_ready_grads()
@@ -154,7 +155,8 @@ class Optimizer:
         for group, grads in by_group.items():
             square = torch.zeros((), dtype=torch.float32, device=self._device)
             if grads:
-                square = torch.stack(torch._foreach_norm(grads)).square().sum()
+                norms = torch._foreach_norm(grads)  # pyright: ignore[reportPrivateImportUsage]
+                square = torch.stack(norms).square().sum()
             if group.size() > 1:
                 dist.all_reduce(square, group=group)
             total = total + square
@@ -181,7 +183,7 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
             adam_beta1=role.adam_beta1, adam_beta2=role.adam_beta2, adam_eps=role.adam_eps,
             clip_grad=role.clip_grad, bf16=model.config.bf16, params_dtype=model.config.params_dtype,
             use_distributed_optimizer=role.use_distributed_optimizer),
-        model.modules, use_gloo_process_groups=False, pg_collection=model.groups.collection)
+        [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection)
     _use_fused_adam(optimizer, is_capturable=model.stream is not None)
     return optimizer
 
@@ -195,7 +197,7 @@ def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_st
         wd_incr_style="constant")
 
 
-def _list_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 

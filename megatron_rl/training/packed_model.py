@@ -49,7 +49,7 @@ class PackedModel:
         groups: process groups of the role.
         device: of the weights.
         stages: model chunks (`vpp_size` of them).
-        modules: what the schedule runs: the stages, of a model that is trained in DDP wrappers.
+        ddp: wrappers of the stages of a model that is trained.
         stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
         params: this rank's parameters by name.
         buckets: the shapes that its training step takes; None: any.
@@ -76,10 +76,9 @@ class PackedModel:
         self._load(spec)
         self.buckets: Buckets | None = None
         self.stream: torch.cuda.Stream | None = None
-        self.modules: list[torch.nn.Module] = list(self.stages)
+        self.ddp: list[DistributedDataParallel] = []
         if spec.trainable:
-            assert isinstance(spec.layout, TrainedConfig)
-            self._prepare_training(spec.layout)
+            self._prepare_training(spec.training)
         else:
             self.stages.requires_grad_(False)
         self.params = self._list_params()
@@ -110,15 +109,19 @@ class PackedModel:
             grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer,
             overlap_grad_reduce=config.overlap_grad_reduce)
         with _on_stream(self.stream):
-            wrapped = [
+            self.ddp = [
                 DistributedDataParallel(self.config, ddp_config, stage, disable_bucketing=index > 0,
                                         pg_collection=self.groups.collection)
                 for index, stage in enumerate(self.stages)
             ]
         if config.overlap_grad_reduce:
-            no_sync = [module.no_sync for module in wrapped]
-            self.config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
-        self.modules = list(wrapped)
+            no_sync: list[Any] = [module.no_sync for module in self.ddp]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """What the schedule runs."""
+        return list(self.ddp or self.stages)
 
     def _list_params(self) -> dict[str, torch.Tensor]:
         return {name: p.data for name, p in self.stages.named_parameters()}
@@ -221,22 +224,25 @@ class PackedModel:
         layout = self.groups.layout
         is_forward_only = loss_function is None
         is_interleaved = layout.vpp_size > 1
-        iterators = [iter(microbatches) for _ in self.modules]
+        modules = self.modules
+        iterators = [iter(microbatches) for _ in modules]
         forward_backward = get_forward_backward_func(layout.pp_size, layout.vpp_size if is_interleaved else None)
-        for module in self.modules:
+        for module in modules:
             module.train(not is_forward_only)
-        p2p = P2PCommunicator(self.groups.pp, self.config) if layout.pp_size > 1 else None
+        pipeline: dict[str, Any] = {}
+        if layout.pp_size > 1:
+            pipeline["p2p_communicator"] = P2PCommunicator(self.groups.pp, self.config)
         return forward_backward(
             forward_step_func=partial(self.forward_step, head, loss_function),
             data_iterator=iterators if is_interleaved else iterators[0],
-            model=self.modules if is_interleaved else self.modules[0],
+            model=modules if is_interleaved else modules[0],
             num_microbatches=len(microbatches),
             seq_length=max(len(m.tokens) for m in microbatches),
             micro_batch_size=1,
             forward_only=is_forward_only,
             collect_non_loss_data=is_forward_only,
             pg_collection=self.groups.collection,
-            **({"p2p_communicator": p2p} if p2p else {}),
+            **pipeline,
         )
 
     def forward_step(
@@ -257,6 +263,7 @@ class PackedModel:
             found = head(hidden, microbatch)
             if non_loss_data:
                 return found[0]
+            assert loss_function is not None
             loss, metrics = loss_function(microbatch, *found)
             # The loss carries its global denominator already: no token count to divide by.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics

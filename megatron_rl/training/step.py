@@ -138,10 +138,10 @@ class StaticStep(EagerStep):
 
     def forward_backward(self, static: TrainBatch, loss: StepLoss) -> torch.Tensor:
         """Add the gradient of one microbatch to the gradient buffers; returns its packed metrics."""
-        model = self.model
-        if not model.modules[0].training:
-            model.modules[0].train()
-        output, finish = model.forward_step(self._head, loss, iter((static,)), model.modules[0])
+        module = self.model.modules[0]
+        if not module.training:
+            module.train()
+        output, finish = self.model.forward_step(self._head, loss, iter((static,)), module)
         value, _, metrics = finish(output)
         value.backward()
         return metrics
@@ -213,7 +213,7 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         pair[0].append(source)
         pair[1].append(destination)
     for from_, to in by_type.values():
-        torch._foreach_copy_(to, from_)
+        torch._foreach_copy_(to, from_)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def check_step_mode(config: TrainedConfig, section: str) -> None:

@@ -54,10 +54,11 @@ def explain_unsound(
         ids = sorted({index for inputs, _, _ in shares for index in inputs.get(name, [])})
         said = "; ".join(minibatch.name_sequence(index) for index in ids[:_MOST_NAMED])
         where.append(f"{name} of {len(ids)} responses are not finite: {said}{' ...' if len(ids) > _MOST_NAMED else ''}")
+    advice = _INPUTS.get(name or "") or _GROWTH
     return UserError(
         f"the {quantity} of optimizer step {optimizer_step} is {value} (the weights are as before)",
         source=", ".join([role, *where]),
-        expected="a finite loss and a finite gradient norm", hint=(_INPUTS.get(name) or _GROWTH).format(role=role))
+        expected="a finite loss and a finite gradient norm", hint=advice.format(role=role))
 
 
 def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:

@@ -86,6 +86,7 @@ def _is_pulled_anywhere(loss: StepLoss, group: dist.ProcessGroup) -> bool:
 
 def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, device: torch.device) -> torch.Tensor:
     """Sums and maxima over microbatches and DP ranks, from the last stage to all: [num_metrics] float64."""
+    totals = torch.empty(0, dtype=torch.float64, device=device)
     if groups.is_last_stage:
         table = torch.stack(rows)
         sums, highs = table[:, : loss.num_sums].sum(0), table[:, loss.num_sums :].amax(0)

@@ -34,15 +34,27 @@ from megatron_rl.weights.shard_box import ShardBox
 class SourceModel(Protocol):
     """The weights that the engine gets."""
 
-    shape: ModelShape
-    params: Mapping[str, torch.Tensor]
-    padded_params: tuple[str, ...]
+    @property
+    def shape(self) -> ModelShape:
+        """The architecture."""
+        ...
+
+    @property
+    def params(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parameters by name."""
+        ...
+
+    @property
+    def padded_params(self) -> tuple[str, ...]:
+        """Ends of the names of parameters with rows that pad the vocabulary."""
+        ...
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
 
     def placements(self, rank: int) -> list[ShardBox]:
         """ShardBox table of any rank of the job."""
+        ...
 
 
 class Releasable(Protocol):
@@ -55,9 +67,20 @@ class Releasable(Protocol):
 class WeightSource(Protocol):
     """What the engine needs of an actor."""
 
-    model: SourceModel
-    optimizer: Releasable
-    policy_version: int
+    @property
+    def model(self) -> SourceModel:
+        """Its weights."""
+        ...
+
+    @property
+    def optimizer(self) -> Releasable:
+        """What trains them."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps behind the weights."""
+        ...
 
 
 class HybridEngine:

@@ -110,3 +110,18 @@ def test_overlapped_gradient_reduction_changes_no_bit(
     for (metrics, pieces), (expected, expected_pieces) in zip(*results, strict=True):
         assert metrics == expected
         assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(pieces, expected_pieces, strict=True))
+
+
+def _list_moved_params(rank: int, world_size: int, path: Path, case: Case) -> list[str]:
+    model = build_actor(case, path).model
+    return [name for name, p in model.stages.named_parameters() if p.data_ptr() != model.params[name].data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_parameters_of_a_model_are_where_the_optimizer_updates_them(
+    path: Path, is_sharded: bool, dtype: str
+) -> None:
+    """DDP moves them into buffers; engines and checkpoints take them from `PackedModel.params`."""
+    case = Case(2, actor=dict(use_distributed_optimizer=is_sharded), dtype=dtype)
+    assert run_ranks(_list_moved_params, 2, path, case, timeout=60) == [[], []]
