@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.checkpoint.conversion import DTYPES, convert_to_huggingface
+from megatron_rl.checkpoint.conversion import DTYPES, CheckpointWeights, convert_to_huggingface
 from tools._conversion_command import add_output_options, run_conversion
 
 
@@ -39,11 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     options = build_parser().parse_args(arguments)
+    source = CheckpointWeights(options.checkpoint, options.role, options.config, verify=not options.no_verify)
     return run_conversion(
         partial(
-            convert_to_huggingface, options.checkpoint, options.out, config=options.config,
-            dtype=DTYPES.get(options.dtype), role=options.role, file_bytes=int(options.file_gib * 2**30),
-            force=options.force, verify=not options.no_verify),
+            convert_to_huggingface, source, options.out, dtype=DTYPES.get(options.dtype),
+            file_bytes=int(options.file_gib * 2**30), force=options.force),
         options)
 
 

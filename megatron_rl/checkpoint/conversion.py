@@ -13,6 +13,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial as bind
 from pathlib import Path
@@ -95,33 +96,46 @@ def convert_to_megatron(
     return _finish(out, finish, workers)
 
 
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """Weights of a distributed checkpoint.
+
+    Attributes:
+        path: a converted checkpoint, a training checkpoint or run directory, or one of megatron-core.
+        role: of a training checkpoint: "actor" or "critic".
+        config: directory with config.json and tokenizer, where the checkpoint has none.
+        verify: compare the digests of the checkpoint before it is used.
+    """
+
+    path: Path
+    role: str = "actor"
+    config: Path | None = None
+    verify: bool = True
+
+
 def convert_to_huggingface(
-    checkpoint: Path, out: Path, *, config: Path | None, dtype: torch.dtype | None, role: str, file_bytes: int,
-    force: bool, verify: bool, workers: Workers,
-    progress: Progress | None = None,
+    source: CheckpointWeights, out: Path, *, dtype: torch.dtype | None, file_bytes: int, force: bool,
+    workers: Workers, progress: Progress | None = None,
 ) -> Path:
     """Write the weights of a distributed checkpoint as a model in HF format; collective over the workers.
 
     Args:
-        checkpoint: a converted checkpoint, a training checkpoint or run directory, or one of megatron-core.
+        source: the weights.
         out: new directory, with config and tokenizer files of the model.
-        config: directory with config.json and tokenizer, where the checkpoint has none.
         dtype: of the output; None: as it is.
-        role: of a training checkpoint: "actor" or "critic".
         file_bytes: size at which a new file begins.
         force: replace `out` where it exists (when the new one is finished).
-        verify: compare the digests of the checkpoint first.
         workers: who shares the work.
         progress: of this process.
 
     Raises:
         UserError: a damaged checkpoint, one of another model, a disk that does not take it, ...
     """
-    weights = resolve_weights(checkpoint, role)
-    if verify:
+    weights = resolve_weights(source.path, source.role)
+    if source.verify:
         workers.agree(_find_damage(weights, workers))
     reader = ChunkReader(weights)
-    config = config or weights / CONFIG_DIR
+    config = source.config or weights / CONFIG_DIR
     shape = load_model_shape(config, head="score" if SCORE_HEAD in reader.tensors else "lm")
     table, partial, sizes = megatron_global_placements(shape), _claim(out, force), shape.logical_tensors()
     check_global_shapes(reader, table, weights)

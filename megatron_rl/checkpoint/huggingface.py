@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,35 +120,42 @@ def load_huggingface(
                 params[placement.param][box_slices(placement.local_box)].copy_(piece)
 
 
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model whose weights lie on the ranks of a group.
+
+    Attributes:
+        shape: the architecture.
+        shards: placements of all ranks.
+        params: this rank's parameters by name.
+        group: all ranks.
+    """
+
+    shape: ModelShape
+    shards: Sequence[Shard]
+    params: Mapping[str, torch.Tensor]
+    group: dist.ProcessGroup
+
+
 def save_huggingface(
-    directory: str | Path,
-    shape: ModelShape,
-    source: Sequence[Shard],
-    params: Mapping[str, torch.Tensor],
-    *,
-    side_files_from: str | Path,
-    group: dist.ProcessGroup,
-    bucket_bytes: int,
+    directory: str | Path, model: ShardedModel, *, side_files_from: str | Path, bucket_bytes: int,
     max_file_bytes: int = 4 << 30,
 ) -> Path:
-    """Write the model in HF format; collective over `group`, rank 0 writes.
+    """Write a model in HF format; collective over its group, rank 0 writes.
 
     A model with a score head becomes a `*ForSequenceClassification` with one label, whatever `side_files_from` is.
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
-        shape: the architecture.
-        source: placements of all ranks.
-        params: this rank's parameters by name.
+        model: its weights.
         side_files_from: model directory whose config and tokenizer files are copied.
-        group: all ranks of the role.
         bucket_bytes: bound on the staging memory of the transfer.
         max_file_bytes: size at which a new safetensors file begins; rank 0 holds one file's tensors.
 
     Raises:
         Exception: rank 0 could not write; on every rank, and an existing directory stays.
     """
-    directory, some = Path(directory), next(iter(params.values()))
+    directory, shape, group, some = Path(directory), model.shape, model.group, next(iter(model.params.values()))
     partial = directory.with_name(directory.name + ".partial")
     batches = _split_by_bytes(shape.logical_tensors(), some.element_size(), max_file_bytes)
     weight_map: dict[str, str] = {}
@@ -155,7 +163,7 @@ def save_huggingface(
     for number, batch in enumerate(batches, start=1):
         name = f"model-{number:05d}-of-{len(batches):05d}.safetensors" if len(batches) > 1 else "model.safetensors"
         tensors = _do_on_first(group, _allocate, batch, some) or {}
-        _collect(batch, tensors, source, params, group, bucket_bytes)
+        _collect(batch, tensors, model, bucket_bytes)
         _do_on_first(group, _write_tensors, tensors, partial / name)
         weight_map |= dict.fromkeys(batch, name)
     _do_on_first(
@@ -202,15 +210,14 @@ def _split_by_bytes(tensors: dict[str, tuple[int, ...]], itemsize: int, limit: i
 
 
 def _collect(
-    batch: dict[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], source: Sequence[Shard],
-    params: Mapping[str, torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int,
+    batch: dict[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], model: ShardedModel, bucket_bytes: int
 ) -> None:
     """Bring whole logical tensors to `tensors` of rank 0."""
-    wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in source]
+    wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in model.shards]
     whole = tuple(ShardBox(name, full_box(size), name, full_box(size)) for name, size in batch.items())
+    group, dtype = model.group, next(iter(model.params.values())).dtype
     plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
-    dtype = next(iter(params.values())).dtype
-    Resharder(plan, params, tensors, group, dtype=dtype, bucket_bytes=bucket_bytes).run()
+    Resharder(plan, model.params, tensors, group, dtype=dtype, bucket_bytes=bucket_bytes).run()
 
 
 def _finish_directory(

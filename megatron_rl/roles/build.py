@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.huggingface import save_huggingface
+from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import build_engine
@@ -112,10 +112,10 @@ def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None
     model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
 
     def export(directory: Path) -> None:
+        shards = group_shards(model.placements, model.shard_key, model.groups.layout.world_size)
         save_huggingface(
-            directory, model.shape, group_shards(model.placements, model.shard_key, model.groups.layout.world_size),
-            model.params, side_files_from=model_files, group=model.groups.world,
-            bucket_bytes=config.hybrid.bucket_bytes)
+            directory, ShardedModel(model.shape, shards, model.params, model.groups.world),
+            side_files_from=model_files, bucket_bytes=config.hybrid.bucket_bytes)
 
     return export
 

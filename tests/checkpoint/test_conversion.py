@@ -25,7 +25,7 @@ from actor_runs import Case, build_actor
 from checkpoint_runs import make_content, make_saver
 from distributed import run_ranks
 from megatron_rl.checkpoint import conversion
-from megatron_rl.checkpoint.conversion import convert_to_huggingface, convert_to_megatron
+from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.directory import find_problems
 from megatron_rl.checkpoint.distributed import load_distributed
 from megatron_rl.checkpoint.huggingface import load_huggingface
@@ -60,9 +60,9 @@ def import_model(source: Path, out: Path, **changes: Any) -> Path:
 
 
 def export_model(checkpoint: Path, out: Path, **changes: Any) -> Path:
-    settings = dict(config=None, dtype=None, role="actor", file_bytes=1 << 16, force=False, verify=True,
-                    workers=Workers()) | changes
-    return convert_to_huggingface(checkpoint, out, **settings)
+    settings = dict(dtype=None, file_bytes=1 << 16, force=False, workers=Workers()) | changes
+    source = {name: settings.pop(name) for name in ("role", "config", "verify") if name in settings}
+    return convert_to_huggingface(CheckpointWeights(checkpoint, **source), out, **settings)
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from transformers import (
 from distributed import run_ranks
 from megatron_rl.checkpoint import huggingface
 from megatron_rl.checkpoint.huggingface import (
+    ShardedModel,
     check_checkpoint,
     load_huggingface,
     save_huggingface,
@@ -275,7 +276,8 @@ def save_from_ranks(
     load_huggingface(source, tables[rank], params, may_lack=("score.weight",))
     try:
         written = save_huggingface(
-            target, shape, shards, params, side_files_from=source, group=dist.group.WORLD, bucket_bytes=2000, **options)
+            target, ShardedModel(shape, shards, params, dist.group.WORLD), side_files_from=source, bucket_bytes=2000,
+            **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     assert written == target and target.is_dir()

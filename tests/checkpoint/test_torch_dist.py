@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import megatron_rl.parallel  # noqa: F401  before megatron.core
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import convert_to_huggingface, convert_to_megatron
+from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.torch_dist import ChunkReader, ChunkWriter, write_index
 from megatron_rl.checkpoint.units import Workers
 from megatron_rl.models.transformer_config import build_transformer_config
@@ -92,8 +92,8 @@ def test_megatron_core_reads_and_writes_the_same(family: str, tp_size: int, tmp_
         expected = reference(TOKENS).logits
     assert all(torch.allclose(found, expected, atol=2e-5) for found in logits)
     convert_to_huggingface(
-        tmp_path / "copy", tmp_path / "back", config=tmp_path / "hf", dtype=None, role="actor", file_bytes=1 << 30,
-        force=False, verify=True, workers=Workers())
+        CheckpointWeights(tmp_path / "copy", config=tmp_path / "hf"), tmp_path / "back", dtype=None,
+        file_bytes=1 << 30, force=False, workers=Workers())
     original = load_file(tmp_path / "hf" / "model.safetensors")
     assert find_differences(load_file(tmp_path / "back" / "model.safetensors"), original) == []
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").config.vocab_size == VOCAB_SIZE

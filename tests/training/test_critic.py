@@ -31,7 +31,7 @@ from actor_runs import (
     split_by_rollout,
 )
 from distributed import run_ranks
-from megatron_rl.checkpoint.huggingface import check_checkpoint, save_huggingface
+from megatron_rl.checkpoint.huggingface import ShardedModel, check_checkpoint, save_huggingface
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
@@ -235,9 +235,9 @@ def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Pa
     critic = build_critic(case, path)
     batch, model = build_value_batch(critic, case), critic.model
     critic.update(batch)
-    save_huggingface(
-        target, model.shape, group_shards(model.placements, model.shard_key, world_size), model.params,
-        side_files_from=path, group=model.groups.world, bucket_bytes=4096)
+    shards = group_shards(model.placements, model.shard_key, world_size)
+    save_huggingface(target, ShardedModel(model.shape, shards, model.params, model.groups.world),
+                     side_files_from=path, bucket_bytes=4096)
     values = critic.compute_values(batch)
     again = build_critic(case, target)
     return critic.model.groups.at, split_by_rollout(values, batch), torch.equal(again.compute_values(batch), values)
