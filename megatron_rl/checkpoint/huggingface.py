@@ -25,8 +25,9 @@ from safetensors.torch import save_file
 from megatron_rl.checkpoint.files import publish
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.resharding.planner import Shard, plan_rank
+from megatron_rl.resharding.planner import plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box

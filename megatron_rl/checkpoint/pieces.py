@@ -38,7 +38,7 @@ class SavedModel(Protocol):
     groups: ParallelGroups
     stages: torch.nn.ModuleList
     params: Mapping[str, torch.Tensor]
-    placements: Callable[[int], list[ShardBox]]
+    placements: Callable[[int], Sequence[ShardBox]]
     shard_key: Callable[[int], Hashable]
 
 
@@ -90,7 +90,8 @@ def make_weight_pieces(
         for place in table[placement.hf_name]:
             part = intersect(place.hf_box, placement.hf_box)
             if part is not None:
-                yield locate(place, part, params[placement.param][box_slices(localize(part, placement))])
+                where = localize(part, (placement.local_box, placement.hf_box))
+                yield locate(place, part, params[placement.param][box_slices(where)])
 
 
 def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:

@@ -87,7 +87,7 @@ class EngineSpec:
     config: RolloutConfig
     process: Process
     seed: int
-    shareable: Callable[[list[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
+    shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
 
 
 class RolloutEngine(Protocol):
@@ -122,7 +122,7 @@ class EngineWeights(Protocol):
     def shard_key(self, rank: int) -> int:
         """Ranks with equal keys have equal placement tables."""
 
-    def placements(self, rank: int) -> list[ShardBox]:
+    def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the job."""
 
     def begin_weight_update(self) -> None:

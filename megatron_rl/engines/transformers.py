@@ -62,7 +62,7 @@ class HuggingFaceEngine(WaitingRequests):
         """All ranks hold the same."""
         return 0
 
-    def placements(self, rank: int) -> list[ShardBox]:
+    def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table: whole HF tensors on every rank."""
         return self._placements
 

@@ -125,7 +125,7 @@ class VllmEngine:
         """Ranks with equal keys have equal placement tables."""
         return rank % self._tp_size
 
-    def placements(self, rank: int) -> list[ShardBox]:
+    def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the job."""
         return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=rank % self._tp_size)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -237,7 +237,7 @@ def _count_aliased_blocks(
 
 
 @lru_cache(maxsize=64)
-def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tuple[list[ShardBox], dict[str, int]]:
+def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tuple[Sequence[ShardBox], dict[str, int]]:
     """The engine's table, and the elements of its parameters."""
     table, sizes = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank), defaultdict(int)
     for placement in table:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.parameters import DTYPE_BYTES
-from megatron_rl.resharding.planner import Planner, Shard, group_shards
+from megatron_rl.resharding.classes import Shard
+from megatron_rl.resharding.planner import Planner, group_shards
 from megatron_rl.resharding.summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements

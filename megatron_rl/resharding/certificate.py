@@ -22,8 +22,9 @@ from itertools import takewhile
 import torch
 import torch.distributed as dist
 
-from megatron_rl.resharding.planner import Shard
+from megatron_rl.resharding.classes import Shard
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
+from megatron_rl.weights.tables import as_table
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20
@@ -85,9 +86,12 @@ def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
     for p in own.placements:
         if box_volume(p.hf_box):
             counted.setdefault((p.hf_name, p.hf_box), p)
+    mine = {name for name, _ in counted}
     for shard in takewhile(lambda shard: shard is not own, shards):
-        for p in shard.placements:
-            counted.pop((p.hf_name, p.hf_box), None)
+        table = as_table(shard.placements)
+        for _, name, kind in table.rows:
+            if name in mine:
+                counted.pop((name, table.boxes[kind][1]), None)
     return list(counted.values())
 
 

@@ -3,8 +3,7 @@
 
 Pure and deterministic: each rank computes its own part of the plan from the same placements, and nothing
 is negotiated. Both sides are lists of `Shard`s, ranks that hold the same placements; what Megatron or vLLM
-are is not known here. A *piece* is a distinct box of a logical tensor on the source side; all shards that
-hold this box own it.
+are is not known here. Work is done once per class of tensors that are cut alike (`classes.py`).
 
 Invariants (asserted in tests/resharding/test_planner.py): every placed destination element is written
 exactly once; every element is read from a rank that holds it, near before far (`replicas.py`); both ends of
@@ -14,13 +13,16 @@ a pair list the same operations in the same order, that of the destination's pla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
+import numpy as np
+
+from megatron_rl.resharding.classes import Piece, Shard, TensorClass, TensorIndex, find_classes
 from megatron_rl.resharding.replicas import SourceChoice, choose_sources
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
-
-_Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
+from megatron_rl.weights.tables import BoxPair, as_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +49,6 @@ class TransferOp:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Ranks that hold the same placements.
-
-    Attributes:
-        ranks: ascending.
-        placements: what each of them holds.
-    """
-
-    ranks: tuple[int, ...]
-    placements: tuple[ShardBox, ...]
-
-
-@dataclass(frozen=True)
 class RankPlan:
     """One rank's part of a plan.
 
@@ -76,29 +65,31 @@ class RankPlan:
     sends: dict[int, tuple[TransferOp, ...]]
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """A distinct box of a logical tensor on the source side, and where each source shard keeps it."""
-
-    box: Box
-    holders: dict[int, ShardBox]
-    route: _Route | None = None  # None: nobody needs it
+Flow = tuple[np.ndarray, np.ndarray, np.ndarray]  # source ranks, destination ranks, elements; [n] int64 each
+_Spread = dict[tuple[str, Piece], dict[int, int]]  # piece of a tensor -> leftover rank -> its source
 
 
 @dataclass(slots=True, eq=False)
 class _Route:
-    """All pieces with the same holders and the same destination shards."""
+    """All pieces with the same holders and the same destination shards, of any class."""
 
     holders: tuple[int, ...]
     destinations: tuple[int, ...]
     turn: int
-    pieces: list[_Piece]
-    choice: SourceChoice | None = None
-    leftover: dict[_Piece, dict[int, int]] = field(default_factory=dict)
+    pieces: list[tuple[TensorClass, Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a piece fills of a target: the same for all tensors of a class."""
+
+    piece: Piece
+    box: Box
+    dst_box: Box
 
 
 def group_shards(
-    placements_of: Callable[[int], Sequence[ShardBox]], key_of: Callable[[int], Hashable], num_ranks: int
+    placements_of: Callable[[int], Iterable[ShardBox]], key_of: Callable[[int], Hashable], num_ranks: int
 ) -> list[Shard]:
     """Group the ranks of a layout.
 
@@ -113,7 +104,7 @@ def group_shards(
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in range(num_ranks):
         members[key_of(rank)].append(rank)
-    return [Shard(tuple(ranks), tuple(placements_of(ranks[0]))) for ranks in members.values()]
+    return [Shard(tuple(ranks), as_table(placements_of(ranks[0]))) for ranks in members.values()]
 
 
 def plan_rank(
@@ -150,11 +141,12 @@ class Planner:
         self._ranks_per_node = ranks_per_node
         self._source_of, self._destination_of = _shard_of_rank(source), _shard_of_rank(destination)
         self._parts: dict[tuple[Box, Box], Box | None] = {}  # a model has few distinct pairs of boxes
-        self._covered: set[tuple[Box, tuple[Box, ...]]] = set()
-        self._demanding: dict[tuple[int, ...], list[int]] = {}
-        self._elements: dict[tuple[Box, _Targets], dict[int, int]] = {}
-        self._pieces, self._targets = _index_pieces(source), _index_targets(destination)
-        self._routes = self._index_routes()
+        self._held, self._wanted = TensorIndex(source), TensorIndex(destination)
+        self._classes = find_classes(self._held, self._wanted)
+        self._ordinals = {name: number for number, name in enumerate(self._classes)}
+        self._routes: dict[Piece, _Route] = {}  # pieces that nobody needs have none
+        self._choices: dict[_Route, tuple[SourceChoice, _Spread]] = {}
+        self._index_routes()
 
     def plan(self, rank: int) -> RankPlan:
         """One rank's part of the plan; raises as `plan_rank` does."""
@@ -167,69 +159,81 @@ class Planner:
             sends[op.dst_rank].append(op)
         return RankPlan(rank, tuple(local), _freeze(receives), _freeze(sends))
 
-    def flows(self) -> Iterator[tuple[int, int, int]]:
-        """Source rank, destination rank and elements, for all ranks, without making operations.
+    def flows(self) -> Iterator[Flow]:
+        """Source ranks, destination ranks and elements, for all ranks, without making operations.
 
         A pair may come several times; equal ranks are copies inside the rank. Coverage is not checked.
         """
-        for route in self._routes:
-            choice, leftover = self._choose(route)
+        for route in dict.fromkeys(self._routes.values()):
+            choice, leftover = self._make_choice(route)
             total: dict[int, int] = defaultdict(int)
-            for piece in route.pieces:
-                for index, elements in self._demand(piece).items():
-                    total[index] += elements
-                    for rank, source in leftover.get(piece, {}).items():
-                        if self._destination_of[rank] == index:
-                            yield source, rank, elements
-            for rank, source in choice.fixed.items():
-                yield source, rank, total[self._destination_of[rank]]
+            for tensors, piece in route.pieces:
+                for index, elements in self._demand(tensors, piece).items():
+                    total[index] += elements * len(tensors.names)
+            yield (np.array(list(choice.fixed.values()), np.int64), np.array(list(choice.fixed), np.int64),
+                   np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64))
+            yield from self._leftover_flows(leftover)
+
+    def _leftover_flows(self, leftover: _Spread) -> Iterator[Flow]:
+        for (name, piece), sources in leftover.items():
+            demand = self._demand(self._classes[name], piece)
+            yield (np.array(list(sources.values()), np.int64), np.array(list(sources), np.int64),
+                   np.array([demand[self._destination_of[rank]] for rank in sources], np.int64))
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
         """Operations that fill this rank, in plan order."""
         if rank not in self._destination_of:
             return
-        for target in self._destination[self._destination_of[rank]].placements:
-            parts: list[Box] = []
-            for piece in self._pieces.get(target.hf_name, ()):
-                part = self._intersect(piece.box, target.hf_box)
-                if part is not None:
-                    parts.append(part)
-                    yield self._make_op(piece, self._find_source(piece, rank), target, part, rank)
-            self._check_cover(tuple(parts), target, rank)
+        table = self._wanted.tables[self._destination_of[rank]]
+        known: dict[tuple[TensorClass | None, Hashable], list[_Part]] = {}
+        for param, name, kind in table.rows:
+            tensors = self._classes.get(name)
+            if (tensors, kind) not in known:
+                known[tensors, kind] = self._find_parts(tensors, table.boxes[kind])
+                parts = [part.box for part in known[tensors, kind]]
+                _check_cover(parts, table.boxes[kind][1], name, f"rank {rank} parameter {param}")
+            for part in known[tensors, kind]:
+                yield self._make_op(name, part, self._find_source(name, part.piece, rank), rank, param)
+
+    def _find_parts(self, tensors: TensorClass | None, boxes: BoxPair) -> list[_Part]:
+        """Pieces that fill a target, in the order of the source."""
+        parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
+        return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
         """Operations that this rank serves to others, in plan order for each of them."""
         if rank not in self._source_of:
             return
         mine = self._serve(rank)
-        wanted = sorted({index for served in mine.values() for _, ranks in served for index in ranks})
-        for index in wanted:
-            for target in self._destination[index].placements:
-                for piece, ranks in mine.get(target.hf_name, ()):
-                    part = self._intersect(piece.box, target.hf_box) if index in ranks else None
+        for index in sorted({index for served in mine.values() for _, ranks in served for index in ranks}):
+            table = self._wanted.tables[index]
+            for param, name, kind in self._wanted.list_rows(index, mine):
+                for piece, ranks in mine[name]:
+                    part = self._intersect(piece.box, table.boxes[kind][1]) if index in ranks else None
                     if part is not None:
-                        first = self._make_op(piece, rank, target, part, ranks[index][0])
+                        first = self._make_op(
+                            name, _Part(piece, part, localize(part, table.boxes[kind])), rank, ranks[index][0], param)
                         yield first
                         for other in ranks[index][1:]:
                             yield TransferOp(first.hf_name, rank, first.src_param, first.src_box,
                                              other, first.dst_param, first.dst_box)
 
-    def _serve(self, rank: int) -> dict[str, list[tuple[_Piece, dict[int, list[int]]]]]:
+    def _serve(self, rank: int) -> dict[str, list[tuple[Piece, dict[int, list[int]]]]]:
         """Tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
         shard = self._source_of[rank]
-        fixed_of: dict[int, dict[int, list[int]]] = {}
-        mine: dict[str, list[tuple[_Piece, dict[int, list[int]]]]] = {}
-        for name in dict.fromkeys(placement.hf_name for placement in self._source[shard].placements):
-            for piece in self._pieces.get(name, ()):
-                route = piece.route
+        fixed_of: dict[_Route, dict[int, list[int]]] = {}
+        mine: dict[str, list[tuple[Piece, dict[int, list[int]]]]] = {}
+        for name in dict.fromkeys(name for _, name, _ in self._held.tables[shard].rows):
+            for piece in self._classes[name].pieces:
+                route = self._routes.get(piece)
                 if route is None or shard not in piece.holders:
                     continue
                 choice, leftover = self._choose(route)
-                if route.turn not in fixed_of:
-                    fixed_of[route.turn] = self._by_shard(choice.fixed, rank)
-                ranks = fixed_of[route.turn]
+                if route not in fixed_of:
+                    fixed_of[route] = self._by_shard(choice.fixed, rank)
+                ranks = fixed_of[route]
                 if leftover:
-                    ranks = self._by_shard(choice.fixed | leftover[piece], rank)
+                    ranks = self._by_shard(choice.fixed | leftover[name, piece], rank)
                 mine.setdefault(name, []).append((piece, ranks))
         return mine
 
@@ -241,77 +245,68 @@ class Planner:
                 found.setdefault(self._destination_of[other], []).append(other)
         return found
 
-    def _make_op(self, piece: _Piece, source: int, target: ShardBox, part: Box, rank: int) -> TransferOp:
-        origin = piece.holders[self._source_of[source]]
-        return TransferOp(target.hf_name, source, origin.param, localize(part, origin),
-                          rank, target.param, localize(part, target))
+    def _make_op(self, name: str, part: _Part, source: int, rank: int, param: str) -> TransferOp:
+        place, local_box = part.piece.holders[self._source_of[source]]
+        return TransferOp(name, source, self._held.param(name, place), localize(part.box, (local_box, part.piece.box)),
+                          rank, param, part.dst_box)
 
-    def _find_source(self, piece: _Piece, rank: int) -> int:
-        assert piece.route is not None, "somebody needs the piece"
-        choice, leftover = self._choose(piece.route)
-        return choice.fixed[rank] if rank in choice.fixed else leftover[piece][rank]
+    def _find_source(self, name: str, piece: Piece, rank: int) -> int:
+        choice, leftover = self._choose(self._routes[piece])
+        return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
 
-    def _choose(self, route: _Route) -> tuple[SourceChoice, dict[_Piece, dict[int, int]]]:
+    def _choose(self, route: _Route) -> tuple[SourceChoice, _Spread]:
         """Sources of a route, made when they are first asked for."""
-        if route.choice is None:
-            if route.destinations not in self._demanding:
-                self._demanding[route.destinations] = _merge_ranks(self._destination, route.destinations)
-            owners = _merge_ranks(self._source, route.holders)
-            route.choice = choose_sources(owners, self._demanding[route.destinations], self._ranks_per_node)
-            volumes = {piece: box_volume(piece.box) for piece in route.pieces}
-            if route.choice.leftover:
-                route.leftover = route.choice.spread_leftover(volumes, route.turn)
-        return route.choice, route.leftover
+        if route not in self._choices:
+            self._choices[route] = self._make_choice(route)
+        return self._choices[route]
 
-    def _index_routes(self) -> list[_Route]:
+    def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
+        owners = _merge_ranks(self._source, route.holders)
+        choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
+        if not choice.leftover:
+            return choice, {}
+        pieces = [(self._ordinals[name], number, name, piece) for number, (tensors, piece) in enumerate(route.pieces)
+                  for name in tensors.names]
+        volumes = {(name, piece): box_volume(piece.box) for _, _, name, piece in sorted(pieces, key=itemgetter(0, 1))}
+        return choice, choice.spread_leftover(volumes, route.turn)
+
+    def _index_routes(self) -> None:
         """Find who needs each piece, and join pieces with the same answer to routes."""
         routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
-        known: dict[tuple[Box, _Targets], tuple[int, ...]] = {}
-        for name, pieces in self._pieces.items():
-            targets = self._targets.get(name, ())
-            for piece in pieces:
-                key = (piece.box, targets)
-                if key not in known:
-                    known[key] = tuple(sorted({
-                        index for box, indices in targets if self._intersect(piece.box, box) for index in indices}))
-                if known[key]:
+        for tensors in dict.fromkeys(self._classes.values()):
+            for piece in tensors.pieces:
+                needed = tuple(sorted({index for box, indices in tensors.targets if self._intersect(piece.box, box)
+                                       for index in indices}))
+                if needed:
                     holders = tuple(piece.holders)
-                    route = routes.setdefault(
-                        (holders, known[key]), _Route(holders, known[key], len(routes), []))
-                    route.pieces.append(piece)
-                    piece.route = route
-        return list(routes.values())
+                    route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
+                    route.pieces.append((tensors, piece))
+                    self._routes[piece] = route
 
     def _intersect(self, a: Box, b: Box) -> Box | None:
         if (a, b) not in self._parts:
             self._parts[a, b] = intersect(a, b)
         return self._parts[a, b]
 
-    def _demand(self, piece: _Piece) -> dict[int, int]:
+    def _demand(self, tensors: TensorClass, piece: Piece) -> dict[int, int]:
         """Destination shard -> elements of the piece that each of its ranks needs."""
-        name = next(iter(piece.holders.values())).hf_name
-        key = (piece.box, self._targets[name])
-        if key not in self._elements:
-            demand: dict[int, int] = defaultdict(int)
-            for box, indices in self._targets[name]:
-                part = self._intersect(piece.box, box)
-                if part:
-                    for index in indices:
-                        demand[index] += box_volume(part)
-            self._elements[key] = demand
-        return self._elements[key]
+        demand: dict[int, int] = defaultdict(int)
+        for box, indices in tensors.targets:
+            part = self._intersect(piece.box, box)
+            if part is not None:
+                for index in indices:
+                    demand[index] += box_volume(part)
+        return demand
 
-    def _check_cover(self, parts: tuple[Box, ...], target: ShardBox, rank: int) -> None:
-        """Raise unless the parts fill the target, each element once."""
-        if (target.hf_box, parts) in self._covered:
-            return
-        where = f"{target.hf_name}{list(target.hf_box)} for rank {rank} parameter {target.param}"
-        overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
-        if overlap is not None:
-            raise ValueError(f"{where}: two different source boxes place its {list(overlap)}")
-        if covered != box_volume(target.hf_box):
-            raise ValueError(f"{where}: the source places {covered} of its {box_volume(target.hf_box)} elements")
-        self._covered.add((target.hf_box, parts))
+
+def _check_cover(parts: Sequence[Box], target: Box, name: str, where: str) -> None:
+    """Raise unless the parts fill the target, each element once."""
+    overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
+    if overlap is not None:
+        raise ValueError(f"{name}{list(target)} for {where}: two different source boxes place its {list(overlap)}")
+    if covered != box_volume(target):
+        raise ValueError(f"{name}{list(target)} for {where}: the source places {covered} of its "
+                         f"{box_volume(target)} elements")
 
 
 def _shard_of_rank(shards: Sequence[Shard]) -> dict[int, int]:
@@ -326,34 +321,6 @@ def _shard_of_rank(shards: Sequence[Shard]) -> dict[int, int]:
 
 def _merge_ranks(shards: Sequence[Shard], indices: Sequence[int]) -> list[int]:
     return sorted(rank for index in indices for rank in shards[index].ranks)
-
-
-def _index_pieces(source: Sequence[Shard]) -> dict[str, list[_Piece]]:
-    """Group equal boxes of a tensor: replicas are one piece with several holders."""
-    pieces: dict[str, dict[Box, _Piece]] = defaultdict(dict)
-    for index, shard in enumerate(source):
-        for placement in shard.placements:
-            boxes = pieces[placement.hf_name]
-            if placement.hf_box not in boxes:
-                if not box_volume(placement.hf_box):
-                    continue
-                boxes[placement.hf_box] = _Piece(placement.hf_box, {})
-            boxes[placement.hf_box].holders.setdefault(index, placement)
-    return {name: list(boxes.values()) for name, boxes in pieces.items()}
-
-
-def _index_targets(destination: Sequence[Shard]) -> dict[str, _Targets]:
-    """Name -> distinct boxes, each with the shards that place it (twice for one that places it twice)."""
-    found: dict[str, dict[Box, list[int]]] = defaultdict(dict)
-    for index, shard in enumerate(destination):
-        for placement in shard.placements:
-            found[placement.hf_name].setdefault(placement.hf_box, []).append(index)
-    shared: dict[_Targets, _Targets] = {}
-    targets: dict[str, _Targets] = {}
-    for name, boxes in found.items():
-        answer = tuple((box, tuple(indices)) for box, indices in boxes.items())
-        targets[name] = shared.setdefault(answer, answer)
-    return targets
 
 
 def _freeze(ops: dict[int, list[TransferOp]]) -> dict[int, tuple[TransferOp, ...]]:

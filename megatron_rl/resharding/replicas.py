@@ -72,6 +72,9 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
         ranks_per_node: consecutive ranks that share a node.
     """
     choice = SourceChoice(tuple(owners))
+    if len(owners) == 1:
+        choice.fixed = dict.fromkeys(demanding, owners[0])
+        return choice
     choice.load = dict.fromkeys(owners, 0)
     far = _serve_near(choice, demanding, ranks_per_node)
     _serve_far(choice, far)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan costs: bytes per link class, balance, staging memory, and seconds on links of given speed.
 
-Everything is counted from *flows*, (source rank, destination rank, elements): `plan_flows` reads them off
+Everything is counted from *flows*, arrays of (source rank, destination rank, elements): `plan_flows` reads them off
 rank plans, `Planner.flows` makes them per class of pieces without making operations, so that thousands of
 ranks are counted exactly, not sampled. Both give the same summary (a test).
 
@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.resharding.planner import RankPlan, Shard
-from megatron_rl.types import UserError
-from megatron_rl.weights.shard_box import Box, box_volume
+import numpy as np
 
-Flow = tuple[int, int, int]  # source rank, destination rank, elements
+from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
+from megatron_rl.resharding.planner import Flow, RankPlan
+from megatron_rl.types import UserError
+from megatron_rl.weights.shard_box import box_volume
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ class Prediction:
 def plan_flows(plans: Iterable[RankPlan]) -> Iterator[Flow]:
     """Flows of rank plans, each counted where it arrives."""
     for plan in plans:
-        yield plan.rank, plan.rank, sum(op.num_elements for op in plan.local)
-        for peer, ops in plan.receives.items():
-            yield peer, plan.rank, sum(op.num_elements for op in ops)
+        counts = {plan.rank: plan.local} | plan.receives
+        yield (np.array(list(counts), np.int64), np.full(len(counts), plan.rank, np.int64),
+               np.array([sum(op.num_elements for op in ops) for ops in counts.values()], np.int64))
 
 
 def summarize(
@@ -120,22 +121,24 @@ def summarize(
         bucket_bytes: size of a staging bucket.
     """
     kept = 0
-    egress, ingress = ([[0] * num_ranks, [0] * num_ranks] for _ in range(2))  # [across][rank]
-    for origin, rank, elements in flows:
-        if origin == rank:
-            kept += elements
-            continue
-        across = origin // ranks_per_node != rank // ranks_per_node
-        egress[across][origin] += elements
-        ingress[across][rank] += elements
-    sent = [sum(both) for both in zip(*egress, strict=True)]
+    egress, ingress = (np.zeros((2, num_ranks), np.int64) for _ in range(2))  # [across][rank]
+    for origins, ranks, elements in flows:
+        leaves = origins != ranks
+        kept += int(elements[~leaves].sum())
+        origins, ranks, elements = origins[leaves], ranks[leaves], elements[leaves]
+        across = (origins // ranks_per_node != ranks // ranks_per_node).astype(np.int64)
+        np.add.at(egress, (across, origins), elements)
+        np.add.at(ingress, (across, ranks), elements)
+    sent = egress.sum(0)
+    within, outside = (dict(total=int(out.sum()) * itemsize, egress=int(out.max()) * itemsize,
+                            ingress=int(into.max()) * itemsize) for out, into in zip(egress, ingress, strict=True))
     return ReshardSummary(
         num_ranks=num_ranks, bytes_kept=kept * itemsize,
-        bytes_within_node=sum(egress[0]) * itemsize, bytes_across_nodes=sum(egress[1]) * itemsize,
-        max_egress_within=max(egress[0]) * itemsize, max_egress_across=max(egress[1]) * itemsize,
-        max_ingress_within=max(ingress[0]) * itemsize, max_ingress_across=max(ingress[1]) * itemsize,
-        egress_balance=max(sent) * num_ranks / sum(sent) if any(sent) else 1.0,
-        transient_bytes=2 * bucket_bytes if any(egress[1]) else 0)
+        bytes_within_node=within["total"], bytes_across_nodes=outside["total"],
+        max_egress_within=within["egress"], max_egress_across=outside["egress"],
+        max_ingress_within=within["ingress"], max_ingress_across=outside["ingress"],
+        egress_balance=int(sent.max()) * num_ranks / int(sent.sum()) if sent.any() else 1.0,
+        transient_bytes=2 * bucket_bytes if outside["total"] else 0)
 
 
 def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:
@@ -169,23 +172,26 @@ def summarize_gather(
         ranks_per_node: consecutive ranks that share a node.
     """
     shard_of = {rank: index for index, shard in enumerate(source) for rank in shard.ranks}
-    boxes = [[(p.hf_name, p.hf_box) for p in shard.placements] for shard in source]
+    classes = list(dict.fromkeys(find_classes(TensorIndex(source), TensorIndex([])).values()))
+    pieces = [(list(piece.holders), box_volume(piece.box) * len(tensors.names))
+              for tensors in classes for piece in tensors.pieces]
     received = []
     for first in range(0, num_ranks, stage_ranks):
         block = range(first, first + block_ranks)
-        # First the own line through the stages, beginning with what the rank holds, then its neighbours'.
+        # First the own line through the stages, beginning with what the rank holds, then its neighbors'.
         arrivals = [(at, at) for at in (first, *range(0, num_ranks, stage_ranks))]
         arrivals += [(q, q % stage_ranks + stage) for q in block[1:] for stage in range(0, num_ranks, stage_ranks)]
-        seen: set[tuple[str, Box]] = set()
+        order: dict[int, int] = {}  # shard -> its first arrival
+        for turn, (_, holder) in enumerate(arrivals):
+            order.setdefault(shard_of[holder], turn)
         volumes = [0, 0]
-        for sender, holder in arrivals:
-            new = [key for key in boxes[shard_of[holder]] if key not in seen]
-            seen.update(new)
-            if sender != first:
-                volumes[sender // ranks_per_node != first // ranks_per_node] += sum(box_volume(box) for _, box in new)
+        for holders, volume in pieces:
+            turn = min((order[shard] for shard in holders if shard in order), default=None)
+            if turn is not None and (sender := arrivals[turn][0]) != first:
+                volumes[sender // ranks_per_node != first // ranks_per_node] += volume
         received.append(volumes)
     within, across = max(received, key=lambda volumes: (volumes[1], volumes[0]))
-    largest = max(_tensor_volumes(boxes).values(), default=0)
+    largest = max((sum(box_volume(piece.box) for piece in tensors.pieces) for tensors in classes), default=0)
     return GatherSummary(within * itemsize, across * itemsize, 2 * largest * itemsize)
 
 
@@ -193,11 +199,3 @@ def predict_gather_seconds(gather: GatherSummary, bandwidths: Bandwidths) -> flo
     """Receiving alone; a tensor crosses the nodes and is then gathered, so the two do not overlap."""
     return (gather.bytes_within_node / bandwidths.within_node
             + gather.bytes_across_nodes / bandwidths.across_nodes)
-
-
-def _tensor_volumes(shards: Iterable[Iterable[tuple[str, Box]]]) -> dict[str, int]:
-    """Elements of each logical tensor, from its distinct boxes."""
-    volumes: dict[str, int] = {}
-    for name, box in {key for shard in shards for key in shard}:
-        volumes[name] = volumes.get(name, 0) + box_volume(box)
-    return volumes

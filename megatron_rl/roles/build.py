@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def build_rollout(
 ) -> tuple[HybridEngine, RolloutGenerator]:
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
-    def find_shareable(wanted: list[ShardBox]) -> dict[str, torch.Tensor]:
+    def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
         if not config.hybrid.alias_weights:
             return {}
         pairs = find_aliases(actor.model.placements(process.rank), wanted)

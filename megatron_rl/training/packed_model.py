@@ -126,7 +126,7 @@ class PackedModel:
     def _list_params(self) -> dict[str, torch.Tensor]:
         return {name: p.data for name, p in self.stages.named_parameters()}
 
-    def placements(self, rank: int) -> list[ShardBox]:
+    def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the layout."""
         layout = self.groups.layout
         at = layout.coordinates(rank)

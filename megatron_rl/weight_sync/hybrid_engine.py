@@ -25,10 +25,12 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, reduce_scalars
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
+from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.executor import Resharder, ReshardStats
-from megatron_rl.resharding.planner import Shard, group_shards, plan_rank
+from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.tables import as_table
 
 
 class SourceModel(Protocol):
@@ -52,7 +54,7 @@ class SourceModel(Protocol):
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
 
-    def placements(self, rank: int) -> list[ShardBox]:
+    def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the job."""
         ...
 
@@ -123,7 +125,7 @@ class HybridEngine:
         actor, engine = self._actor.model, self._engine
         shared = gather_names(engine.shared_params, self._group)
         destination = group_shards(
-            lambda rank: [p for p in engine.placements(rank) if p.param not in shared[rank]],
+            lambda rank: as_table(engine.placements(rank)).without(shared[rank]),
             lambda rank: (engine.shard_key(rank), shared[rank]), process.world_size)
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(

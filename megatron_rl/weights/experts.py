@@ -9,11 +9,11 @@ are matrices, so a fused parameter is seen as E parameters with the expert's num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.shard_box import ShardBox, columns, full_box, rows
+from megatron_rl.weights.families import FAMILIES, ExpertNames, ModelShape
+from megatron_rl.weights.tables import Row
 
 if TYPE_CHECKING:
     import torch
@@ -57,57 +57,38 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
     return views
 
 
-def megatron_expert_placements(
-    shape: ModelShape, param: str, hf: str, *, tp_size: int, tp_rank: int, ep_size: int, ep_rank: int
-) -> list[ShardBox]:
-    """Router and experts of one layer; `param` and `hf` are the prefixes of the layer."""
-    per_rank = shape.num_experts // ep_size
-    placements = [_router(shape, f"{param}mlp.router.weight", hf)]
-    for local in range(per_rank):
-        block = f"{param}mlp.experts.local_experts.{local}."
-        placements += _expert(
-            shape, f"{block}linear_fc1.weight", f"{block}linear_fc2.weight", hf, ep_rank * per_rank + local,
-            tp_size, tp_rank)
-    return placements
+def megatron_expert_rows(shape: ModelShape, experts: Iterable[int]) -> list[Row]:
+    """Router and these experts of one layer, without the layer's prefixes."""
+    found = [_router_row(shape, "mlp.router.weight")]
+    for local, expert in enumerate(experts):
+        block = f"mlp.experts.local_experts.{local}."
+        found += _expert_rows(shape, f"{block}linear_fc1.weight", f"{block}linear_fc2.weight", expert)
+    return found
 
 
-def vllm_expert_placements(shape: ModelShape, prefix: str, *, tp_size: int, tp_rank: int) -> list[ShardBox]:
+def vllm_expert_rows(shape: ModelShape) -> list[Row]:
     """Router and experts of one layer, named as `split_experts` names vLLM's fused parameters."""
-    block = f"{prefix}{_block(shape)}."
-    placements = [_router(shape, f"{block}gate.weight", prefix)]
+    block = _find_names(shape).block
+    found = [_router_row(shape, f"{block}.gate.weight")]
     for expert in range(shape.num_experts):
-        fused = f"{block}experts.routed_experts."
-        placements += _expert(
-            shape, f"{fused}w13_weight.{expert}", f"{fused}w2_weight.{expert}", prefix, expert, tp_size, tp_rank)
-    return placements
+        fused = f"{block}.experts.routed_experts."
+        found += _expert_rows(shape, f"{fused}w13_weight.{expert}", f"{fused}w2_weight.{expert}", expert)
+    return found
 
 
-def _block(shape: ModelShape) -> str:
+def _find_names(shape: ModelShape) -> ExpertNames:
     names = FAMILIES[shape.family].experts
     assert names is not None, f"{shape.family} is dense"
-    return names.block
+    return names
 
 
-def _router(shape: ModelShape, param: str, hf: str) -> ShardBox:
-    box = full_box((shape.num_experts, shape.hidden_size))
-    return ShardBox(param, box, f"{hf}{_block(shape)}.gate.weight", box)
+def _router_row(shape: ModelShape, param: str) -> Row:
+    return param, f"{_find_names(shape).block}.gate.weight", "router"
 
 
-def _expert(
-    shape: ModelShape, into: str, out: str, hf: str, expert: int, tp_size: int, tp_rank: int
-) -> list[ShardBox]:
+def _expert_rows(shape: ModelShape, into: str, out: str, expert: int) -> list[Row]:
     """One expert: parameter `into` is `[gate; up]` of this rank's columns, `out` its part of down."""
-    names = FAMILIES[shape.family].experts
-    assert names is not None, f"{shape.family} is dense"
-    width, size = shape.ffn_hidden_size // tp_size, (shape.ffn_hidden_size, shape.hidden_size)
-    start, stop = tp_rank * width, (tp_rank + 1) * width
-    matrices = f"{hf}{names.block}.experts.{expert}."
-    placements = [
-        ShardBox(into, rows(half * width, (half + 1) * width, size),
-                  f"{matrices}{name}.weight", rows(start, stop, size))
-        for half, name in enumerate((names.gate, names.up))
-    ]
-    turned = shape.hidden_size, shape.ffn_hidden_size
-    placements.append(ShardBox(
-        out, columns(0, width, turned), f"{matrices}{names.down}.weight", columns(start, stop, turned)))
-    return placements
+    names = _find_names(shape)
+    matrices = f"{names.block}.experts.{expert}."
+    return [(into, f"{matrices}{names.gate}.weight", "gate"), (into, f"{matrices}{names.up}.weight", "up"),
+            (out, f"{matrices}{names.down}.weight", "down")]

@@ -15,10 +15,11 @@ then the name inside the GPTModel. Fused parameters:
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
-from megatron_rl.weights.experts import megatron_expert_placements
+from megatron_rl.weights.experts import megatron_expert_rows
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
-from megatron_rl.weights.shard_box import ShardBox, columns, full_box, rows
+from megatron_rl.weights.tables import PlacementTable, Row, Rows, split_boxes
 
 VOCAB_MULTIPLE = 64
 PADDED_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -40,95 +41,55 @@ def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chu
 def megatron_placements(
     shape: ModelShape, *, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, vpp_size: int = 1,
     ep_size: int = 1, ep_rank: int = 0,
-) -> list[ShardBox]:
+) -> PlacementTable:
     """Placements of all parameters of one rank's model chunks."""
-    placements: list[ShardBox] = []
+    vocab_rows = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
+    return PlacementTable(
+        _list_rows(shape, pp_size, pp_rank, vpp_size, ep_size, ep_rank),
+        split_boxes(shape, tp_size, tp_rank, vocab_rows))
+
+
+@lru_cache(maxsize=1)  # the ranks of a TP group come one after the other
+def _list_rows(
+    shape: ModelShape, pp_size: int, pp_rank: int, vpp_size: int, ep_size: int, ep_rank: int
+) -> Rows:
+    """What a pipeline stage and EP rank holds, whatever TP is."""
+    found: list[Row] = []
+    per_rank = shape.num_experts // ep_size
+    experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
+    layer_rows = _list_attention(shape) + (megatron_expert_rows(shape, experts) if shape.num_experts else _DENSE)
     for chunk in range(vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
         if is_first:
-            placements.append(_vocab_rows(
-                shape, f"{chunk}.embedding.word_embeddings.weight", "model.embed_tokens.weight", tp_size, tp_rank))
+            found.append((f"{chunk}.embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab"))
         for local, layer in enumerate(stage_layers(shape.num_layers, pp_size, vpp_size, pp_rank, chunk)):
-            param, hf = f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}."
-            placements += _attention(shape, param, hf, tp_size, tp_rank)
-            if shape.num_experts:
-                placements += megatron_expert_placements(
-                    shape, param, hf, tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
-            else:
-                placements += _feed_forward(shape, param, hf, tp_size, tp_rank)
+            ours, hf = f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}."
+            found += [(ours + param, hf + hf_name, kind) for param, hf_name, kind in layer_rows]
         if is_last:
-            norm = full_box((shape.hidden_size,))
-            placements.append(ShardBox(f"{chunk}.decoder.final_layernorm.weight", norm, "model.norm.weight", norm))
+            found.append((f"{chunk}.decoder.final_layernorm.weight", "model.norm.weight", "hidden"))
             if shape.has_score_head:
-                score = full_box((1, shape.hidden_size))
-                placements.append(ShardBox(f"{chunk}.{SCORE_HEAD}", score, SCORE_HEAD, score))
+                found.append((f"{chunk}.{SCORE_HEAD}", SCORE_HEAD, "score"))
             elif not (shape.tied_embeddings and is_first):
                 source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
-                placements.append(_vocab_rows(shape, f"{chunk}.output_layer.weight", source, tp_size, tp_rank))
-    return placements
+                found.append((f"{chunk}.output_layer.weight", source, "vocab"))
+    return Rows(found)
 
 
-def _vocab_rows(shape: ModelShape, param: str, hf_name: str, tp_size: int, tp_rank: int) -> ShardBox:
-    per_rank = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
-    start = min(tp_rank * per_rank, shape.vocab_size)
-    stop = min(start + per_rank, shape.vocab_size)
-    size = (shape.vocab_size, shape.hidden_size)
-    return ShardBox(param, rows(0, stop - start, size), hf_name, rows(start, stop, size))
+_DENSE: list[Row] = [
+    ("mlp.linear_fc2.weight", "mlp.down_proj.weight", "down"),
+    ("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "gate"),
+    ("mlp.linear_fc1.weight", "mlp.up_proj.weight", "up")]
 
 
-def _attention(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[ShardBox]:
+def _list_attention(shape: ModelShape) -> list[Row]:
     """Self-attention and both norms of a layer."""
-    h, d = shape.hidden_size, shape.head_dim
-
-    def whole(name: str, hf_name: str, size: int) -> ShardBox:
-        box = full_box((size,))
-        return ShardBox(param + name, box, hf + hf_name, box)
-
-    placements = [
-        whole("input_layernorm.weight", "input_layernorm.weight", h),
-        whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", h),
-    ]
+    found: list[Row] = [
+        ("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+        ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden")]
     if shape.qk_norm:
-        placements += [
-            whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", d),
-            whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", d),
-        ]
-    placements += _qkv(shape, param, hf, "weight", (h,), tp_size, tp_rank)
-    if shape.qkv_bias:
-        placements += _qkv(shape, param, hf, "bias", (), tp_size, tp_rank)
-
-    q_cols, o_size = shape.num_heads * d // tp_size, (h, shape.num_heads * d)
-    placements.append(ShardBox(
-        param + "self_attention.linear_proj.weight", columns(0, q_cols, o_size),
-        hf + "self_attn.o_proj.weight", columns(tp_rank * q_cols, (tp_rank + 1) * q_cols, o_size)))
-    return placements
-
-
-def _feed_forward(shape: ModelShape, param: str, hf: str, tp_size: int, tp_rank: int) -> list[ShardBox]:
-    """The dense MLP of a layer."""
-    ffn, size = shape.ffn_hidden_size // tp_size, (shape.ffn_hidden_size, shape.hidden_size)
-    start, stop = tp_rank * ffn, (tp_rank + 1) * ffn
-    turned = shape.hidden_size, shape.ffn_hidden_size
-    placements = [ShardBox(
-        param + "mlp.linear_fc2.weight", columns(0, ffn, turned),
-        hf + "mlp.down_proj.weight", columns(start, stop, turned))]
-    for half, name in enumerate(("gate", "up")):
-        placements.append(ShardBox(
-            param + "mlp.linear_fc1.weight", rows(half * ffn, (half + 1) * ffn, size),
-            hf + f"mlp.{name}_proj.weight", rows(start, stop, size)))
-    return placements
-
-
-def _qkv(
-    shape: ModelShape, param: str, hf: str, what: str, rest: tuple[int, ...], tp_size: int, tp_rank: int
-) -> list[ShardBox]:
-    """`[q; k; v]` of this rank; `rest` are the dimensions after the first (none for a bias)."""
-    base, placements = 0, []
-    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
-        size = heads // tp_size * shape.head_dim
-        placements.append(ShardBox(
-            f"{param}self_attention.linear_qkv.{what}", rows(base, base + size, (0, *rest)),
-            f"{hf}self_attn.{name}_proj.{what}", rows(tp_rank * size, (tp_rank + 1) * size, (0, *rest))))
-        base += size
-    return placements
+        found += [(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", "head") for name in "qk"]
+    for what in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        found += [(f"self_attention.linear_qkv.{what}", f"self_attn.{name}_proj.{what}", f"{name}.{what}")
+                  for name in "qkv"]
+    return [*found, ("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "o")]

@@ -64,14 +64,11 @@ def find_overlap(boxes: Iterable[Box]) -> Box | None:
     return None
 
 
-def localize(part: Box, placement: ShardBox) -> Box:
-    """Where `part` (in HF coordinates, inside `placement.hf_box`) lies in the local parameter."""
+def localize(part: Box, boxes: tuple[Box, Box]) -> Box:
+    """Where `part` (in HF coordinates, inside the HF box) lies in a parameter, from the pair `local_box, hf_box`."""
     return tuple(
         (start - hf_start + local_start, stop - hf_start + local_start)
-        for (start, stop), (hf_start, _), (local_start, _) in zip(
-            part, placement.hf_box, placement.local_box, strict=True
-        )
-    )
+        for (start, stop), (local_start, _), (hf_start, _) in zip(part, *boxes, strict=True))
 
 
 def rows(start: int, stop: int, shape: tuple[int, ...]) -> Box:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import Planner, Shard, plan_all
+from megatron_rl.resharding.classes import Shard
+from megatron_rl.resharding.planner import Planner, plan_all
 from megatron_rl.resharding.summary import (
     Bandwidths,
     ReshardSummary,

@@ -89,7 +89,7 @@ def test_localize_finds_the_same_elements_in_the_parameter(pair: tuple[Box, Box]
     local_box = tuple((at, at + stop - start) for (start, stop), at in zip(hf_box, offsets))
     param = np.full([stop + 1 for _, stop in local_box], -1)
     param[box_slices(local_box)] = full[box_slices(hf_box)]
-    local = localize(part, ShardBox("p", local_box, "t", hf_box))
+    local = localize(part, (local_box, hf_box))
     assert np.array_equal(param[box_slices(local)], full[box_slices(part)])
 
 

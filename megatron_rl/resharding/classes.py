@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that a job cuts alike, found without a walk over the placements of all ranks.
+
+An expert is cut like every other expert of its ranks, a norm like every other norm of its stage. Tensors that the same
+shards hold as the same kinds, on both sides of a move, form a *class*: what is planned for one holds for all of them.
+
+A *piece* is a distinct box of a logical tensor on the source side; all shards that hold this box own it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.weights.shard_box import Box, ShardBox, box_volume
+from megatron_rl.weights.tables import BoxPair, PlacementTable, Row, Rows, as_table
+
+Cut = tuple[int, Hashable]  # rows of the table, kind
+Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Ranks that hold the same placements.
+
+    Attributes:
+        ranks: ascending.
+        placements: what each of them holds.
+    """
+
+    ranks: tuple[int, ...]
+    placements: Sequence[ShardBox]
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A distinct box of every tensor of a class.
+
+    Attributes:
+        box: in the logical tensor.
+        holders: source shard -> which of the tensor's places there it is, and its box in the parameter.
+    """
+
+    box: Box
+    holders: dict[int, tuple[int, Box]]
+
+
+@dataclass(slots=True, eq=False)
+class TensorClass:
+    """Tensors that both sides cut alike.
+
+    Attributes:
+        names: in the order of the source.
+        pieces: in the order of the source's shards.
+        targets: boxes that the destination wants.
+    """
+
+    pieces: list[Piece]
+    targets: Targets
+    names: list[str] = field(default_factory=list)
+
+
+class TensorIndex:
+    """Where one side keeps each tensor: the *places* of a tensor are the rows that name it, in the order of the shards.
+
+    Attributes:
+        tables: by shard.
+        cuts: tensor -> one `Cut` per place; shards that share rows share places.
+        places: tensor -> number of the row of each place.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.tables: list[PlacementTable] = [as_table(shard.placements) for shard in shards]
+        self.cuts: dict[str, list[Cut]] = defaultdict(list)
+        self.places: dict[str, list[int]] = defaultdict(list)
+        self._rows: list[Rows] = []
+        self._sharing: list[list[int]] = []  # by rows: the shards with them
+        self._rows_of: list[int] = []  # by shard
+        known: dict[Rows, int] = {}
+        for shard, table in enumerate(self.tables):
+            number = known.setdefault(table.rows, len(self._rows))
+            if number == len(self._rows):
+                self._rows.append(table.rows)
+                self._sharing.append([])
+                self._add(number, table.rows)
+            self._sharing[number].append(shard)
+            self._rows_of.append(number)
+
+    def _add(self, number: int, rows: Rows) -> None:
+        shared: dict[Hashable, Cut] = {}
+        for place, (_, name, kind) in enumerate(rows):
+            self.cuts[name].append(shared.setdefault(kind, (number, kind)))
+            self.places[name].append(place)
+
+    def param(self, name: str, place: int) -> str:
+        """Parameter of a place of a tensor."""
+        return self._rows[self.cuts[name][place][0]][self.places[name][place]][0]
+
+    def list_rows(self, shard: int, names: Iterable[str]) -> list[Row]:
+        """A shard's rows of these tensors, in the order of its table."""
+        number, rows = self._rows_of[shard], self.tables[shard].rows
+        found = sorted(row for name in names for (of, _), row in zip(self.cuts[name], self.places[name], strict=True)
+                       if of == number)
+        return [rows[row] for row in found]
+
+    def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
+        """Shard, place and boxes of a tensor that is cut like this, shard by shard."""
+        found = sorted((shard, place) for place, (number, _) in enumerate(cuts) for shard in self._sharing[number])
+        for shard, place in found:
+            yield shard, place, self.tables[shard].boxes[cuts[place][1]]
+
+
+def find_classes(source: TensorIndex, destination: TensorIndex) -> dict[str, TensorClass]:
+    """The class of every tensor that the source holds, in the source's order."""
+    classes: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], TensorClass] = {}
+    found: dict[str, TensorClass] = {}
+    for name, cuts in source.cuts.items():
+        key = tuple(cuts), tuple(destination.cuts.get(name, ()))
+        if key not in classes:
+            classes[key] = TensorClass(_find_pieces(source, key[0]), _find_targets(destination, key[1]))
+        classes[key].names.append(name)
+        found[name] = classes[key]
+    return found
+
+
+def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[Piece]:
+    """Group equal boxes: replicas are one piece with several holders."""
+    pieces: dict[Box, Piece] = {}
+    for shard, place, (local_box, hf_box) in source.list_boxes(cuts):
+        if hf_box in pieces or box_volume(hf_box):
+            pieces.setdefault(hf_box, Piece(hf_box, {})).holders.setdefault(shard, (place, local_box))
+    return list(pieces.values())
+
+
+def _find_targets(destination: TensorIndex, cuts: Sequence[Cut]) -> Targets:
+    """Distinct boxes, each with the shards that place it (twice for one that places it twice)."""
+    boxes: dict[Box, list[int]] = defaultdict(list)
+    for shard, _, (_, hf_box) in destination.list_boxes(cuts):
+        boxes[hf_box].append(shard)
+    return tuple((box, tuple(shards)) for box, shards in boxes.items())

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement tables in two columns, so that ranks share what they have in common.
+
+The *rows* of a table say which piece is in which parameter: `(param, hf_name, kind)`. The *boxes* say where a piece of
+a kind lies. Ranks that differ in TP only have the same rows, ranks that differ in PP or EP only have the same
+boxes, and all layers and experts have the same few kinds: a job of thousands of ranks has few of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, overload
+
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
+
+Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
+BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
+
+
+class Rows(tuple[Row, ...]):
+    """Rows of a table; equal only to themselves, so that finding out who shares them costs nothing."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class _SameBoxes(dict[Any, BoxPair]):
+    """Boxes of rows whose kind is the pair of boxes itself."""
+
+    def __missing__(self, kind: BoxPair) -> BoxPair:
+        return kind
+
+
+class PlacementTable(Sequence[ShardBox]):
+    """The shard boxes of a rank, made while one iterates.
+
+    Args:
+        rows: in the order of the table.
+        boxes: kind -> where a piece of that kind lies.
+    """
+
+    def __init__(self, rows: Rows, boxes: Mapping[Any, BoxPair]) -> None:
+        self.rows, self.boxes = rows, boxes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> ShardBox: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ShardBox]: ...
+
+    def __getitem__(self, index: int | slice) -> ShardBox | list[ShardBox]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        param, hf_name, kind = self.rows[index]
+        local_box, hf_box = self.boxes[kind]
+        return ShardBox(param, local_box, hf_name, hf_box)
+
+    def __iter__(self) -> Iterator[ShardBox]:
+        for param, hf_name, kind in self.rows:
+            local_box, hf_box = self.boxes[kind]
+            yield ShardBox(param, local_box, hf_name, hf_box)
+
+    def without(self, params: frozenset[str]) -> PlacementTable:
+        """The table but for these parameters; tables that share rows go on sharing them."""
+        return PlacementTable(_drop(self.rows, params), self.boxes) if params else self
+
+
+def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
+    """Shard boxes as a table; a table is returned as it is."""
+    if isinstance(placements, PlacementTable):
+        return placements
+    return PlacementTable(Rows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())
+
+
+@lru_cache(maxsize=64)
+def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) -> dict[str, BoxPair]:
+    """Where a TP rank keeps a piece of each kind, in Megatron as in vLLM.
+
+    Fused parameters are `[q; k; v]` of the rank's heads and `[gate; up]` of its columns, for a dense MLP and for an
+    expert alike. With more ranks than KV heads, tp / KV heads neighboring ranks hold the same head.
+
+    Args:
+        shape: the model.
+        tp_size, tp_rank: of the rank.
+        vocab_rows: rows of the vocabulary per rank, padding included.
+    """
+    h, d, ffn = shape.hidden_size, shape.head_dim, shape.ffn_hidden_size // tp_size
+    start, stop = (min((tp_rank + end) * vocab_rows, shape.vocab_size) for end in (0, 1))
+    vocab, into = (shape.vocab_size, h), (shape.ffn_hidden_size, h)
+    whole = {"hidden": (h,), "head": (d,), "router": (shape.num_experts, h), "score": (1, h)}
+    boxes = {kind: (full_box(size), full_box(size)) for kind, size in whole.items()}
+    boxes["vocab"] = rows(0, stop - start, vocab), rows(start, stop, vocab)
+    q_size, kv_size = shape.num_heads // tp_size * d, max(shape.num_kv_heads // tp_size, 1) * d
+    kv_start, base = tp_rank * shape.num_kv_heads // tp_size * d, 0
+    for kind, first, size in (("q", tp_rank * q_size, q_size), ("k", kv_start, kv_size), ("v", kv_start, kv_size)):
+        for what, rest in (("weight", (h,)), ("bias", ())):
+            boxes[f"{kind}.{what}"] = rows(base, base + size, (0, *rest)), rows(first, first + size, (0, *rest))
+        base += size
+    for kind, width, size in (("o", q_size, (h, shape.num_heads * d)), ("down", ffn, into[::-1])):
+        boxes[kind] = columns(0, width, size), columns(tp_rank * width, (tp_rank + 1) * width, size)
+    for half, kind in enumerate(("gate", "up")):
+        boxes[kind] = (
+            rows(half * ffn, (half + 1) * ffn, into), rows(tp_rank * ffn, (tp_rank + 1) * ffn, into))
+    return boxes
+
+
+@lru_cache(maxsize=1)
+def _drop(rows: Rows, params: frozenset[str]) -> Rows:
+    return Rows(row for row in rows if row[0] not in params)
