@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -73,22 +74,25 @@ class ParallelGroups:
         return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=self.layout.pp_size - 1)
 
 
-def list_partitions(layout: ParallelLayout) -> dict[str, list[list[int]]]:
-    """Rank lists of all groups of a layout by megatron-core's names of them, the same on every rank."""
-    found = {"_".join(axes): layout.groups(*axes) for axes in (
+def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
+    """Ranks of the groups of one rank by megatron-core's names of them; all but "embd" have `rank` in them."""
+    found = {"_".join(axes): layout.group_of(rank, *axes) for axes in (
         ("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))}
-    found |= {name: layout.expert_groups(*axes) for name, axes in (
+    found |= {name: layout.expert_group_of(rank, *axes) for name, axes in (
         ("ep", ("ep",)), ("expt_tp", ("tp",)), ("expt_dp", ("dp",)), ("tp_ep", ("tp", "ep")),
         ("tp_ep_pp", ("tp", "ep", "pp")))}
-    found["embd"] = [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in found["pp"]]
-    return {name: sorted(rank_lists) for name, rank_lists in found.items()}
+    found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
+    return found
 
 
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:
     """Create the process groups of `layout`; collective over the default group.
 
-    Every rank creates every group, in the same order. Lists that several names share are one group, with one
-    communicator: what a layout really needs is a handful, whatever the number of ranks.
+    A rank creates the groups that it is in, and waits for their members only: a handful of calls, whatever the
+    number of ranks. Groups that have the same ranks everywhere are one group, with one communicator.
+
+    No rank waits for another in a circle: all create their groups in the same order, and the groups of one name have
+    no rank in common.
 
     Args:
         layout: on all ranks.
@@ -97,12 +101,14 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     rank = dist.get_rank()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    made: dict[str, dist.ProcessGroup | None] = {}
+    _align_names(rank)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     of: dict[str, dist.ProcessGroup | None] = {}
-    for name, rank_lists in list_partitions(layout).items():
-        key = str(rank_lists)
+    on_first = list_groups(layout, 0)  # names whose groups are the same there have the same groups on every rank
+    for name, ranks in list_groups(layout, rank).items():
+        key = tuple(on_first[name])
         if key not in made:
-            made[key] = _make_own(rank_lists, rank, timeout)
+            made[key] = _make_group(ranks, timeout)
         of[name] = made[key]
     connect(of["pp"], current_device())
     # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
@@ -118,13 +124,23 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         **{name: own[name] for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp")})
 
 
-def _make_own(rank_lists: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """This rank's group among these, which no two share a rank; None if it is in none."""
-    if rank_lists == [list(range(dist.get_world_size()))]:
+def _make_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """The group of these ranks; None where this rank is not one of them."""
+    if len(ranks) == dist.get_world_size():
         return world()
-    if max(map(len, rank_lists)) == 1:
-        alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
-        assert isinstance(alone, dist.ProcessGroup), "this rank is a member"
-        return alone
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in rank_lists]  # costs nothing where one is no member
-    return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _align_names(rank: int) -> None:
+    """Bring all ranks to the same number of groups; collective.
+
+    torch names a group that only its members create after its ranks and the number of groups that the process is in
+    (`_hash_ranks_to_str`). Members with other numbers would wait for each other under two names until the timeout.
+    Numbers differ where somebody made a group of some ranks, as the embedding group of a pipeline's two ends is.
+    """
+    count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
+    most = count.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    for _ in range(int(most - count)):
+        dist.new_group([rank], use_local_synchronization=True)

@@ -8,7 +8,7 @@ ranks as a dense layer (expert tensor parallel size = TP).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,27 +93,31 @@ class ParallelLayout:
         dp, ep = divmod(at.cp + self.cp_size * at.dp, self.ep_size)
         return ExpertCoordinates(tp=at.tp, ep=ep, dp=dp, pp=at.pp)
 
-    def groups(self, *axes: str) -> list[list[int]]:
-        """Rank lists of the groups that span `axes` (of "tp", "cp", "dp", "pp"), in rank order.
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """Ranks of the group of `rank` that spans `axes` (of "tp", "cp", "dp", "pp"), ascending.
 
-        Every rank is in exactly one of them. Example: with tp=2, pp=2, dp=1, `groups("pp")` is
-        `[[0, 2], [1, 3]]`.
+        Example: with tp=2, pp=2, dp=1, `group_of(3, "pp")` is `[1, 3]`.
         """
-        return self._group(self.coordinates, [axis for axis in ("tp", "cp", "dp", "pp") if axis not in axes])
+        return _spread(rank, axes, dict(tp=self.tp_size, cp=self.cp_size, dp=self.dp_size, pp=self.pp_size))
 
-    def expert_groups(self, *axes: str) -> list[list[int]]:
+    def expert_group_of(self, rank: int, *axes: str) -> list[int]:
         """The same for the expert layers: `axes` of "tp", "ep", "dp", "pp"."""
-        return self._group(self.expert_coordinates, [axis for axis in ("tp", "ep", "dp", "pp") if axis not in axes])
-
-    def _group(self, coordinates: Callable[[int], object], fixed: list[str]) -> list[list[int]]:
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            at = coordinates(rank)
-            members.setdefault(tuple(getattr(at, axis) for axis in fixed), []).append(rank)
-        return list(members.values())
+        replicas = self.cp_size * self.dp_size // self.ep_size
+        return _spread(rank, axes, dict(tp=self.tp_size, ep=self.ep_size, dp=replicas, pp=self.pp_size))
 
     def describe(self) -> str:
         """`tp=2 pp=2 dp=1`, with vpp, cp and ep where they are larger than 1."""
         parts = [f"tp={self.tp_size}", f"pp={self.pp_size}", f"dp={self.dp_size}"]
         extra = {"vpp": self.vpp_size, "cp": self.cp_size, "ep": self.ep_size}
         return " ".join(parts + [f"{name}={size}" for name, size in extra.items() if size > 1])
+
+
+def _spread(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    """All ranks that differ from `rank` in these axes only; `sizes` by axis, the fastest first."""
+    ranks, stride = [rank], 1
+    for axis, size in sizes.items():
+        if axis in axes:
+            at = rank // stride % size
+            ranks = [other + (step - at) * stride for step in range(size) for other in ranks]
+        stride *= size
+    return ranks

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.parallel.groups import build_groups, list_partitions
+from megatron_rl.parallel.groups import build_groups, list_groups
 from megatron_rl.parallel.layout import ParallelLayout
 
 OURS = ("world", "tp", "pp", "cp", "dp", "tp_pp", "dp_cp")
@@ -59,12 +61,96 @@ def test_tp2_pp2() -> None:
 def test_a_layout_needs_a_handful_of_groups_on_any_number_of_ranks(
     sizes: dict[str, int], most: int, world_size: int
 ) -> None:
-    """The groups of one rank; and each rank is in one of each kind, so that nobody waits for ranks outside of it."""
-    partitions = list_partitions(ParallelLayout(world_size, **sizes))
-    assert len({str(rank_lists) for rank_lists in partitions.values()}) <= most
-    for name, rank_lists in partitions.items():
-        ranks = [rank for ranks in rank_lists for rank in ranks]
-        assert len(ranks) == len(set(ranks)) and (name == "embd" or len(ranks) == world_size)
+    """Each rank is in one group of each name, and names with the same groups on one rank have the same on all."""
+    layout = ParallelLayout(world_size, **sizes)
+    alike = None
+    for rank in (0, 1, world_size // 2 + 3, world_size - 1):
+        groups = list_groups(layout, rank)
+        assert len({tuple(ranks) for ranks in groups.values()}) <= most
+        assert all(rank in ranks or name == "embd" for name, ranks in groups.items())
+        assert all(ranks == list_groups(layout, ranks[-1])[name] for name, ranks in groups.items())
+        pairs = {(a, b) for a in groups for b in groups if groups[a] == groups[b]}
+        assert pairs == (alike := alike or pairs)
+
+
+def _count_calls(rank: int, world_size: int, sizes: dict[str, int]) -> int:
+    """How often this rank creates a group."""
+    asked: list[list[int]] = []
+    create = dist.new_group
+    dist.new_group = lambda ranks, **options: (asked.append(ranks), create(ranks, **options))[1]
+    build_groups(ParallelLayout(world_size, **sizes))
+    return len(asked)
+
+
+def test_a_rank_creates_as_many_groups_in_a_larger_world() -> None:
+    """More replicas are no more calls."""
+    for sizes in (dict(tp_size=2), dict(pp_size=2)):
+        calls = [set(run_ranks(_count_calls, world_size, sizes, timeout=60)) for world_size in (4, 8)]
+        assert calls == [{3}, {3}], sizes  # one axis, the other, and the rank alone
+
+
+def _build_after_others(rank: int, world_size: int) -> list[list[int]]:
+    """Groups of a layout after some ranks have made groups of their own, and after one whose ends have one more."""
+    dist.new_group([1, 2], use_local_synchronization=True)
+    dist.new_group([2, 3])
+    build_groups(ParallelLayout(world_size, pp_size=4))
+    groups = build_groups(ParallelLayout(world_size, tp_size=2, pp_size=2))
+    total = torch.tensor(rank)
+    dist.all_reduce(total, group=groups.tp)
+    return [dist.get_process_group_ranks(groups.tp), dist.get_process_group_ranks(groups.pp), [int(total)]]
+
+
+def test_members_name_a_group_alike_whatever_groups_they_made_before() -> None:
+    """gloo; NCCL finds its peers through the same names in the same store, which is not run here."""
+    found = run_ranks(_build_after_others, 4, timeout=60)
+    assert found == [[[0, 1], [0, 2], [1]], [[0, 1], [1, 3], [1]], [[2, 3], [0, 2], [5]], [[2, 3], [1, 3], [5]]]
+
+
+_LAYOUTS_OF_8 = [
+    ParallelLayout(8, **dict(zip(("tp_size", "pp_size", "cp_size", "ep_size"), sizes, strict=True)))
+    for sizes in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8))
+    if 8 % (sizes[0] * sizes[1] * sizes[2]) == 0 and 8 // (sizes[0] * sizes[1]) % sizes[3] == 0]
+
+
+def _build_all(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Members of every group of every layout, and the sum of the ranks in each."""
+    reports = []
+    for layout in _LAYOUTS_OF_8:
+        collection, report = build_groups(layout).collection, {}
+        for name in list_groups(layout, rank):
+            group = getattr(collection, "mp" if name == "tp_pp" else name)
+            if group is not None:
+                total = torch.tensor(rank)
+                dist.all_reduce(total, group=group)
+                report[name] = dist.get_process_group_ranks(group), int(total)
+        reports.append(report)
+    return reports
+
+
+def test_all_layouts_of_8_ranks_in_one_process() -> None:
+    """The members are those that coordinates give rank by rank, and messages arrive at them and nobody else."""
+    assert len(_LAYOUTS_OF_8) > 40
+    for rank, reports in enumerate(run_ranks(_build_all, 8, timeout=170)):
+        for layout, report in zip(_LAYOUTS_OF_8, reports, strict=True):
+            expected = list_by_coordinates(layout, rank)
+            assert report == {name: (ranks, sum(ranks)) for name, ranks in expected.items()}, (layout, rank)
+
+
+def list_by_coordinates(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
+    """The groups of a rank, from a walk over all ranks."""
+    found = {}
+    for coordinates, names in (
+        (layout.coordinates, {name: name.split("_") for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp", "tp_cp")}),
+        (layout.expert_coordinates, {"ep": ["ep"], "expt_tp": ["tp"], "expt_dp": ["dp"], "tp_ep": ["tp", "ep"],
+                                     "tp_ep_pp": ["tp", "ep", "pp"]}),
+    ):
+        at = asdict(coordinates(rank))
+        for name, free in names.items():
+            found[name] = [other for other in range(layout.world_size) if all(
+                place == at[axis] for axis, place in asdict(coordinates(other)).items() if axis not in free)]
+    if layout.coordinates(rank).pp in (0, layout.pp_size - 1):
+        found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
+    return found
 
 
 def _start_on_a_gpu(rank: int, world_size: int) -> dict[str, Any]:

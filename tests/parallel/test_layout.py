@@ -15,6 +15,12 @@ from megatron_rl.types import UserError
 AXES = ("tp", "cp", "dp", "pp")
 
 
+def list_groups(layout: ParallelLayout, *axes: str, of_experts: bool = False) -> list[list[int]]:
+    """The groups of all ranks, each once."""
+    group_of = layout.expert_group_of if of_experts else layout.group_of
+    return [list(ranks) for ranks in dict.fromkeys(tuple(group_of(rank, *axes)) for rank in range(layout.world_size))]
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> ParallelLayout:
     """Any layout of up to 192 ranks."""
@@ -41,7 +47,7 @@ def test_numbering_runs_over_tp_first_and_pp_last() -> None:
     assert layout.coordinates(6) == Coordinates(tp=0, cp=0, dp=1, pp=0)
     assert layout.coordinates(12) == Coordinates(tp=0, cp=0, dp=0, pp=1)
     assert layout.rank(tp=1, cp=2, dp=1, pp=1) == 23
-    assert ParallelLayout(4, tp_size=2, pp_size=2).groups("pp") == [[0, 2], [1, 3]]
+    assert list_groups(ParallelLayout(4, tp_size=2, pp_size=2), "pp") == [[0, 2], [1, 3]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -53,7 +59,7 @@ def test_groups_are_those_of_megatron(layout: ParallelLayout) -> None:
     generator = RankGenerator(
         tp=layout.tp_size, ep=1, dp=layout.dp_size, pp=layout.pp_size, cp=layout.cp_size, order="tp-cp-ep-dp-pp")
     for token in (*AXES, "tp-pp", "dp-cp", "tp-cp", "tp-dp-cp", "tp-cp-dp-pp"):
-        ours = layout.groups(*token.split("-"))
+        ours = list_groups(layout, *token.split("-"))
         # Order within a group is the order of ranks inside the group; order of the groups is free.
         assert sorted(ours) == sorted(generator.get_ranks(token)), token
 
@@ -70,7 +76,8 @@ def test_expert_groups_are_those_of_megatron(layout: ParallelLayout, data: st.Da
     generator = RankGenerator(
         tp=layout.tp_size, ep=ep_size, dp=shared // ep_size, pp=layout.pp_size, cp=1, order="tp-cp-ep-dp-pp")
     for token in ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp"):
-        assert sorted(layout.expert_groups(*token.split("-"))) == sorted(generator.get_ranks(token)), token
+        ours = list_groups(layout, *token.split("-"), of_experts=True)
+        assert sorted(ours) == sorted(generator.get_ranks(token)), token
 
 
 def test_expert_parallel_ranks_are_neighbours_in_data_parallelism() -> None:
@@ -78,12 +85,12 @@ def test_expert_parallel_ranks_are_neighbours_in_data_parallelism() -> None:
     assert layout.expert_coordinates(2) == ExpertCoordinates(tp=0, ep=1, dp=0, pp=0)
     assert layout.expert_coordinates(5) == ExpertCoordinates(tp=1, ep=0, dp=1, pp=0)
     assert layout.expert_coordinates(15) == ExpertCoordinates(tp=1, ep=1, dp=1, pp=1)
-    assert layout.expert_groups("ep")[0] == [0, 2] and layout.expert_groups("dp")[0] == [0, 4]
+    assert layout.expert_group_of(2, "ep") == [0, 2] and layout.expert_group_of(4, "dp") == [0, 4]
 
 
 @given(layouts(), st.sets(st.sampled_from(AXES)))
 def test_groups_partition_the_ranks(layout: ParallelLayout, axes: set[str]) -> None:
-    groups = layout.groups(*axes)
+    groups = list_groups(layout, *axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     assert all(group == sorted(group) for group in groups)
     assert len({len(group) for group in groups}) == 1

@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ class Bench:
         self.destination = own | {name: self.source[origin] for name, origin in pairs.items()}
         self.bytes_aliased = sum(self.source[origin].nbytes for origin in pairs.values())
         self.resharder = self._build(frozenset(pairs), transport)
-        self.tp_group = _my_group(layout.groups("tp"))
-        self.pp_group = _my_group(layout.groups("pp"))
+        self.tp_group = dist.new_group(layout.group_of(self.rank, "tp"), use_local_synchronization=True)
+        self.pp_group = dist.new_group(layout.group_of(self.rank, "pp"), use_local_synchronization=True)
 
     def write_weights(self, step: int) -> None:
         """Fill the source with values that name, place and step decide, so that every copy can be checked."""
@@ -85,13 +85,13 @@ class Bench:
             index = torch.arange(*p.hf_box[0])[:, None] * width + index
         return ((index * 31 + sum(map(ord, p.hf_name)) * 7 + step * 13) % 251 - 125).to(self.dtype)
 
-    def source_table(self, rank: int) -> list[ShardBox]:
+    def source_table(self, rank: int) -> Sequence[ShardBox]:
         """Megatron's placements of a rank."""
         at, layout = self.layout.coordinates(rank), self.layout
         return megatron_placements(self.shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size,
                                    pp_rank=at.pp, vpp_size=layout.vpp_size)
 
-    def destination_table(self, rank: int) -> list[ShardBox]:
+    def destination_table(self, rank: int) -> Sequence[ShardBox]:
         """vLLM's placements of a rank."""
         return vllm_placements(self.shape, tp_size=self.tp, tp_rank=rank % self.tp)
 
@@ -244,17 +244,12 @@ def _status_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _allocate(placements: list[ShardBox], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _allocate(placements: Sequence[ShardBox], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     extents: dict[str, tuple[int, ...]] = {}
     for p in placements:
         stops = tuple(stop for _, stop in p.local_box)
         extents[p.param] = tuple(map(max, stops, extents.get(p.param, stops)))
     return {name: torch.zeros(size, dtype=dtype) for name, size in extents.items()}
-
-
-def _my_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
-    groups = [(ranks, dist.new_group(ranks)) for ranks in rank_lists]
-    return next(group for ranks, group in groups if dist.get_rank() in ranks)
 
 
 def measure(function: Callable[[], Any]) -> float:
