@@ -62,4 +62,5 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     found = find_engine(spec.config.engine)
     spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
     engine = found(spec)
-    return BuiltEngine(engine if hasattr(engine, "step") else OneTurn(engine), engine, type(engine).__name__)
+    requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
+    return BuiltEngine(requests, engine, type(engine).__name__)

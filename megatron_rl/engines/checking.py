@@ -77,15 +77,15 @@ def _check_values(
     owners = np.repeat(np.arange(len(responses)), [len(g.tokens) for g in responses])
     tokens = np.concatenate([g.tokens for g in responses])
     logprobs = np.concatenate([g.logprobs for g in responses])
-    for bad in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1]:
+    for bad in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1].tolist():
         raise UserError(
-            f"token id {tokens[bad]} in a response", source=f"{engine}, {requests[owners[bad]]}",
+            f"token id {tokens[bad]} in a response", source=f"{engine}, {requests[int(owners[bad])]}",
             expected=f"0 to {vocab_size - 1}, the vocabulary of model.path",
             hint="model.path and model.tokenizer may belong to different models; an engine must not sample the rows "
                  "that pad its vocabulary")
-    for bad in np.flatnonzero(~np.isfinite(logprobs))[:1]:
+    for bad in np.flatnonzero(~np.isfinite(logprobs))[:1].tolist():
         raise UserError(
-            f"log-prob {logprobs[bad]} of a sampled token", source=f"{engine}, {requests[owners[bad]]}",
+            f"log-prob {logprobs[bad]} of a sampled token", source=f"{engine}, {requests[int(owners[bad])]}",
             expected="finite log-probs",
             hint="the engine's weights or activations have overflowed: set hybrid.verify=full to rule out its weights, "
                  "lower actor.lr if this comes after some steps, or set model.dtype=float32")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class EngineSpec:
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """One rank's share of an engine that is stepped; its ranks make the same calls in the same order."""
 
@@ -98,15 +99,19 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[Sampled]:
         """Advance what runs, by a token each or by more; returns what is finished, the same on every rank."""
+        ...
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Forget requests and return what they have so far, maybe no token; keys without a request are passed over."""
+        ...
 
     def has_requests(self) -> bool:
         """True if a step has something to do."""
+        ...
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for requests that are not finished; asked by another thread."""
+        ...
 
     def close(self) -> None:
         """Release the engine; process groups of the job stay alive."""
@@ -121,9 +126,11 @@ class EngineWeights(Protocol):
 
     def shard_key(self, rank: int) -> int:
         """Ranks with equal keys have equal placement tables."""
+        ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the job."""
+        ...
 
     def begin_weight_update(self) -> None:
         """Make the parameters writable (they may have been given back while training)."""
@@ -146,9 +153,11 @@ class ClosedBatches(EngineWeights, Protocol):
         on_finished: OnFinished | None = None,
     ) -> list[Sampled]:
         """One response per prompt, in order, the same on every rank of the engine; their keys do not matter."""
+        ...
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for responses that are not finished; asked by another thread."""
+        ...
 
     def close(self) -> None:
         """Release the engine."""

@@ -54,6 +54,7 @@ class Channel(Protocol):
 
     def share(self, message: ControlMessage | None) -> ControlMessage:
         """The message of the first rank; the others give None. Collective over the engine."""
+        ...
 
 
 class NoChannel:
@@ -101,8 +102,9 @@ def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timed
         return GroupChannel(group)
     ranks = dist.get_process_group_ranks(group)
     first = group.rank() // ranks_per_engine * ranks_per_engine
-    return GroupChannel(dist.new_group(
-        ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True))
+    mine = dist.new_group(ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True)
+    assert isinstance(mine, dist.ProcessGroup)
+    return GroupChannel(mine)
 
 
 _REQUEST_FIELDS = 7

@@ -53,6 +53,7 @@ class SourceModel(Protocol):
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
+        ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the job."""

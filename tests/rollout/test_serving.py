@@ -126,9 +126,7 @@ def test_one_turn_engines_generate_what_waits() -> None:
     calls: list[tuple[int, float]] = []
 
     class Whole:
-        def generate(
-            self, prompts: Any, seeds: Any, sampling: SamplingConfig, on_finished: Any = None
-        ) -> list[Sampled]:
+        def generate(self, prompts: Any, seeds: Any, sampling: SamplingConfig) -> list[Sampled]:
             calls.append((len(prompts), sampling.temperature))
             answered = [*prompts, prompts[0]] if sampling.is_greedy else prompts[:-1]
             return [Sampled(0, prompt, np.zeros(len(prompt), np.float32), "stop") for prompt in answered]
