@@ -138,7 +138,8 @@ def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recordi
     """Do the run, each leg in new forks, and read what it has left."""
     for leg in run.legs:
         settings = [setting.format(task=task) for setting in (*run.settings, *leg, *extra)]
-        settings += ["trainer.log_rollouts=-1", "observability.tensorboard=false"]
+        # Recorded when an engine had whole groups: which samples run together decides the last bits of log-probs.
+        settings += ["trainer.log_rollouts=-1", "observability.tensorboard=false", "rollout.dispatch=groups"]
         program: Callable[..., Any] = fine_tune if run.is_sft else train
         overrides = (sft_overrides(task, f"trainer.run_dir={run_dir}", *settings) if run.is_sft
                      else overrides_for(task, run_dir, *settings))

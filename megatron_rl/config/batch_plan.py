@@ -3,8 +3,8 @@
 
 The user states prompts per step, responses per prompt, prompts per optimizer step and a token
 budget; `BatchPlan.build` derives the rest and refuses what does not divide, naming the nearest
-values that do. Invariants: nothing is floored, dropped or repeated; the responses of one prompt
-stay on one engine; batches run on across the end of an epoch, so every prompt is used.
+values that do. Invariants: nothing is floored, dropped or repeated; batches run on across the end of an epoch, so every
+prompt is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchPlan:
         group_size: responses per prompt (`rollout.n`).
         rollouts_per_step: responses per step.
         rollouts_per_engine_min, rollouts_per_engine_max: responses per step on one engine; they
-            differ by at most one group.
+            differ by at most one, or one group with `rollout.dispatch=groups`.
         ppo_mini_batch_size, ppo_epochs: prompts per optimizer step; passes over a rollout batch.
         minibatches_per_epoch: optimizer steps per pass.
         optimizer_steps_per_step: optimizer steps per step of the main loop.
@@ -94,6 +94,8 @@ class BatchPlan:
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
         dp_size = world_size // (tp_size * pp_size * actor.context_parallel_size)
         num_engines = world_size // cfg.rollout.tensor_model_parallel_size
+        part = group_size if cfg.rollout.dispatch == "groups" else 1  # what stays together
+        parts = data.train_batch_size * group_size // part
         mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
         minibatches = data.train_batch_size // mini_batch_size
         _check_minibatch(cfg, mini_batch_size * group_size, dp_size)
@@ -104,8 +106,8 @@ class BatchPlan:
             dp_size=dp_size, rollout_tp_size=cfg.rollout.tensor_model_parallel_size, num_engines=num_engines,
             train_batch_size=data.train_batch_size, group_size=group_size,
             rollouts_per_step=data.train_batch_size * group_size,
-            rollouts_per_engine_min=data.train_batch_size // num_engines * group_size,
-            rollouts_per_engine_max=-(-data.train_batch_size // num_engines) * group_size,
+            rollouts_per_engine_min=parts // num_engines * part,
+            rollouts_per_engine_max=-(-parts // num_engines) * part,
             ppo_mini_batch_size=mini_batch_size, ppo_epochs=actor.ppo_epochs, minibatches_per_epoch=minibatches,
             optimizer_steps_per_step=optimizer_steps, rollouts_per_minibatch=mini_batch_size * group_size,
             rollouts_per_rank=mini_batch_size * group_size / dp_size,
@@ -147,7 +149,8 @@ class BatchPlan:
 
     def _engine_formula(self) -> str:
         low, high = self.rollouts_per_engine_min, self.rollouts_per_engine_max
-        value = str(low) if low == high else f"{low} to {high} (responses of a prompt stay together)"
+        together = " (responses of a prompt stay together)" if high > low + 1 else ""
+        value = str(low) if low == high else f"{low} to {high}{together}"
         return (
             f"rollouts_per_engine = train_batch_size / num_engines * n = {self.train_batch_size} / "
             f"{self.num_engines} * {self.group_size} = {value}"

@@ -149,20 +149,20 @@ class RolloutConfig:
     engine: str = option("vllm", "Rollout engine: vllm, or hf (transformers; slow, for debugging and parity).")
     tensor_model_parallel_size: int = option(1, "Ranks per engine; world / this = number of engines.", "ranks")
     n: int = option(8, "Responses per prompt (group size).", "responses")
+    dispatch: Literal["auto", "groups", "samples"] = option(
+        "auto", "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "
+        "groups with one engine or long prompts (over 4.6 times the longest response; 8 responses on 8 engines).")
     temperature: float = option(1.0, "Sampling temperature; also scales the logits in training.")
     top_p: float = option(1.0, "Nucleus sampling; training scores the full softmax, so only 1.0 is accepted.")
     top_k: int = option(-1, "Top-k sampling; training scores the full softmax, so only -1 (off) is accepted.")
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
-    validation_n: int = option(
-        1, "Responses per validation prompt; more than one gives mean@k, pass@k and maj@k.", "responses")
+    validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
-        None, "KV cache of one engine rank; default: enough for max_num_seqs on CPU (at most 1), "
-        "gpu_memory_utilization decides on GPU.", "GiB")
+        None, "KV cache of an engine rank; default: by max_num_seqs on CPU (at most 1), else by the next one.", "GiB")
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
-    async_scheduling: bool = option(
-        False, "vLLM on a GPU: schedule the next step of the engine while this one runs; on CPU never so.")
+    async_scheduling: bool = option(False, "vLLM on a GPU: schedule the next step during this one; on CPU never so.")
     model_runner: Literal["v1", "v2"] = option(
         "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens from the same seeds; on CPU v1.")
 

@@ -17,6 +17,7 @@ from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.rollout.control import Channel
+from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import close_batch, serve
 from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weights.families import ModelShape
@@ -36,7 +37,7 @@ class RolloutGenerator:
         engine: this rank's share.
         weights: that it holds.
         channel: to the other ranks of the engine.
-        config: ranks per engine.
+        config: ranks per engine, and which samples go to which.
         run_seed: seed of the run, see `derive_seed`.
         group: all ranks; consecutive ones are an engine.
         progress: counts the responses.
@@ -48,7 +49,7 @@ class RolloutGenerator:
     ) -> None:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
         self._group, self._progress, self._tp_size = group, progress, config.tensor_model_parallel_size
-        self._num_engines = group.size() // self._tp_size
+        self._num_engines, self._dispatch = group.size() // self._tp_size, config.dispatch
         self._engine_index, self._engine_rank = divmod(group.rank(), self._tp_size)
 
     def generate(
@@ -56,8 +57,6 @@ class RolloutGenerator:
         round: int = 0, on_finished: Callable[[Rollout], None] | None = None,
     ) -> dict[int, Rollout]:
         """Generate `group_size` responses per prompt; collective.
-
-        Whole groups go to one engine, so that its prefix cache serves the shared prompt.
 
         Args:
             prompts: the same on every rank.
@@ -76,7 +75,9 @@ class RolloutGenerator:
             Exception: what `on_finished` raised, after the generation, on every rank.
             UserError: the engine returned something else than what it was asked for; on every rank.
         """
-        engines = np.repeat(np.arange(len(prompts)) % self._num_engines, group_size)
+        engines = assign_engines(
+            self._dispatch, [len(prompt.tokens) for prompt in prompts], group_size, self._num_engines,
+            sampling.max_tokens)
         # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
         # at an epoch boundary, and must not get the same responses twice.
         occurrences = _count_occurrences(prompts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +56,10 @@ def test_numbers_of_one_plan() -> None:
     plan = build_plan(config, 8, num_train_prompts=20)
     assert (plan.dp_size, plan.num_engines) == (2, 4)
     assert (plan.rollouts_per_step, plan.rollouts_per_minibatch, plan.rollouts_per_rank) == (24, 12, 6.0)
-    assert (plan.rollouts_per_engine_min, plan.rollouts_per_engine_max) == (4, 8)
+    assert (plan.rollouts_per_engine_min, plan.rollouts_per_engine_max) == (6, 6)
+    config = replace(config, rollout=replace(config.rollout, dispatch="groups"))
+    whole = build_plan(config, 8, num_train_prompts=20)
+    assert (whole.rollouts_per_engine_min, whole.rollouts_per_engine_max) == (4, 8)
     assert (plan.minibatches_per_epoch, plan.optimizer_steps_per_step) == (2, 4)
     assert plan.longest_sequence == 2048
     assert plan.steps_per_epoch == pytest.approx(20 / 6)
@@ -109,6 +113,9 @@ def test_formulas_show_the_numbers() -> None:
     assert "dp_size = world_size / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in formulas
     assert "rollouts_per_step = train_batch_size * n = 6 * 4 = 24" in formulas
     assert "total_steps = ceil(total_epochs * num_train_prompts / train_batch_size) = ceil(1 * 20 / 6) = 4" in formulas
+    assert any(line.endswith("6 / 4 * 4 = 6") for line in formulas)
+    config = make_config(tp=2, batch=6, mini=3)
+    formulas = build_plan(replace(config, rollout=replace(config.rollout, dispatch="groups")), 4).formulas()
     assert any(line.endswith("4 to 8 (responses of a prompt stay together)") for line in formulas)
 
 
@@ -143,7 +150,7 @@ def test_nothing_is_floored_dropped_or_repeated(
     assert plan.dp_size * tp * pp == world_size == plan.num_engines * rollout_tp
     assert plan.minibatches_per_epoch * plan.rollouts_per_minibatch == plan.rollouts_per_step == batch * n
     spread = plan.rollouts_per_engine_max - plan.rollouts_per_engine_min
-    assert spread in (0, n)
+    assert spread in (0, 1)
     assert plan.rollouts_per_engine_min * plan.num_engines <= plan.rollouts_per_step
     assert plan.rollouts_per_step <= plan.rollouts_per_engine_max * plan.num_engines
     assert plan.rollouts_per_rank >= 1

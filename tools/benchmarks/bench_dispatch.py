@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what `rollout.dispatch=samples` saves: rollout time with whole groups on an engine, and with samples spread.
+
+    python tools/benchmarks/bench_dispatch.py --json FILE
+    torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_dispatch.py --json FILE
+
+Lengths are lognormal and correlate inside a prompt; engines are scripted: a step costs a fixed time, a share per
+running request and one per token of a prompt that joins. The first form adds up the clocks of engines that do not
+exist. With torchrun every rank is an engine as well, which sleeps through its steps (lengths cut to a tenth), and wall
+time is measured, gloo included. Both forms check that both ways sample the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
+
+import numpy as np
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig, derive_seed
+from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.rollout.serving import generate
+from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine, StepCost
+
+WAYS = ("groups", "samples")
+# 8B parameters on one GPU: 7 ms to read the weights, 0.4 ms to read the keys and values of a request and to sample its
+# token, 40 us per prompt token.
+COST = StepCost(fixed=7e-3, per_request=4.2e-4, per_prompt_token=4e-5)
+SLEEP_SHARE = 0.1  # of the lengths, where steps really take their time
+
+
+def draw_lengths(args: argparse.Namespace, seed: int) -> np.ndarray:
+    """Response lengths [prompts, group_size]: lognormal, at most `--longest`, correlated inside a prompt."""
+    rng, rho = np.random.default_rng(seed), args.correlation
+    shared, own = rng.standard_normal((args.prompts, 1)), rng.standard_normal((args.prompts, args.group_size))
+    logs = np.log(args.median) + args.sigma * (np.sqrt(rho) * shared + np.sqrt(1 - rho) * own)
+    return np.clip(np.exp(logs), 1, args.longest).astype(np.int64)
+
+
+def make_requests(args: argparse.Namespace, seed: int) -> list[Request]:
+    """One per sample, in order; prompts differ in length."""
+    rng = np.random.default_rng(seed + 1000)
+    prompts = [rng.integers(0, VOCAB_SIZE, int(size), dtype=np.int32)
+               for size in rng.integers(args.prompt // 2, args.prompt * 3 // 2, args.prompts)]
+    sampling = SamplingConfig(temperature=1.0, max_tokens=args.longest, stop_token_ids=())
+    return [Request(index, prompts[index // args.group_size],
+                    derive_seed(seed, 1, index // args.group_size, index % args.group_size), sampling)
+            for index in range(args.prompts * args.group_size)]
+
+
+def simulate(args: argparse.Namespace, seed: int, dispatch: str) -> tuple[float, list[Sampled]]:
+    """Seconds of the slowest engine, and what all have sampled, in order."""
+    lengths = dict(enumerate(draw_lengths(args, seed).reshape(-1).tolist()))
+    requests = make_requests(args, seed)
+    prompts = [len(request.tokens) for request in requests[:: args.group_size]]
+    engine_of = assign_engines(dispatch, prompts, args.group_size, args.engines, args.longest)
+    seconds, sampled = 0.0, []
+    for number in range(args.engines):
+        engine = ScriptedEngine(lengths, args.slots, COST)
+        sampled += generate(engine, [requests[index] for index in np.flatnonzero(engine_of == number)])
+        seconds = max(seconds, engine.seconds)
+    return seconds, sorted(sampled, key=lambda one: one.key)
+
+
+def is_same(one: list[Sampled], other: list[Sampled]) -> bool:
+    """True if responses are equal to the last bit."""
+    return len(one) == len(other) and all(
+        (a.key, a.finish_reason, a.tokens.tobytes(), a.logprobs.tobytes())
+        == (b.key, b.finish_reason, b.tokens.tobytes(), b.logprobs.tobytes()) for a, b in zip(one, other, strict=True))
+
+
+def compare(
+    run: Callable[[int, str], tuple[float, Any]], same: Callable[[Any, Any], bool], seeds: int
+) -> dict[str, Any]:
+    """Both ways on the same lengths, for each seed."""
+    rows = []
+    for seed in range(seeds):
+        (slow, one), (fast, other) = (run(seed, way) for way in WAYS)
+        rows.append({"seed": seed, "seconds_groups": slow, "seconds_samples": fast, "ratio": slow / fast,
+                     "same_samples": same(one, other)})
+    return {"ratio": statistics.median(row["ratio"] for row in rows),
+            "same_samples": all(row["same_samples"] for row in rows), "runs": rows}
+
+
+def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float, Any]]:
+    """What generates on all ranks with engines that sleep, one per rank; collective."""
+    import torch.distributed as dist
+
+    from megatron_rl.observability.rollout_progress import RolloutProgress
+    from megatron_rl.rollout.control import NoChannel
+    from megatron_rl.rollout.generation import RolloutGenerator, share_rollouts
+    from megatron_rl.types import Prompt
+
+    weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
+
+    def run(seed: int, dispatch: str) -> tuple[float, Any]:
+        lengths = np.maximum(1, draw_lengths(args, seed).reshape(-1) * SLEEP_SHARE).astype(int)
+        requests = make_requests(args, seed)
+        prompts = [Prompt(number, request.tokens, "", "")
+                   for number, request in enumerate(requests[:: args.group_size])]
+        engine = ScriptedEngine(dict(enumerate(lengths.tolist())), args.slots, COST, time.sleep)
+        generator = RolloutGenerator(
+            BuiltEngine(engine, None, "ScriptedEngine"), weights, NoChannel(), config=RolloutConfig(dispatch=dispatch),
+            run_seed=seed, group=dist.group.WORLD, progress=RolloutProgress())
+        dist.barrier()
+        start = time.perf_counter()
+        generated = generator.generate(
+            prompts, group_size=args.group_size, sampling=requests[0].sampling, step=1)
+        seconds = time.perf_counter() - start  # ends with a collective: of the slowest rank
+        return seconds, share_rollouts(generated, prompts, args.group_size, dist.group.WORLD)
+
+    return run
+
+
+def is_same_group(one: Any, other: Any) -> bool:
+    """True if all rollouts are equal to the last bit."""
+    return all(
+        a.response_tokens.tobytes() == b.response_tokens.tobytes()
+        and a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
+        for left, right in zip(one, other, strict=True)
+        for a, b in zip(left.rollouts, right.rollouts, strict=True))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", type=int, default=16, help="simulated engines (default 16); measured are ranks")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step (default 32)")
+    parser.add_argument("--group-size", type=int, default=16, help="responses per prompt (default 16)")
+    parser.add_argument("--median", type=float, default=200.0, help="tokens of the median response (default 200)")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm (default 1)")
+    parser.add_argument("--correlation", type=float, default=0.5, help="inside of a prompt (default 0.5)")
+    parser.add_argument("--longest", type=int, default=800, help="longest response, tokens (default 800)")
+    parser.add_argument("--prompt", type=int, default=50, help="tokens of the mean prompt (default 50)")
+    parser.add_argument("--slots", type=int, default=16, help="requests that an engine runs at once (default 16)")
+    parser.add_argument("--seeds", type=int, default=5, help="sets of lengths; the median ratio counts (default 5)")
+    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare both ways; 1 if they sample differently."""
+    args = parse(arguments)
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    found: dict[str, Any] = {"settings": settings, "simulated": compare(
+        lambda seed, way: simulate(args, seed, way), is_same, args.seeds)}
+    is_writer = True
+    if "RANK" in os.environ:
+        from megatron_rl.parallel.collectives import init_distributed
+
+        process = init_distributed(5)
+        is_writer = process.rank == 0
+        found["measured"] = {"ranks": process.world_size} | compare(make_real_run(args), is_same_group, args.seeds)
+    if is_writer:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        for name in ("simulated", "measured"):
+            if name in found:
+                print(f"{name}: whole groups take {found[name]['ratio']:.2f} times as long as spread samples")
+    return 0 if all(found[name]["same_samples"] for name in found if name != "settings") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
