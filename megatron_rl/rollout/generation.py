@@ -50,7 +50,7 @@ class RolloutGenerator:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
         self._group, self._progress, self._tp_size = group, progress, config.tensor_model_parallel_size
         self._num_engines, self._dispatch = group.size() // self._tp_size, config.dispatch
-        self._engine_index, self._engine_rank = divmod(group.rank(), self._tp_size)
+        self._engine_index = group.rank() // self._tp_size
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int,
@@ -135,8 +135,8 @@ class _Stream:
 
     def __call__(self, sampled: Sampled) -> None:
         self.sampled[sampled.key] = sampled
-        if sampled.key < 0:
-            return  # nobody asked for it, which is said at the end
+        if sampled.key < 0 or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
+            return  # what is wrong is said at the end
         number, sample = divmod(sampled.key, self._group_size)
         rollout = self.rollouts[sampled.key] = Rollout.from_response(
             self._prompts[number], sample, sampled.tokens, sampled.logprobs, sampled.finish_reason,

@@ -55,7 +55,7 @@ STALLED = (
 FAILURES = [
     Failure("lose_a_logprob",
             r"a response of (\d+) tokens with \d+ log-probs\n"
-            r"  source:   rollout engine 1 \(HuggingFaceEngine, rank 1\), prompt_id \d+, sample 1\n"
+            r"  source:   rollout engine 1 \(HuggingFaceEngine, rank 1\), prompt_id \d+, sample \d\n"
             r"  expected: one log-prob per sampled token, both \[s\]\n  hint:     an engine of your own must .*\n"
             r"  where:    rank 1, step 2, phase rollout$",
             2, "megatron_rl.types.UserError: a response of"),
@@ -94,7 +94,7 @@ MORE_FAILURES = [
             1, "RuntimeError: "),
     Failure("run_out_of_memory_at_start",
             r"out of memory: 131072.00 GiB asked for .*\n  source:   rank 1, before the first step, .*, called from "
-            r"megatron_rl/engines/protocol.py:\d+ in build_engine\n  expected: .*\n"
+            r"megatron_rl/engines/build.py:\d+ in build_engine\n  expected: .*\n"
             r"  hint:     lower rollout.gpu_memory_utilization, ",
             1, "RuntimeError: [enforce fail at alloc_cpu.cpp"),
     Failure("raise_something",
