@@ -75,8 +75,9 @@ class StepLoss:
         self.num_sums = sum(not name.startswith("max/") for name in names)
 
     def set_settings(self, settings: Any) -> None:
-        """For the steps that follow."""
-        self.settings = settings
+        """For the steps that follow; another loss reports other metrics."""
+        if settings != self.settings:
+            self.settings, self.metric_names, self.num_sums = settings, (), 0
 
     def _note_gradient(self, gradient: torch.Tensor) -> None:
         self.is_pulled.logical_or_(gradient.any())  # on the device, and part of a captured step

@@ -102,6 +102,60 @@ def test_variants_are_the_same_on_one_and_two_ranks(
         assert one["ledger/policy/denominator"] * 2 == one["tokens/response"] - 8 * truncated
 
 
+PLUGIN = """
+from dataclasses import dataclass
+from megatron_rl.algorithms.advantages import Advantages
+from megatron_rl.algorithms.catalog import (
+    register_advantage_estimator, register_loss_aggregation, register_policy_loss)
+
+@dataclass(frozen=True)
+class Scale:
+    factor: float = 1.0
+
+@register_advantage_estimator("scaled", options=Scale)
+def estimate(inputs, config):
+    advantages = inputs.expand(inputs.options.factor * inputs.scores)
+    return Advantages(advantages, metrics={"advantage": advantages, "largest": inputs.scores.max()})
+
+@register_policy_loss("scaled", options=Scale)
+def lose(inputs, config):
+    return -inputs.advantages * inputs.logprobs, inputs.advantages < 0, {
+        "advantage": inputs.advantages, "factor": 0 * inputs.logprobs + inputs.options.factor}
+
+@dataclass(frozen=True)
+class Power:
+    power: float = 1.0
+
+@register_loss_aggregation("powers", options=Power)
+def weigh(inputs):
+    return 0.5 / (1 + inputs.lengths) ** inputs.options.power, {"sequences": len(inputs.lengths)}
+"""
+
+
+def test_what_plugins_report_is_the_same_in_any_layout(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """Options reach all three doors. One rank, eager; then DP 2 x PP 2, in static steps. The ledger checks both."""
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    extra = [f"algorithm.plugins=[{tmp_path}/mine.py]", "algorithm.adv_estimator=scaled",
+             "algorithm.policy_loss=scaled", "algorithm.options.scaled.factor=0.25", "algorithm.loss_agg_mode=powers",
+             "algorithm.options.powers.power=2", "actor.ppo_mini_batch_size=8", "trainer.total_steps=1",
+             "data.validation_files=[]", "trainer.save_final=false"]
+    one, = run(1, overrides_for(task, tmp_path / "1", *extra), tmp_path / "1")
+    extra += [*layout_overrides(1, 2, 1), "actor.step_mode=static", "actor.share_prompts=false"]
+    four, = run(4, overrides_for(task, tmp_path / "4", *extra), tmp_path / "4")
+    own = ("loss/", "estimator/", "aggregation/")
+    for record in (one, four):
+        assert {key for key in record if key.startswith(own)} == {
+            "loss/scaled/advantage", "loss/scaled/factor", "estimator/scaled/advantage", "estimator/scaled/largest",
+            "aggregation/powers/sequences"}
+        assert record["loss/scaled/factor"] == 0.25 and record["aggregation/powers/sequences"] == 32
+        assert record["loss/scaled/advantage"] == pytest.approx(record["estimator/scaled/advantage"], rel=1e-6)
+        assert 0 < record["loss/scaled/advantage"] < 0.25 * record["estimator/scaled/largest"]
+        assert record["ledger/policy/denominator"] == 1.0 and record["policy/grad_norm"] > 0
+    for key in one:
+        if key.startswith((*own, "policy/", "ledger/")):
+            assert four[key] == pytest.approx(one[key], abs=2e-5, rel=2e-4), key
+
+
 def test_dynamic_sampling_fills_the_batch_with_informative_groups(
     task: Path, tmp_path: Path, vllm_imported: None
 ) -> None:
