@@ -30,7 +30,7 @@ _LARGEST = 1e18  # its square, in the variance of a group, is finite in float32
 # Components that count failures; their names are the same in every sum.
 _COUNTED = (SERVICE_FAILURES, *COUNTS)
 # Names that metrics of other meaning have, as reward/<name>.
-_RESERVED = (MODEL, OVERLONG, *_COUNTED, "mean")
+_RESERVED = (MODEL, OVERLONG, *_COUNTED, "mean", "uninformative_groups")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def compute_reward(
     """The reward of one response without the model's part, and what is logged of it.
 
     In a sum each source's raw score is logged by the source's name and its components as
-    "source/component"; a single source's components keep their names.
+    "source/component"; a single source's components keep their names where no metric of ours has them.
 
     Args:
         plan: the sum.
@@ -135,7 +135,7 @@ def compute_reward(
         if plan.is_sum:
             components[source.name] = score.value
         for name, value in score.components.items():
-            is_bare = name in _COUNTED or not plan.is_sum
+            is_bare = name in _COUNTED or not (plan.is_sum or name in _RESERVED)
             key = name if is_bare else f"{source.name}/{name}"
             components[key] = components.get(key, 0.0) + value
     if plan.overlong_buffer_length:

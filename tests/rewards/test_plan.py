@@ -72,6 +72,9 @@ def test_overlong_buffer_must_fit():
 def test_single_source_logs_its_own_components_only():
     plan = build_reward_plan(RewardConfig(rule="math"), 100)
     assert compute_reward(plan, [Score(0.5, {"level": 3.0})], 10) == (0.5, {"level": 3.0})
+    taken = {"mean": 1.0, "uninformative_groups": 2.0, "overlong": 3.0, "unmarked": 4.0}
+    assert compute_reward(plan, [Score(0.5, taken)], 10)[1] == {
+        "math/mean": 1.0, "math/uninformative_groups": 2.0, "math/overlong": 3.0, "unmarked": 4.0}
 
 
 def test_sum_logs_raw_scores_by_source():
