@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages of docs/ that are made from the code: settings, errors, verl's names.
+"""Write the pages of docs/ that are made from the code: settings, errors, metrics, verl's names.
 
-    python tools/make_docs.py            # after a change of the schema, of an error, or of an alias
+    python tools/make_docs.py            # after a change of the schema, an error, a metric, or an alias
     python tools/make_docs.py --check    # status 1 if a page is not what the code says
 
 The whole site: python -m mkdocs build --strict -f .mkdocs.yml (to build/site), or mkdocs serve -f .mkdocs.yml.
@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
 from megatron_rl.config import key_docs
 from megatron_rl.config.verl import docs as verl_docs
+from megatron_rl.observability import metric_table
 from tools import _error_page
 
 
@@ -28,6 +29,7 @@ def make_pages() -> dict[Path, str]:
     return {
         docs / "config.md": key_docs.format_page(),
         docs / "errors.md": _error_page.format_page(ROOT),
+        docs / "metrics.md": metric_table.format_page(),
         docs / "verl_keys.md": verl_docs.format_page(),
     }
 

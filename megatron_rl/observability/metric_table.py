@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric of metrics.jsonl, with its unit and its meaning; `docs/metrics.md` is made from this table.
+
+A name in angle brackets stands for any text. What plugins report has namespaces of its own, which are rows here. A
+metric that is not in the table fails the tests that read a run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_PLACEHOLDER = re.compile(r"<\w+>")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row.
+
+    Attributes:
+        name: key in a record.
+        meaning: one line.
+        unit: of the number; "" for a plain number.
+    """
+
+    name: str
+    meaning: str
+    unit: str = ""
+
+    def matches(self, key: str) -> bool:
+        """Whether a key of a record is this metric."""
+        return re.fullmatch(_PLACEHOLDER.sub(".+", re.escape(self.name)), key) is not None
+
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Reward and responses": (
+        Metric("reward/mean", "mean over all rollouts of the step"),
+        Metric("reward/<component>", "the same of each part: sources, keys that a reward function returns"),
+        Metric("reward/overlong", "the same of the soft overlong punishment"),
+        Metric("reward/model", "the same of the reward model, in a sum"),
+        Metric("reward/uninformative_groups", "groups whose responses all have the same reward", "share"),
+        Metric("response/truncated", "responses cut at data.max_response_length", "share"),
+        Metric("tokens/prompt", "of all rollouts of the step", "tokens"),
+        Metric("tokens/response", "of all rollouts of the step", "tokens"),
+        Metric("tokens/per_second", "both over time/step", "tokens/s"),
+        Metric("sampling/rounds", "generation rounds (algorithm.dynamic_sampling, as the four below)", "rounds"),
+        Metric("sampling/generated_groups", "in all rounds", "groups"),
+        Metric("sampling/informative_groups", "of them, those with different rewards", "groups"),
+        Metric("sampling/filled_groups", "uninformative ones that had to be used", "groups"),
+        Metric("sampling/dropped_groups", "informative ones that were more than needed", "groups"),
+    ),
+    "Validation": (
+        Metric("validation/<set>/accuracy", "mean correctness on a set"),
+        Metric("validation/<set>/mean@<k>", "with rollout.validation_n = k responses to each prompt: their mean"),
+        Metric("validation/<set>/pass@<k>", "prompts with a correct response among k", "share"),
+        Metric("validation/<set>/best@<k>", "mean of the best of k"),
+        Metric("validation/<set>/maj@<k>", "mean of the answer that most of k responses name"),
+    ),
+    "Policy": (
+        Metric("policy/loss", "of the optimizer steps"),
+        Metric("policy/grad_norm", "of the whole gradient, before it is clipped"),
+        Metric("policy/lr", "learning rate"),
+        Metric("policy/entropy", "of the next-token distribution", "nats"),
+        Metric("policy/clip_fraction", "tokens whose loss is clipped", "share"),
+        Metric("policy/ratio_max_deviation",
+               "largest log-prob change before the first optimizer step: 0 when everything agrees", "nats"),
+        Metric("sft/loss", "SFT: next-token loss", "nats"),
+    ),
+    "KL": (
+        Metric("kl/mean", "to the reference, per token, in the update", "nats"),
+        Metric("kl/per_response", "to the reference, per response, before the update", "nats"),
+        Metric("kl/coef", "coefficient in use"),
+    ),
+    "Critic": (
+        Metric("value/loss", "of its optimizer steps"),
+        Metric("value/grad_norm", "of the whole gradient, before it is clipped"),
+        Metric("value/lr", "learning rate"),
+        Metric("value/clip_fraction", "tokens whose gradient critic.value_clip cuts off", "share"),
+        Metric("value/explained_variance", "of the returns by the values; 1 is perfect, 0 no better than a constant"),
+    ),
+    "Plugins": (
+        Metric("loss/<name>/<metric>", "what a policy loss reports: mean over the tokens in the loss"),
+        Metric("estimator/<name>/<metric>", "what an advantage estimator reports"),
+        Metric("aggregation/<name>/<metric>", "what a loss aggregation reports"),
+    ),
+    "Engine against trainer": (
+        Metric("mismatch/max", "largest gap of the log-probs of the same tokens and weights", "nats"),
+        Metric("mismatch/mean", "mean gap", "nats"),
+        Metric("mismatch/k3", "KL estimate of the gap", "nats"),
+        Metric("mismatch/effective_sample_size", "1: no correction would be needed", "share"),
+        Metric("mismatch/mean_weight", "of algorithm.importance_sampling, before it is normalized"),
+        Metric("mismatch/truncated_fraction", "tokens whose weight was truncated", "share"),
+        Metric("mismatch/masked_fraction", "tokens whose weight was masked", "share"),
+        Metric("mismatch/rejected_fraction", "responses that algorithm.reject_sequence_above dropped", "share"),
+    ),
+    "Loss ledger": (
+        Metric("ledger/<term>/numerator", "of a term of the loss: policy, kl, entropy, value"),
+        Metric("ledger/<term>/denominator", "what it was divided by; 1 where a plugin aggregates"),
+    ),
+    "Packing": (
+        Metric("packing/efficiency", "real over computed tokens", "share"),
+        Metric("packing/padded_efficiency", "what padding to the longest would give", "share"),
+        Metric("packing/budget_use", "tokens over max_tokens_per_microbatch", "share"),
+        Metric("packing/imbalance", "heaviest data-parallel rank over the mean"),
+        Metric("packing/prompt_repeats", "executed over unique prompt tokens"),
+        Metric("packing/padding_share", "padding of the buckets (step_mode static and graph)", "share"),
+        Metric("packing/padding_share_<bucket>", "the same of each bucket", "share"),
+        Metric("samples/bytes_per_rank", "samples received by the rank that received most: headers, the tokens it "
+               "trains on, columns; not what the rollout log fetches", "bytes"),
+    ),
+    "Weights": (
+        Metric("reshard/bytes_moved", "between ranks, per switch", "bytes"),
+        Metric("reshard/bytes_copied", "inside ranks, per switch", "bytes"),
+        Metric("reshard/bytes_aliased", "shared by trainer and engine", "bytes"),
+        Metric("reshard/verified_tensors", "that the last certificate covered", "tensors"),
+    ),
+    "Seconds of rank 0": (
+        Metric("time/step", "the whole step", "s"),
+        Metric("time/reshard", "weights to the engines", "s"),
+        Metric("time/verify", "their certificate", "s"),
+        Metric("time/rollout", "generation", "s"),
+        Metric("time/reward", "scoring after generation", "s"),
+        Metric("time/old_logprobs", "log-probs of the policy before the update", "s"),
+        Metric("time/ref_logprobs", "log-probs of the reference", "s"),
+        Metric("time/values", "values of the critic", "s"),
+        Metric("time/update", "optimizer steps of the policy", "s"),
+        Metric("time/update_critic", "optimizer steps of the critic", "s"),
+        Metric("time/validation", "generation and scoring of the validation sets", "s"),
+        Metric("time/save", "checkpoints, as far as training waits for them", "s"),
+        Metric("time/capture", "trainer.capture_step", "s"),
+    ),
+    "Memory of rank 0": (
+        Metric("memory/<phase>", "at the end of a phase: on CUDA the device's peak, on a CPU resident memory", "bytes"),
+    ),
+}
+
+
+def find_metric(key: str) -> Metric | None:
+    """The row of a key of a record, the most literal one; None where there is none."""
+    found = [metric for metrics in METRICS.values() for metric in metrics if metric.matches(key)]
+    return min(found, key=lambda metric: len(_PLACEHOLDER.findall(metric.name)), default=None)
+
+
+def format_page() -> str:
+    """The page `docs/metrics.md`."""
+    parts = [_INTRODUCTION]
+    for title, metrics in METRICS.items():
+        parts.append(f"\n## {title}\n\n| metric | unit | what it is |\n|---|---|---|\n")
+        parts += [f"| `{metric.name}` | {metric.unit} | {_escape(metric.meaning)} |\n" for metric in metrics]
+    return "".join(parts)
+
+
+_INTRODUCTION = """\
+# Metrics
+
+Every key of a record in `metrics.jsonl` beside `step`, made from `megatron_rl/observability/metric_table.py` by
+`python tools/make_docs.py`. TensorBoard and Weights & Biases show the same numbers under the same names.
+
+What is measured several times in a step, once per optimizer step as a rule, is averaged. What a run does not measure is
+not in its records. Seconds and memory are rank 0's, all other numbers those of all ranks together. A name in angle
+brackets stands for any text. What to turn when one of them looks wrong: [Performance](performance.md); how to report
+numbers of your own: [Extending](extending.md#metrics).
+"""
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of metrics against the metrics of real runs: those written down in tests/golden.
+
+Every run that a test reads with `read_records` is held against the table as well. Not covered: whether a meaning is
+true.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.observability.metric_table import METRICS, find_metric, format_page
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
+# Recordings leave out what depends on the clock and the allocator; plugins are in tests/trainer.
+NOT_RECORDED = ("time/", "memory/", "tokens/per_second", "loss/", "estimator/", "aggregation/")
+
+
+def read_keys() -> set[str]:
+    """The metrics of all recordings."""
+    files = sorted((ROOT / "tests/golden").glob("*.json"))
+    assert len(files) > 10
+    return {key for file in files for key in json.loads(file.read_text())["metrics"]} - {"step"}
+
+
+def test_every_metric_of_the_recorded_runs_is_in_the_table() -> None:
+    assert {key for key in read_keys() if find_metric(key) is None} == set()
+
+
+def test_every_row_is_written_by_a_recorded_run() -> None:
+    written = {find_metric(key).name for key in read_keys()}
+    assert {name for name in ROWS if not name.startswith(NOT_RECORDED)} - written == set()
+
+
+def test_every_phase_is_entered_somewhere() -> None:
+    """A phase is a text in the sources, `phase("rollout")` or `update="update"`, and each such phase has a row."""
+    files = [path for path in (ROOT / "megatron_rl").rglob("*.py") if path.name != "metric_table.py"]
+    text = "\n".join(path.read_text() for path in files)
+    phases = {name.removeprefix("time/") for name in ROWS if name.startswith("time/")}
+    assert {phase for phase in phases if f'"{phase}"' not in text} == set()
+    assert set(re.findall(r'\.phase\("(\w+)"', text)) <= phases
+
+
+@pytest.mark.parametrize(("key", "name"), [
+    ("reward/mean", "reward/mean"), ("reward/has_number", "reward/<component>"), ("reward/a/b", "reward/<component>"),
+    ("loss/soft_clip/ratio", "loss/<name>/<metric>"), ("validation/gsm8k-test/pass@16", "validation/<set>/pass@<k>"),
+    ("packing/padding_share_4096", "packing/padding_share_<bucket>"), ("loss/soft_clip", None), ("policy/los", None),
+    ("new/metric", None), ("validation/set/accuracy/more", None)])
+def test_a_key_finds_its_row(key: str, name: str | None) -> None:
+    found = find_metric(key)
+    assert (found and found.name) == name
+
+
+def test_the_page_has_each_row_once() -> None:
+    cells = re.findall(r"^\| `(.+?)` \| (.*?) \| .+ \|$", format_page(), re.M)
+    assert [name for name, _ in cells] == list(ROWS) and len(cells) == sum(map(len, METRICS.values()))
+    assert dict(cells)["tokens/per_second"] == "tokens/s"
