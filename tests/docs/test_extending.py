@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from registries import restored_registries
 
 from distributed import run_ranks
 from megatron_rl.algorithms.advantages import AdvantageInputs
@@ -28,7 +29,6 @@ from megatron_rl.config.options import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.rewards.functions import load_reward_function
-from registries import restored_registries
 from rl_runs import make_task, overrides_for, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
