@@ -8,7 +8,7 @@ optimizer see `optimizer_states.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,8 +56,15 @@ class SavedOptimizer(Protocol):
 class SavedRole(Protocol):
     """What a checkpoint needs of an actor or a critic."""
 
-    model: SavedModel
-    optimizer: SavedOptimizer
+    @property
+    def model(self) -> SavedModel:
+        """Its weights."""
+        ...
+
+    @property
+    def optimizer(self) -> SavedOptimizer:
+        """What updates them."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class OpRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def explain_capture_failure(error: Exception, last_op: str, name: str) -> UserError:
+def explain_capture_failure(error: BaseException, last_op: str, name: str) -> UserError:
     """The error of a failed capture: what was captured, the operation, and the line that called it."""
     cause: BaseException = error
     while cause.__context__ is not None:  # the end of a capture that went wrong raises as well

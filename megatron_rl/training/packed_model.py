@@ -56,7 +56,7 @@ class PackedModel:
         padded_params: ends of the names of parameters with rows that pad the vocabulary.
     """
 
-    padded_params = PADDED_PARAMETERS
+    padded_params: tuple[str, ...] = PADDED_PARAMETERS
 
     def __init__(self, setup: RoleSetup) -> None:
         spec, groups = setup.spec, setup.groups
