@@ -131,7 +131,7 @@ def _call_policy_loss(
     """The loss of each token, where it is clipped, and metrics, after a look at what a user's function returned."""
     name, shape = config.policy_loss, list(inputs.loss_mask.shape)
     found = find_policy_loss(name)(replace(inputs, options=find_options(config, name)), config)
-    parts = list(found) if isinstance(found, tuple) else [found]
+    parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     metrics = parts.pop() if len(parts) == 3 and isinstance(parts[2], dict) else {}
     if len(parts) == 2 and all(
             isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values())

@@ -31,7 +31,8 @@ def check_options(name: str, options: type, place: str) -> None:
         UserError: no frozen dataclass, a field without a default or of a type that no setting has, a default of another
             type, or a name that has other options already.
     """
-    if not (isinstance(options, type) and dataclasses.is_dataclass(options) and options.__dataclass_params__.frozen):
+    declared: Any = options if isinstance(options, type) and dataclasses.is_dataclass(options) else None
+    if declared is None or not declared.__dataclass_params__.frozen:
         raise UserError(
             f"the options of {name!r} are {getattr(options, '__name__', options)}", source=place,
             expected="a frozen dataclass",

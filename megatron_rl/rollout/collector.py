@@ -34,6 +34,7 @@ class ResponseModel(Protocol):
 
     def __call__(self, samples: Experience) -> Sequence[float] | np.ndarray:
         """One score per rollout."""
+        ...
 
 
 @dataclass(frozen=True)
