@@ -32,7 +32,7 @@ from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.training.packed_model import PackedModel, RoleSetup
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
