@@ -111,6 +111,9 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
         not unknown, "checkpoint.allow_changes", f"names {', '.join(unknown)}", expected=f"of {', '.join(_MAY_CHANGE)}",
         hint="an error on resuming says which name it takes")
     config.require(
+        bool(config.get("data.validation_files")) or not config.get("trainer.val_only"), "trainer.val_only",
+        "without a file to validate on", expected="data.validation_files", hint="name a file there")
+    config.require(
         config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None, "checkpoint.resume",
         "needs to know the run", expected="trainer.run_dir", hint="set trainer.run_dir to that of the run",
     )

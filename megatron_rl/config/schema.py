@@ -309,6 +309,7 @@ class TrainerConfig:
     total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes")
     test_freq: int = option(0, "Validate every N steps (0: only before and after training).", "steps")
     val_before_train: bool = option(True, "Validate before the first step.")
+    val_only: bool = option(False, "Validate once, a new run or where it would be resumed, and train nothing.")
     critic_warmup: int = option(0, "Steps in which only the critic is trained.", "steps")
     best_metric: str | None = option(
         None, "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is "
@@ -349,8 +350,7 @@ class CheckpointConfig:
         30.0, "Save also when the last save is so long ago, so that a crash loses no more; without the HF format, and "
         "gone when the next checkpoint is there; null: off.", "minutes")
     max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves")
-    keep_last: int | None = option(None, "Keep the newest N checkpoints and delete older ones; null: all.",
-                                   "checkpoints")
+    keep_last: int | None = option(None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints")
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[str] = option(
         [], "What may differ from the run behind the checkpoint: reference, reward_model, train_files, reward, plugins "

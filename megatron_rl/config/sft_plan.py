@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config.batch_plan import check_data_size, check_longest_sequence, check_ranks
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.types import UserError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class SftPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
+        if cfg.trainer.val_only:
+            raise UserError("trainer.val_only = True, and supervised fine-tuning has no validation",
+                            source="trainer.val_only", expected="false", hint="evaluate by tools/evaluate.py")
         check_ranks(cfg.actor, world_size, "actor")
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)

@@ -99,7 +99,7 @@ def _open_locked(
     checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
     if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
         raise _refuse(run_dir)
-    if checkpoint is not None:
+    if checkpoint is not None and not config.trainer.val_only:
         _check_steps(checkpoint, total_steps, is_finished, group)
     dependencies = _find_dependencies(config, checkpoint, run, group)
     stop = StopRequest(run.log)

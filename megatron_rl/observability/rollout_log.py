@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from megatron_rl.observability.durable import replace_text
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _MOST_PARTS = 8  # tokens that one character is waited for; it has at most four bytes
@@ -84,3 +89,10 @@ def as_numbers(values: np.ndarray, decimals: int = 6) -> list[float | None]:
     if np.isfinite(rounded).all():
         return rounded.tolist()
     return [x if np.isfinite(x) else None for x in rounded.tolist()]
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rollouts, one JSON object per line."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    # Half of a character, which an engine or a reward may return, becomes its escape in JSON.
+    replace_text(path, "".join(lines), errors="backslashreplace")

@@ -35,6 +35,7 @@ from megatron_rl.observability.metrics import (
 from megatron_rl.observability.pace import Pace
 from megatron_rl.observability.progress import ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
+from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import CounterStore, RolloutCount, RolloutProgress
 from megatron_rl.observability.status import Positions, StatusPage
 from megatron_rl.observability.summary import SUMMARY_FILE, write_summary
@@ -189,9 +190,7 @@ class Run:
         """Write rollouts of a step, one JSON object per line."""
         if self.is_writer:
             rows = list(rows)
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-            # Half of a character, which an engine or a reward may return, becomes its escape in JSON.
-            replace_text(self.dir / ROLLOUTS / f"step_{step}.jsonl", "".join(lines), errors="backslashreplace")
+            write_rows(self.dir / ROLLOUTS / f"step_{step}.jsonl", rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 

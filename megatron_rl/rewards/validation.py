@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import comb
 
 import numpy as np
 
@@ -28,9 +29,8 @@ def compute_validation_metrics(
 
     Returns:
         k = 1: "accuracy", the mean reward. k > 1, with k written as its number: "mean@k", the mean reward, also
-        as "accuracy"; "pass@k", the share of prompts with a correct response (the unbiased estimator of
-        arXiv 2107.03374, equation 1, with n = k samples); "best@k", the mean of the best reward; "maj@k", the
-        mean reward of the answer that most responses name (the one that comes first, where several do).
+        as "accuracy"; "pass@k", see `estimate_pass_at_k`; "best@k", the mean of the best reward; "maj@k", the mean
+        reward of the answer that most responses name (the one that comes first, where several do).
     """
     table = np.asarray(rewards, np.float64)
     k = table.shape[1]
@@ -42,10 +42,23 @@ def compute_validation_metrics(
     return {
         "accuracy": accuracy,
         f"mean@{k}": accuracy,
-        f"pass@{k}": float((best >= correct_from).mean()),
+        f"pass@{k}": estimate_pass_at_k(table, k, correct_from),
         f"best@{k}": float(best.mean()),
         f"maj@{k}": float(np.mean(majority)),
     }
+
+
+def estimate_pass_at_k(rewards: np.ndarray, k: int, correct_from: float = 0.5) -> float:
+    """Probability that one of k responses is correct: the unbiased estimator of arXiv 2107.03374, equation 1.
+
+    Args:
+        rewards: [num_prompts, n], n >= k.
+        k: responses.
+        correct_from: least reward of a response that counts as correct.
+    """
+    n = rewards.shape[1]
+    wrong = n - (rewards >= correct_from).sum(1)
+    return float(np.mean([1 - comb(int(count), k) / comb(n, k) for count in wrong]))
 
 
 def _reward_of_majority(rewards: Sequence[float], answers: Sequence[str]) -> float:

@@ -115,20 +115,30 @@ class Collector:
     def _resamples(self) -> bool:
         return self._config.algorithm.dynamic_sampling
 
-    def validate(self, validation: dict[str, PromptSet]) -> dict[str, float]:
-        """Metrics of every validation set, `validation/<set>/<metric>`; collective."""
+    def validate(
+        self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
+    ) -> dict[str, float]:
+        """Metrics of every validation set, `validation/<set>/<metric>`; collective.
+
+        Args:
+            validation: sets by name.
+            on_set: called on every rank with the name of each set and its scored samples, batch by batch.
+        """
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             size = config.data.validation_batch_size or len(prompt_set.prompts)
-            headers = join_headers([
+            parts = [
                 self.generate(
                     prompt_set.prompts[first : first + size], config.rollout.validation_n,
-                    config.rollout.validation_temperature, step=0, with_answers=True).headers
-                for first in range(0, len(prompt_set.prompts), size)]).rollouts
+                    config.rollout.validation_temperature, step=0, with_answers=True)
+                for first in range(0, len(prompt_set.prompts), size)]
+            headers = join_headers([part.headers for part in parts]).rollouts
             shape = (-1, config.rollout.validation_n)
             found = compute_validation_metrics(
-                _rewards_without_shaping(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist())
+                correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist())
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
+            if on_set is not None:
+                on_set(name, parts)
         return metrics
 
     def generate(
@@ -202,7 +212,7 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
         UserError: the reward reports no such number; on every rank alike.
     """
     rollouts = headers.rollouts
-    values = rollouts["reward"] if metric == "reward" else _rewards_without_shaping(rollouts)
+    values = rollouts["reward"] if metric == "reward" else correctness_of(rollouts)
     reported = np.full(len(rollouts), np.nan) if metric is None else rollouts.component(metric)
     is_missing = np.isnan(reported)
     if metric not in (None, "reward", "acc") and is_missing.any():
@@ -215,7 +225,7 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
     return [bool(np.ptp(part) > 0) for part in np.split(judged, np.cumsum(headers.group_sizes)[:-1])]
 
 
-def _rewards_without_shaping(headers: Headers) -> np.ndarray:
+def correctness_of(headers: Headers) -> np.ndarray:
     """What responses are worth by themselves: the overlong punishment shapes training only."""
     return headers["reward"] - np.nan_to_num(headers.component(OVERLONG))
 

@@ -244,6 +244,11 @@ class Trainer:
         """Count the steps; validate, save and record around them as the config says."""
         total, trainer, run = self.plan.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
+        if trainer.val_only:
+            self.validate()
+            run.record(resumed or 0)
+            run.finish()
+            return
         if resumed is None and trainer.val_before_train and self.inputs.validation:
             self.validate()
             run.record(0)

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
@@ -28,6 +29,7 @@ def test_defaults_pass() -> None:
     [
         (["data.train_batch_size=0"], "data.train_batch_size", "is too small"),
         (["rollout.n=-1"], "rollout.n", "is too small"),
+        (["trainer.val_only=true"], "trainer.val_only", "without a file to validate on"),
         (["trainer.total_steps=0"], "trainer.total_steps", "is too small"),
         (["rollout.temperature=0"], "rollout.temperature", "is not positive"),
         (["rollout.validation_temperature=-0.1"], "rollout.validation_temperature", "is negative"),
@@ -110,3 +112,10 @@ def test_a_refused_recipe_value_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_config(path, MINIMAL)
     assert caught.value.source == f"rollout.top_p ({path}:2)"
+
+
+def test_validation_alone_is_no_fine_tuning() -> None:
+    """A run that would train although it was told not to is refused."""
+    config = load_config(None, [*MINIMAL, "data.validation_files=v.jsonl", "trainer.val_only=true"]).config
+    with pytest.raises(UserError, match="supervised fine-tuning has no validation"):
+        SftPlan.build(config, 1)

@@ -42,6 +42,8 @@ RUN = {
 }
 # Command -> the test that holds it, word for word, and runs it; or the line of continuous integration.
 COVERED = {
+    "python tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN --samples 4":
+        "tests/tools/test_evaluate.py::test_a_run_by_its_own_config_and_plain_python",
     "bash launch/quickstart.sh": "tests/launch/test_quickstart.py::test_the_whole_of_it",
     "NPROC=2 bash launch/quickstart.sh trainer.total_steps=5":
         "tests/launch/test_quickstart.py::test_two_ranks_and_five_steps",

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from math import comb
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from megatron_rl.rewards.validation import compute_validation_metrics, name_answer
+from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k, name_answer
 
 
 @pytest.mark.parametrize("response, answer", [
@@ -41,8 +41,10 @@ def test_graded_rewards():
 
 
 def test_pass_at_k_is_the_unbiased_estimator():
-    """1 - C(n - c, k) / C(n, k) for k = n, over random counts of correct responses."""
+    """The share of the subsets of k responses that hold a correct one, over random counts of correct responses."""
     rewards = (np.random.default_rng(0).random((50, 6)) < 0.2).astype(float)
-    expected = np.mean([1 - comb(6 - int(row.sum()), 6) / comb(6, 6) for row in rewards])
-    assert 0 < expected < 1
-    assert compute_validation_metrics(rewards.tolist(), [["x"] * 6] * 50)["pass@6"] == pytest.approx(expected)
+    for k in range(1, 7):
+        expected = np.mean([[max(chosen) for chosen in combinations(row, k)] for row in rewards])
+        assert 0 < expected < 1
+        assert estimate_pass_at_k(rewards, k) == pytest.approx(expected)
+    assert compute_validation_metrics(rewards.tolist(), [["x"] * 6] * 50)["pass@6"] == estimate_pass_at_k(rewards, 6)

@@ -323,7 +323,6 @@ _TRAINER: dict[str, Alias] = {
     "test_freq": Renamed("trainer.test_freq", _OFF),
     "save_freq": Renamed("trainer.save_freq", _OFF),
     "default_local_dir": Renamed("trainer.run_dir"),
-    "val_only": Only((False,), "this program trains"),
     "nnodes": Ignored(_RUNS),
     "n_gpus_per_node": Ignored(_RUNS),
     "device": Ignored("the device is found at start"),

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation without training: the policy's weights, an engine, the rewards, and no optimizer.
+
+The number of a set is the one that a run with these weights, seeds and settings writes: both ask the same collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, read_manifest, resolve_weights
+from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, ReferenceConfig, RunConfig
+from megatron_rl.data.prompts import PromptBatches
+from megatron_rl.experience.collected import rollouts_of
+from megatron_rl.experience.describe import rollout_row
+from megatron_rl.experience.pack import pack_rollouts
+from megatron_rl.observability.metrics import ROLLOUTS
+from megatron_rl.observability.rollout_log import TokenTexts, write_rows
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.validation import estimate_pass_at_k
+from megatron_rl.roles.build import build_hybrid_engine, build_reference, build_reward_model, group_timeout
+from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
+from megatron_rl.rollout.collector import Collector, correctness_of
+from megatron_rl.training.reference import Reference
+from megatron_rl.types import Rollout, RolloutGroup, UserError
+
+
+@dataclass(frozen=True)
+class EvaluatedWeights:
+    """Weights on the disk.
+
+    Attributes:
+        path: a model in HF format, or a distributed checkpoint with its config.
+        step, policy_version: of the run that wrote it; 0 where no run did.
+    """
+
+    path: Path
+    step: int = 0
+    policy_version: int = 0
+
+
+class EvaluatedPolicy(Reference):
+    """A frozen policy whose weights an engine may use as it uses an actor's.
+
+    Args:
+        policy_version: optimizer steps behind the weights.
+        *arguments, **options: of `Reference`.
+    """
+
+    def __init__(self, *arguments: Any, policy_version: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.policy_version = policy_version
+
+    def release_training_memory(self) -> None:
+        """There is none."""
+
+
+def find_weights(path: str | Path) -> EvaluatedWeights:
+    """The weights that a user means: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
+
+    Raises:
+        UserError: a directory that holds none of them.
+    """
+    path = Path(path)
+    if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
+        path = resolve_weights(path)
+    step = path.resolve().parent
+    if not (step.name.startswith("step_") and (step / MANIFEST_FILE).is_file()):
+        return EvaluatedWeights(path)
+    manifest = read_manifest(step)
+    return EvaluatedWeights(path, manifest["step"], manifest["policy_version"])
+
+
+def without_training(config: RunConfig, world_size: int) -> RunConfig:
+    """A config of the same model, rollouts, rewards and seeds in which nothing of training can be wrong.
+
+    Raises:
+        UserError: there is no validation file.
+    """
+    data, rollout = config.data, config.rollout
+    if not data.validation_files:
+        raise UserError("data.validation_files names no file", source="data.validation_files",
+                        expected="a file to evaluate on", hint="give data.validation_files=[FILE.jsonl]")
+    longest = data.max_prompt_length + data.max_response_length
+    return replace(
+        config, critic=CriticConfig(), reference=ReferenceConfig(),
+        # An estimator that asks for nothing but the policy.
+        algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
+        data=replace(data, train_files=data.validation_files, train_batch_size=1),
+        rollout=replace(rollout, n=world_size),
+        actor=replace(config.actor, ppo_mini_batch_size=None, step_mode="eager",
+                      max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch)),
+        trainer=replace(config.trainer, total_steps=1))
+
+
+class Evaluation:
+    """The policy in an engine, and what scores its responses; building it is collective.
+
+    Args:
+        config: from `without_training`.
+        inputs: of that config.
+        weights: what `config.model.path` names.
+    """
+
+    def __init__(self, config: RunConfig, inputs: RlInputs, weights: EvaluatedWeights) -> None:
+        self._config, self._inputs, self._weights = config, inputs, weights
+        self._process, timers = init_distributed(group_timeout(config) / timedelta(minutes=1)), PhaseTimers()
+        groups = build_groups(inputs.model.layout, group_timeout(config))
+        policy = build_reference(
+            config, inputs.model, groups, partial(EvaluatedPolicy, policy_version=weights.policy_version))
+        self._reward_model = build_reward_model(config, inputs.reward_model, groups)
+        self._hybrid = build_hybrid_engine(config, inputs.model, policy, self._process, timers)
+        decode = inputs.model.tokenizer.decode
+        self._collector = Collector(
+            hybrid=self._hybrid, prompts=PromptBatches(inputs.train.prompts, 1, False, config.trainer.seed),
+            reward_plan=inputs.reward_plan, config=config, plan=inputs.plan,
+            scorer=Scorer(inputs.reward_plan, config.reward, decode),
+            reward_model=self._score if self._reward_model else None, stop_token_ids=inputs.model.stop_token_ids,
+            timers=timers, group=dist.group.WORLD, needs_greedy_baseline=False)
+        self._token_texts = TokenTexts(decode)
+
+    def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
+        """Metrics of every validation set, `validation/<set>/<metric>`; collective.
+
+        Args:
+            rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
+
+        Returns:
+            What a run writes, and "prompts", the number of them, "truncated", the share of the responses cut at
+            `data.max_response_length`, and pass@j for the powers of two below the number k of responses.
+        """
+        try:
+            with self._hybrid.rollout_mode():
+                found: dict[str, list[RolloutGroup]] = {}
+                metrics = self._collector.validate(self._inputs.validation, found.__setitem__)
+        finally:
+            self._collector.close()
+            self._hybrid.close()
+        for name, groups in found.items():
+            metrics |= {f"validation/{name}/{metric}": value for metric, value in describe_groups(groups).items()}
+            if rollouts_dir is not None and self._process.rank == 0:
+                directory = rollouts_dir / name / ROLLOUTS
+                directory.mkdir(parents=True, exist_ok=True)
+                write_rows(directory / f"step_{self._weights.step}.jsonl", [
+                    rollout_row(rollout, self._token_texts, {}) for rollout in rollouts_of(groups)])
+        return metrics
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """The reward model's score of each rollout; collective."""
+        batch, _ = pack_rollouts(rollouts, self._inputs.plan, self._config.algorithm, self._reward_model,
+                                 self._config.reward_model, self._process.device)
+        return self._reward_model.compute_scores(batch).tolist()
+
+
+def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What an evaluation says of a set beyond what a run writes; see `Evaluation.run`."""
+    rewards = np.array([[correctness_of(rollout) for rollout in group.rollouts] for group in groups])
+    k = rewards.shape[1]
+    sizes = [2**power for power in range(k.bit_length()) if 2**power < k]
+    return {
+        "prompts": len(groups),
+        "truncated": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts_of(groups)])),
+        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
+    }
+
+
+def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
+    """Validate the model or the checkpoint that `model.path` names, in the actor's layout; collective.
+
+    Args:
+        config: a run's; what it says of training is not looked at.
+        world_size: ranks.
+        rollouts_dir: see `Evaluation.run`.
+
+    Returns:
+        What was evaluated and how, and "metrics"; the same on every rank.
+
+    Raises:
+        UserError: bad input; on every rank alike, before any process group exists.
+    """
+    weights = find_weights(config.model.path)
+    config = without_training(replace(config, model=replace(config.model, path=str(weights.path))), world_size)
+    inputs = read_rl_inputs(config, world_size)
+    metrics: Mapping[str, float] = Evaluation(config, inputs, weights).run(rollouts_dir)
+    return {
+        "model": str(weights.path), "step": weights.step, "policy_version": weights.policy_version,
+        "layout": inputs.model.layout.describe(), "engine": config.rollout.engine,
+        "engine_tp_size": config.rollout.tensor_model_parallel_size, "samples": config.rollout.validation_n,
+        "temperature": config.rollout.validation_temperature, "seed": config.trainer.seed, "metrics": dict(metrics),
+    }

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validate a model or a checkpoint in any layout, without an optimizer: mean@k, pass@k, maj@k, and the rollouts.
+
+    python tools/evaluate.py RECIPE.yaml model.path=models/Qwen2.5-0.5B-Instruct
+    torchrun --nproc-per-node 4 tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN \
+        rollout.tensor_model_parallel_size=2 --samples 8 rollout.validation_temperature=1.0 --rollouts evaluation
+
+model.path is a model in HF format, a converted checkpoint, checkpoints/step_<N> of a run, or a run (its latest). The
+recipe is that of a run, or only what an evaluation needs: model, data.validation_files, the reward, the actor's layout
+and the engine. With the weights, seed and settings of a run, validation/<set>/accuracy is that of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
+
+from megatron_rl.config.command_line import end_program
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import RunConfig
+
+# The schema asks for them; an evaluation does not look at them.
+_NOT_READ = ("data.train_files=[none]", "data.train_batch_size=1")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="+", metavar="RECIPE.yaml | section.key=value",
+                        help="a recipe and settings over it, as for launch/pretrain_grpo.py; or settings alone")
+    parser.add_argument("--samples", type=int, metavar="N",
+                        help="responses to each prompt, for rollout.validation_n; draw several at a temperature")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics and what was evaluated here")
+    parser.add_argument("--rollouts", type=Path, metavar="DIR",
+                        help="write all rollouts to DIR/<set>, which tools/view_rollouts.py opens")
+    return parser
+
+
+def read_config(options: argparse.Namespace) -> RunConfig:
+    """The config of the settings; notes go to stderr of the first rank.
+
+    Raises:
+        UserError: anything in it that is wrong.
+    """
+    settings = list(options.settings)
+    recipe = Path(settings.pop(0)) if "=" not in settings[0] else None
+    if options.samples is not None:
+        settings.append(f"rollout.validation_n={options.samples}")
+    loaded = load_config(recipe, [*settings, *_NOT_READ])
+    notes, rollout = list(loaded.notes), loaded.config.rollout
+    if rollout.validation_n > 1 and rollout.validation_temperature == 0:
+        notes.append(f"all {rollout.validation_n} responses to a prompt are the same one: "
+                     "rollout.validation_temperature is 0")
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    return loaded.config
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """What was evaluated, and one line per metric."""
+    lines = [f"{report['model']} (step {report['step']}): {report['layout']}, {report['engine']} "
+             f"tp={report['engine_tp_size']}, {report['samples']} responses per prompt at temperature "
+             f"{report['temperature']:g}"]
+    width = max(map(len, report["metrics"]))
+    return "\n".join([*lines, *(f"  {name:{width}}  {value:.4f}" for name, value in report["metrics"].items())])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_intermixed_args(arguments)
+    try:
+        config = read_config(options)
+        import torch.distributed as dist
+
+        from megatron_rl.trainer.evaluation import evaluate  # imports megatron-core: seconds
+
+        report = evaluate(config, int(os.environ.get("WORLD_SIZE", "1")), options.rollouts)
+        if dist.get_rank() == 0:
+            print(format_report(report), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        dist.destroy_process_group()
+    except (Exception, KeyboardInterrupt) as error:
+        return end_program(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
