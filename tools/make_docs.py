@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages of docs/ that are made from the code: settings, errors, metrics, verl's names.
+"""Write the pages of docs/ that are made from the code: rooms, settings, errors, metrics, verl's names.
 
     python tools/make_docs.py            # after a change of the schema, an error, a metric, or an alias
     python tools/make_docs.py --check    # status 1 if a page is not what the code says
@@ -20,13 +20,14 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 from megatron_rl.config import key_docs
 from megatron_rl.config.verl import docs as verl_docs
 from megatron_rl.observability import metric_table
-from tools import _error_page
+from tools import _architecture_page, _error_page
 
 
 def make_pages() -> dict[Path, str]:
     """Every generated page: its path, and what the code says."""
     docs = ROOT / "docs"
     return {
+        docs / "architecture.md": _architecture_page.format_page(),
         docs / "config.md": key_docs.format_page(),
         docs / "errors.md": _error_page.format_page(ROOT),
         docs / "metrics.md": metric_table.format_page(),

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.coverage import find_gaps
 from megatron_rl.checkpoint.files import DIGESTS_FILE, find_damage, read_digests, sync
+from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.types import UserError
 
 MANIFEST_FILE = "manifest.json"
@@ -42,6 +43,20 @@ class FoundCheckpoint:
 
     directory: Path | None
     skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FoundWeights:
+    """Weights of a policy on the disk.
+
+    Attributes:
+        path: a model in HF format, or a distributed checkpoint with its config.
+        step, policy_version: of the run that wrote it; 0 where no run did.
+    """
+
+    path: Path
+    step: int = 0
+    policy_version: int = 0
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
@@ -182,3 +197,19 @@ def resolve_weights(path: Path, role: str = "actor") -> Path:
         f"{path} holds no Megatron distributed checkpoint", source=str(path),
         expected="the output of tools/convert_hf_to_megatron.py, a directory step_<N>, or a run directory",
         hint="an unfinished one ends in .partial" if path.name.endswith(_UNFINISHED) else "check for a typo")
+
+
+def find_weights(path: str | Path) -> FoundWeights:
+    """The policy that a user means: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
+
+    Raises:
+        UserError: a directory that holds none of them.
+    """
+    path = Path(path)
+    if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
+        path = resolve_weights(path)
+    step = path.resolve().parent
+    if not (step.name.startswith("step_") and (step / MANIFEST_FILE).is_file()):
+        return FoundWeights(path)
+    manifest = read_manifest(step)
+    return FoundWeights(path, manifest["step"], manifest["policy_version"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.observability.durable import replace_text
+from megatron_rl.observability.metrics import ROLLOUTS
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _MOST_PARTS = 8  # tokens that one character is waited for; it has at most four bytes
@@ -91,8 +92,9 @@ def as_numbers(values: np.ndarray, decimals: int = 6) -> list[float | None]:
     return [x if np.isfinite(x) else None for x in rounded.tolist()]
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rollouts, one JSON object per line."""
+def write_rows(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rollouts to `<run_dir>/rollouts/step_<N>.jsonl`, one JSON object per line."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    (run_dir / ROLLOUTS).mkdir(parents=True, exist_ok=True)
     # Half of a character, which an engine or a reward may return, becomes its escape in JSON.
-    replace_text(path, "".join(lines), errors="backslashreplace")
+    replace_text(run_dir / ROLLOUTS / f"step_{step}.jsonl", "".join(lines), errors="backslashreplace")

@@ -190,7 +190,7 @@ class Run:
         """Write rollouts of a step, one JSON object per line."""
         if self.is_writer:
             rows = list(rows)
-            write_rows(self.dir / ROLLOUTS / f"step_{step}.jsonl", rows)
+            write_rows(self.dir, step, rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 

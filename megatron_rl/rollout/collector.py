@@ -19,12 +19,12 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptBatches, PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.experience.experience import Experience, hold
-from megatron_rl.experience.table import Headers, build_headers, gather_headers, join_headers
+from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.validation import compute_validation_metrics
+from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -197,6 +197,26 @@ class Collector:
         """End the workers of the reward sources, and release the engine."""
         self._rewards.scorer.close()
         self._generator.close()
+
+
+def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
+    """What an evaluation says of a set beyond `compute_validation_metrics`.
+
+    Args:
+        headers: of rollouts, one row each.
+        group_size: responses to each prompt.
+
+    Returns:
+        "prompts", their number; "truncated", the share of responses that were cut; and pass@j for the powers of two
+        below the number of responses to a prompt.
+    """
+    rewards = correctness_of(headers).reshape(-1, group_size)
+    sizes = [2**power for power in range(group_size.bit_length()) if 2**power < group_size]
+    return {
+        "prompts": float(len(rewards)),
+        "truncated": float(np.mean(headers["finish_reason"] == FINISH_REASONS.index("length"))),
+        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
+    }
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

@@ -7,48 +7,29 @@ The number of a set is the one that a run with these weights, seeds and settings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.directory import MANIFEST_FILE, read_manifest, resolve_weights
-from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.checkpoint.directory import FoundWeights, find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, ReferenceConfig, RunConfig
 from megatron_rl.data.prompts import PromptBatches
-from megatron_rl.experience.collected import rollouts_of
 from megatron_rl.experience.describe import rollout_row
 from megatron_rl.experience.pack import pack_rollouts
-from megatron_rl.observability.metrics import ROLLOUTS
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.validation import estimate_pass_at_k
 from megatron_rl.roles.build import build_hybrid_engine, build_reference, build_reward_model, group_timeout
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
-from megatron_rl.rollout.collector import Collector, correctness_of
+from megatron_rl.rollout.collector import Collector, describe_set
 from megatron_rl.training.reference import Reference
 from megatron_rl.types import Rollout, RolloutGroup, UserError
-
-
-@dataclass(frozen=True)
-class EvaluatedWeights:
-    """Weights on the disk.
-
-    Attributes:
-        path: a model in HF format, or a distributed checkpoint with its config.
-        step, policy_version: of the run that wrote it; 0 where no run did.
-    """
-
-    path: Path
-    step: int = 0
-    policy_version: int = 0
 
 
 class EvaluatedPolicy(Reference):
@@ -65,22 +46,6 @@ class EvaluatedPolicy(Reference):
 
     def release_training_memory(self) -> None:
         """There is none."""
-
-
-def find_weights(path: str | Path) -> EvaluatedWeights:
-    """The weights that a user means: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
-
-    Raises:
-        UserError: a directory that holds none of them.
-    """
-    path = Path(path)
-    if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
-        path = resolve_weights(path)
-    step = path.resolve().parent
-    if not (step.name.startswith("step_") and (step / MANIFEST_FILE).is_file()):
-        return EvaluatedWeights(path)
-    manifest = read_manifest(step)
-    return EvaluatedWeights(path, manifest["step"], manifest["policy_version"])
 
 
 def without_training(config: RunConfig, world_size: int) -> RunConfig:
@@ -114,7 +79,7 @@ class Evaluation:
         weights: what `config.model.path` names.
     """
 
-    def __init__(self, config: RunConfig, inputs: RlInputs, weights: EvaluatedWeights) -> None:
+    def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
         self._config, self._inputs, self._weights = config, inputs, weights
         self._process, timers = init_distributed(group_timeout(config) / timedelta(minutes=1)), PhaseTimers()
         groups = build_groups(inputs.model.layout, group_timeout(config))
@@ -149,12 +114,10 @@ class Evaluation:
             self._collector.close()
             self._hybrid.close()
         for name, groups in found.items():
-            metrics |= {f"validation/{name}/{metric}": value for metric, value in describe_groups(groups).items()}
+            metrics |= {f"validation/{name}/{metric}": value for metric, value in describe_set(groups).items()}
             if rollouts_dir is not None and self._process.rank == 0:
-                directory = rollouts_dir / name / ROLLOUTS
-                directory.mkdir(parents=True, exist_ok=True)
-                write_rows(directory / f"step_{self._weights.step}.jsonl", [
-                    rollout_row(rollout, self._token_texts, {}) for rollout in rollouts_of(groups)])
+                write_rows(rollouts_dir / name, self._weights.step, [
+                    rollout_row(rollout, self._token_texts, {}) for group in groups for rollout in group.rollouts])
         return metrics
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[float]:
@@ -162,18 +125,6 @@ class Evaluation:
         batch, _ = pack_rollouts(rollouts, self._inputs.plan, self._config.algorithm, self._reward_model,
                                  self._config.reward_model, self._process.device)
         return self._reward_model.compute_scores(batch).tolist()
-
-
-def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What an evaluation says of a set beyond what a run writes; see `Evaluation.run`."""
-    rewards = np.array([[correctness_of(rollout) for rollout in group.rollouts] for group in groups])
-    k = rewards.shape[1]
-    sizes = [2**power for power in range(k.bit_length()) if 2**power < k]
-    return {
-        "prompts": len(groups),
-        "truncated": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts_of(groups)])),
-        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
-    }
 
 
 def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:

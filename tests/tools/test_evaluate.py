@@ -16,8 +16,8 @@ import pytest
 
 from distributed import run_ranks
 from launch_runs import assert_succeeded, run
+from megatron_rl.checkpoint.directory import find_weights
 from megatron_rl.observability.rollout_page import write_page
-from megatron_rl.trainer.evaluation import find_weights
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
 TOOL = importlib.import_module("tools.evaluate")
