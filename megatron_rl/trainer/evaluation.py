@@ -23,29 +23,29 @@ from megatron_rl.experience.pack import pack_rollouts
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.parallel.groups import build_groups
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.build import build_hybrid_engine, build_reference, build_reward_model, group_timeout
+from megatron_rl.roles.build import build_hybrid_engine, build_roles, group_timeout
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
+from megatron_rl.roles.parts import Parts
 from megatron_rl.rollout.collector import Collector, describe_set
-from megatron_rl.training.reference import Reference
+from megatron_rl.training.packed_model import PackedModel, RoleSetup
 from megatron_rl.types import Rollout, RolloutGroup, UserError
 
 
-class EvaluatedPolicy(Reference):
-    """A frozen policy whose weights an engine may use as it uses an actor's.
+class EvaluatedPolicy:
+    """A policy that lends its weights to an engine as an actor does, and has no optimizer; building it is collective.
 
     Args:
+        setup: that of an actor.
         policy_version: optimizer steps behind the weights.
-        *arguments, **options: of `Reference`.
     """
 
-    def __init__(self, *arguments: Any, policy_version: int, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.policy_version = policy_version
+    def __init__(self, setup: RoleSetup, *, policy_version: int) -> None:
+        self.model = PackedModel(replace(setup, spec=replace(setup.spec, trainable=False)))
+        self.policy_version, self.optimizer = policy_version, self
 
-    def release_training_memory(self) -> None:
-        """There is none."""
+    def release(self) -> None:
+        """There is nothing that generation does not need."""
 
 
 def without_training(config: RunConfig, world_size: int) -> RunConfig:
@@ -82,17 +82,16 @@ class Evaluation:
     def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
         self._config, self._inputs, self._weights = config, inputs, weights
         self._process, timers = init_distributed(group_timeout(config) / timedelta(minutes=1)), PhaseTimers()
-        groups = build_groups(inputs.model.layout, group_timeout(config))
-        policy = build_reference(
-            config, inputs.model, groups, partial(EvaluatedPolicy, policy_version=weights.policy_version))
-        self._reward_model = build_reward_model(config, inputs.reward_model, groups)
-        self._hybrid = build_hybrid_engine(config, inputs.model, policy, self._process, timers)
-        decode = inputs.model.tokenizer.decode
+        roles = build_roles(
+            config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version)))
+        self._reward_model = roles.get("reward_model")
+        self._hybrid = build_hybrid_engine(config, roles["actor"], self._process, timers)
+        decode = inputs.tokenizer.decode
         self._collector = Collector(
             hybrid=self._hybrid, prompts=PromptBatches(inputs.train.prompts, 1, False, config.trainer.seed),
             reward_plan=inputs.reward_plan, config=config, plan=inputs.plan,
             scorer=Scorer(inputs.reward_plan, config.reward, decode),
-            reward_model=self._score if self._reward_model else None, stop_token_ids=inputs.model.stop_token_ids,
+            reward_model=self._score if self._reward_model else None, stop_token_ids=inputs.stop_token_ids,
             timers=timers, group=dist.group.WORLD, needs_greedy_baseline=False)
         self._token_texts = TokenTexts(decode)
 
@@ -122,7 +121,7 @@ class Evaluation:
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The reward model's score of each rollout; collective."""
-        batch, _ = pack_rollouts(rollouts, self._inputs.plan, self._config.algorithm, self._reward_model,
+        batch, _ = pack_rollouts(rollouts, self._inputs.plan, self._config.algorithm, self._reward_model.model,
                                  self._config.reward_model, self._process.device)
         return self._reward_model.compute_scores(batch).tolist()
 
@@ -147,7 +146,7 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     metrics: Mapping[str, float] = Evaluation(config, inputs, weights).run(rollouts_dir)
     return {
         "model": str(weights.path), "step": weights.step, "policy_version": weights.policy_version,
-        "layout": inputs.model.layout.describe(), "engine": config.rollout.engine,
+        "layout": inputs.roles["actor"].layout.describe(), "engine": config.rollout.engine,
         "engine_tp_size": config.rollout.tensor_model_parallel_size, "samples": config.rollout.validation_n,
         "temperature": config.rollout.validation_temperature, "seed": config.trainer.seed, "metrics": dict(metrics),
     }

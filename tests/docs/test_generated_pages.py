@@ -119,3 +119,12 @@ def test_the_example_and_the_exit_codes_are_real(pages: dict[str, str]) -> None:
     assert done.returncode == types.EXIT_USER_ERROR
     codes = [value for name, value in vars(types).items() if name.startswith("EXIT_")]
     assert len(codes) >= 2 and all(f"\n| {code} | " in page for code in codes)
+
+
+def test_both_roads_lead_through_rooms(pages: dict[str, str]) -> None:
+    """Every stop of the two roads is a room of the table."""
+    page = pages["architecture.md"]
+    blocks = page.split("```text\n")[1:]
+    stops = [line.split()[0] for block in blocks for line in block.partition("```")[0].splitlines() if "|" not in line]
+    assert len(blocks) == 2 and len(stops) > 10
+    assert not [stop for stop in stops if f"| `{stop}` |" not in page]
