@@ -6,34 +6,37 @@ The number of a set is the one that a run with these weights, seeds and settings
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl.checkpoint.directory import FoundWeights, find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, ReferenceConfig, RunConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience.describe import rollout_row
-from megatron_rl.experience.pack import pack_rollouts
+from megatron_rl.experience.experience import Experience
+from megatron_rl.experience.pack import Packer
+from megatron_rl.experience.table import join_headers
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
+from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.build import build_hybrid_engine, build_roles, group_timeout
+from megatron_rl.roles.build import build_roles, build_rollout, group_timeout
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
+from megatron_rl.roles.on_samples import RewardModelOnSamples
 from megatron_rl.roles.parts import Parts
-from megatron_rl.rollout.collector import Collector, describe_set
-from megatron_rl.training.packed_model import PackedModel, RoleSetup
-from megatron_rl.types import Rollout, RolloutGroup, UserError
+from megatron_rl.rollout.collector import Collector, RewardSources, describe_set
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.types import UserError
 
 
 class EvaluatedPolicy:
-    """A policy that lends its weights to an engine as an actor does, and has no optimizer; building it is collective.
+    """A policy whose weights an engine shares as it shares those of an actor, and has no optimizer; building it is collective.
 
     Args:
         setup: that of an actor.
@@ -81,19 +84,19 @@ class Evaluation:
 
     def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
         self._config, self._inputs, self._weights = config, inputs, weights
-        self._process, timers = init_distributed(group_timeout(config) / timedelta(minutes=1)), PhaseTimers()
+        process, timers = init_distributed(group_timeout(config) / timedelta(minutes=1)), PhaseTimers()
         roles = build_roles(
             config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version)))
-        self._reward_model = roles.get("reward_model")
-        self._hybrid = build_hybrid_engine(config, roles["actor"], self._process, timers)
-        decode = inputs.tokenizer.decode
+        self._hybrid, generator = build_rollout(config, roles["actor"], process, timers, RolloutProgress())
+        self._decode, model = inputs.tokenizer.decode, None
+        if "reward_model" in roles:
+            model = RewardModelOnSamples(roles["reward_model"], Packer(
+                roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device))
+        scorer = Scorer(inputs.reward_plan, config.reward, self._decode)
         self._collector = Collector(
-            hybrid=self._hybrid, prompts=PromptBatches(inputs.train.prompts, 1, False, config.trainer.seed),
-            reward_plan=inputs.reward_plan, config=config, plan=inputs.plan,
-            scorer=Scorer(inputs.reward_plan, config.reward, decode),
-            reward_model=self._score if self._reward_model else None, stop_token_ids=inputs.stop_token_ids,
-            timers=timers, group=dist.group.WORLD, needs_greedy_baseline=False)
-        self._token_texts = TokenTexts(decode)
+            generator=generator, prompts=PromptBatches(inputs.train.prompts, 1, False, config.trainer.seed),
+            rewards=RewardSources(inputs.reward_plan, scorer, model, needs_greedy_baseline=False), config=config,
+            stop_token_ids=inputs.stop_token_ids, timers=timers, group=world())
 
     def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
         """Metrics of every validation set, `validation/<set>/<metric>`; collective.
@@ -105,25 +108,28 @@ class Evaluation:
             What a run writes, and "prompts", the number of them, "truncated", the share of the responses cut at
             `data.max_response_length`, and pass@j for the powers of two below the number k of responses.
         """
+        found: dict[str, list[Experience]] = {}
         try:
             with self._hybrid.rollout_mode():
-                found: dict[str, list[RolloutGroup]] = {}
                 metrics = self._collector.validate(self._inputs.validation, found.__setitem__)
         finally:
             self._collector.close()
-            self._hybrid.close()
-        for name, groups in found.items():
-            metrics |= {f"validation/{name}/{metric}": value for metric, value in describe_set(groups).items()}
-            if rollouts_dir is not None and self._process.rank == 0:
-                write_rows(rollouts_dir / name, self._weights.step, [
-                    rollout_row(rollout, self._token_texts, {}) for group in groups for rollout in group.rollouts])
+        for name, parts in found.items():
+            headers = join_headers([part.headers for part in parts]).rollouts
+            described = describe_set(headers, self._config.rollout.validation_n)
+            metrics |= {f"validation/{name}/{metric}": value for metric, value in described.items()}
+            if rollouts_dir is not None:
+                self._write(rollouts_dir / name, parts)
         return metrics
 
-    def _score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """The reward model's score of each rollout; collective."""
-        batch, _ = pack_rollouts(rollouts, self._inputs.plan, self._config.algorithm, self._reward_model.model,
-                                 self._config.reward_model, self._process.device)
-        return self._reward_model.compute_scores(batch).tolist()
+    def _write(self, directory: Path, parts: list[Experience]) -> None:
+        """Rank 0 writes the rollouts of a set; collective."""
+        texts, rows = TokenTexts(self._decode), []
+        for part in parts:
+            rollouts = part.fetch_rollouts(len(part.headers.rollouts), self._decode)
+            rows += [rollout_row(rollout, texts, values) for rollout, values in rollouts]
+        if world().rank() == 0:
+            write_rows(directory, self._weights.step, rows)
 
 
 def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
