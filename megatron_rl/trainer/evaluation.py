@@ -36,7 +36,7 @@ from megatron_rl.types import UserError
 
 
 class EvaluatedPolicy:
-    """A policy whose weights an engine shares as it shares those of an actor, and has no optimizer; building it is collective.
+    """A policy without an optimizer whose weights an engine shares; building it is collective.
 
     Args:
         setup: that of an actor.
