@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles that run megatron-core models: what is trained, and what only scores."""
+"""Models on megatron-core: their weights in a layout, what is made of their hidden states, and optimizer steps."""
 
 import megatron_rl.parallel  # noqa: F401  installs the CPU runtime before this room imports megatron.core
