@@ -25,7 +25,8 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.build import build_roles, build_rollout, group_timeout
+from megatron_rl.roles.build import build_roles, group_timeout
+from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
 from megatron_rl.roles.on_samples import RewardModelOnSamples
 from megatron_rl.roles.parts import Parts

@@ -36,14 +36,9 @@ from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.roles.build import (
-    actor_export,
-    build_roles,
-    build_rollout,
-    group_timeout,
-    launched_sizes,
-    side_files,
-)
+from megatron_rl.roles.build import build_roles, group_timeout, launched_sizes
+from megatron_rl.roles.engine import build_rollout
+from megatron_rl.roles.export import actor_export, side_files
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
 from megatron_rl.roles.on_samples import (
     ActorOnSamples,

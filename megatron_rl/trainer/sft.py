@@ -21,7 +21,8 @@ from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.roles.build import actor_export, build_role, group_timeout, launched_sizes, side_files
+from megatron_rl.roles.build import build_role, group_timeout, launched_sizes
+from megatron_rl.roles.export import actor_export, side_files
 from megatron_rl.roles.inputs import SftInputs, read_sft_inputs
 from megatron_rl.roles.on_samples import ActorOnSamples
 from megatron_rl.training.step import check_step_mode

@@ -34,7 +34,7 @@ from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.observability.rank_log import open_rank_log
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.build import actor_export
+from megatron_rl.roles.export import actor_export
 from megatron_rl.types import UserError
 from shards import find_differences
 from tiny_models import save_tiny_model

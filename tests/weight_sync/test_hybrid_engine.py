@@ -40,7 +40,9 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import CertificateError
 from megatron_rl.resharding.executor import Resharder
-from megatron_rl.roles.build import actor_export, build_role, build_rollout
+from megatron_rl.roles.build import build_role
+from megatron_rl.roles.engine import build_rollout
+from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Prompt, Rollout

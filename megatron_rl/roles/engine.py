@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engine of a run, with what brings the actor's weights into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.build import group_timeout
+from megatron_rl.rollout.control import open_channel
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.shard_box import ShardBox
+
+
+def build_rollout(
+    config: RunConfig, actor: Actor, process: Process, timers: PhaseTimers, progress: RolloutProgress
+) -> tuple[HybridEngine, RolloutGenerator]:
+    """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
+
+    def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
+        if not config.hybrid.alias_weights:
+            return {}
+        pairs = find_aliases(actor.model.placements(process.rank), wanted)
+        return {name: actor.model.params[owned] for name, owned in pairs.items()}
+
+    engine = build_engine(EngineSpec(
+        model_path=str(find_model_files(config.model.path)), shape=actor.model.shape, dtype=config.model.dtype,
+        max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
+        config=config.rollout, process=process, seed=config.trainer.seed, shareable=find_shareable))
+    tp_size, group = config.rollout.tensor_model_parallel_size, world()
+    hybrid = HybridEngine(
+        actor, engine.weights, engine_tp_size=tp_size, process=process, group=group, config=config.hybrid,
+        timers=timers)
+    return hybrid, RolloutGenerator(
+        engine, hybrid, open_channel(group, tp_size, group_timeout(config)), config=config.rollout,
+        run_seed=config.trainer.seed, group=group, progress=progress)

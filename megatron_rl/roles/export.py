@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor in Hugging Face format, and the files that belong to a model beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
+from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.resharding.planner import group_shards
+from megatron_rl.training.packed_model import PackedModel
+
+
+def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None]:
+    """What writes the actor in HF format to a directory, with the tokenizer and config of `model.path`; collective."""
+    model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
+
+    def export(directory: Path) -> None:
+        shards = group_shards(model.placements, model.shard_key, model.groups.layout.world_size)
+        save_huggingface(
+            directory, ShardedModel(model.shape, shards, model.params, model.groups.world),
+            side_files_from=model_files, bucket_bytes=config.hybrid.bucket_bytes)
+
+    return export
+
+
+def side_files(config: RunConfig, path: str) -> dict[str, Path]:
+    """What belongs to the model of a role beside its weights."""
+    tokenizer = config.model.tokenizer
+    return list_side_files(Path(path), Path(tokenizer) if tokenizer else None)
