@@ -28,7 +28,7 @@ class LedgerError(RuntimeError):
 
 
 def build_ledger(
-    mode: str, response_lengths_in_loss: Sequence[int], max_response_length: int, options: Any = None
+    mode: str, response_lengths_in_loss: Sequence[int], max_response_length: int | float, options: Any = None
 ) -> LossLedger:
     """Count one minibatch.
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import FileRecord, write_file
 from megatron_rl.experience.experience import Experience, replicate
+from megatron_rl.parallel.collectives import world
 from megatron_rl.resharding.executor import ReshardStats
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -110,7 +110,7 @@ class RecordedRollouts:
     def collect(self, step: int) -> Experience:
         """The recorded rollouts, which every rank has read."""
         prompts = {group: rollout.prompt for group, rollout in self._recording.rollouts}
-        return replicate(self._recording.rollouts, list(prompts.values()), dist.group.WORLD,
+        return replicate(self._recording.rollouts, list(prompts.values()), world(),
                          mask_truncated=self._mask_truncated, baselines=self._recording.baselines)
 
     def state_dict(self) -> dict[str, int]:

@@ -41,11 +41,11 @@ def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.
         Of all rollouts [num_rollouts]: length and reward. Of the tokens in the loss in this rank's batch, its DP
         replica's share of them: the advantage, and the trainer's log-prob before the update minus the engine's.
     """
-    gap = batch.old_logprobs - batch.rollout_logprobs
+    gap = batch.column("old_logprobs") - batch.rollout_logprobs
     return {
         "distribution/response_length": headers.sum_per_rollout(headers.num_response_tokens),
         "distribution/reward": headers.rollouts["reward"],
-        "distribution/advantage": batch.advantages[batch.loss_mask].float().cpu().numpy(),
+        "distribution/advantage": batch.column("advantages")[batch.loss_mask].float().cpu().numpy(),
         "distribution/logprob_gap": gap[batch.loss_mask].float().cpu().numpy(),
     }
 
@@ -64,7 +64,7 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     if now is None:
         return {}
     clipped = find_clipped(replace(loss_inputs(batch), logprobs=now), algorithm)
-    return {"ratio": (now - batch.old_logprobs).exp(), "entropy": batch.update_entropy,
+    return {"ratio": (now - batch.column("old_logprobs")).exp(), "entropy": batch.column("update_entropy"),
             "clipped": torch.where(now.isnan(), now, clipped.float())}
 
 
@@ -81,7 +81,7 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
         "response": rollout.response, "ground_truth": rollout.prompt.ground_truth, "reward": rollout.reward,
         "reward_components": rollout.reward_components, "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version, "tokens": rollout.response_tokens.tolist(),
-        "token_texts": token_texts(rollout.response_tokens),
+        "token_texts": token_texts(rollout.response_tokens.tolist()),
         "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
         **token_fields(len(rollout.response_tokens), values),
     }

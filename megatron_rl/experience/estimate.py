@@ -34,11 +34,16 @@ def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.Pr
         kl_type: the estimator.
         group: the DP group of the batch's role.
     """
-    kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, kl_type).double()
+    kl = _compute_kl(batch, kl_type).double()
     per_rollout = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=kl.device)
     per_rollout.index_add_(0, find_rollouts(headers, batch), kl)  # padding (-1) falls into the last entry
     dist.all_reduce(per_rollout, group=group)
     return per_rollout[:-1].cpu().numpy()
+
+
+def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
+    return compute_kl_penalty(
+        batch.column("old_logprobs"), batch.column("ref_logprobs"), batch.loss_mask, kl_type)
 
 
 def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
@@ -62,7 +67,7 @@ def compute_advantages(
     rewards = headers.rollouts["reward"]
     kl, scores = None, rewards
     if samples.kl_per_rollout is not None and algorithm.kl_in == "reward":
-        kl = compute_kl_penalty(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask, algorithm.kl_type)
+        kl = _compute_kl(batch, algorithm.kl_type)
         scores = rewards - algorithm.kl_coef * samples.kl_per_rollout
     inputs = estimation.AdvantageInputs(
         scores=scores, group_sizes=headers.group_sizes, baselines=samples.baselines,
@@ -88,10 +93,10 @@ def correct_mismatch(
     Returns:
         Importance weights [t] or None, and the metrics `mismatch/...`.
     """
-    device = batch.tokens.device
-    sums, maximum = sum_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
+    sums, maximum = sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
     weights, counts = compute_importance_weights(
-        batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm)
+        old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm)
     sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
     if weights is not None and algorithm.importance_normalize:
         weights = normalize_weights(weights, counts)
@@ -106,5 +111,6 @@ def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.Pro
 
 def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
     """The tokens of a batch, with the log-probs from before the update."""
+    old_logprobs = batch.column("old_logprobs")
     return PolicyLossInputs(
-        batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.sequence_ids, batch.chosen)
+        old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen)

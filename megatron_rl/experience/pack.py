@@ -108,11 +108,11 @@ class Packer:
                 branch, sampled=np.zeros_like(branch.sampled))
             for index, branch in fetch_branches(holders).items()}
         weights, ledgers = self._weigh(headers)
+        group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
         batch = build_train_batch(
             branches, weights, [(range(part.start, part.stop), part.plan) for part in minibatches],
             dp_rank=self.model.groups.at.dp, pad_multiple=self.model.pad_multiple, device=self.device,
-            group_of=number_prompts(headers) if self.config.share_prompts else None, buckets=self.model.buckets,
-            max_seqlen=self.plan.longest_sequence)
+            group_of=group_of, buckets=self.model.buckets, max_seqlen=self.plan.longest_sequence)
         batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
         return Packing(
             batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches))

@@ -99,6 +99,12 @@ class TrainBatch:
         """What a message calls a sequence."""
         return self.names[index] if self.names else f"sequence {index}"
 
+    def column(self, name: str) -> torch.Tensor:
+        """Values that must have been filled in by now."""
+        values = getattr(self, name)
+        assert values is not None, f"{name} was not filled in"
+        return values
+
     def minibatch(self, index: int) -> TrainBatch:
         """The batch of one optimizer step; tensors are views."""
         first = sum(self.minibatch_sizes[:index])

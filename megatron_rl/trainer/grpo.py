@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron_rl.algorithms.kl import build_kl_controller, measure_for_target
 from megatron_rl.capsule.recording import CapsuleRecorder
@@ -33,7 +32,7 @@ from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.observability.rollout_log import TokenTexts
-from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store
+from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles.build import build_roles, group_timeout, launched_sizes
@@ -91,7 +90,8 @@ class Trainer:
         roles = build_roles(config, inputs, parts)
         actor, reference, critic, spec = roles["actor"], roles.get("reference"), roles.get("critic"), inputs.spec
         self.hybrid, generator = (parts.rollouts, None) if parts.rollouts else build_rollout(
-            config, actor, self.process, timers, self.run.follow_rollouts(open_store("rollouts", dist.group.WORLD)))
+            config, actor, self.process, timers,
+            self.run.follow_rollouts(open_store("rollouts", world())))
         packers = {name: Packer(role.model, spec.roles[name].layout, plan, config.algorithm, self.process.device)
                    for name, role in roles.items()}
         self.actor = ActorOnSamples(
@@ -115,7 +115,7 @@ class Trainer:
             generator=generator, prompts=self.prompts, config=config, stop_token_ids=inputs.stop_token_ids,
             rewards=RewardSources(
                 inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score or self.reward_model,
-                spec.needs_greedy_baseline), timers=timers, group=dist.group.WORLD)
+                spec.needs_greedy_baseline), timers=timers, group=world())
         self.trained = {role.name: roles[role.name] for role in spec.trained}
         self.checkpoints = Checkpoints(
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},

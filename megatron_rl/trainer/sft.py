@@ -10,8 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_rl.config.loading import LoadedConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptBatches
@@ -19,7 +17,7 @@ from megatron_rl.experience.experience import Experience, replicate
 from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
-from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles.build import build_role, group_timeout, launched_sizes
 from megatron_rl.roles.export import actor_export, side_files
@@ -65,7 +63,7 @@ class SftTrainer:
             self.run.timers.begin_step(step)
             with self.run.timers.phase("step"):
                 examples = next(self.examples)
-                samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], dist.group.WORLD)
+                samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], world())
                 for minibatch in samples.minibatches(self.plan.rollouts_per_minibatch):
                     self.run.count(self.actor.update_sft(minibatch))
                 self.describe(samples)
