@@ -178,9 +178,13 @@ def add_model_scores(
         name: what a message calls a rollout.
 
     Raises:
-        UserError: a score is not finite, or the sum too large.
+        UserError: a score is missing or not finite, or the sum too large.
     """
     assert plan.model_weight is not None, "the model is no part of this sum"
+    if scores.shape != rewards.shape:
+        raise UserError(
+            f"the reward model gave {list(scores.shape)} scores to {len(rewards)} rollouts", source="the reward model",
+            expected=f"{len(rewards)} numbers", hint="return one score per rollout, in their order")
     if not np.isfinite(scores).all():
         index = int(np.isfinite(scores).argmin())
         raise UserError(

@@ -94,6 +94,8 @@ def test_model_comes_second():
         add_model_scores(plan, rewards, np.array([1.0, math.nan]), "rollout {}".format)
     with pytest.raises(UserError, match="the reward is -1e\\+30(.|\n)*rollout 0"):
         add_model_scores(plan, rewards, np.array([-2e30, 1.0]), "rollout {}".format)
+    with pytest.raises(UserError, match=r"gave \[1\] scores to 2 rollouts"):
+        add_model_scores(plan, rewards, np.array([1.0]), str)
     alone = build_reward_plan(RewardConfig(components=["2 model"]), 100)
     assert alone.sources == () and compute_reward(alone, [], 10) == (0.0, {})
 
