@@ -73,7 +73,9 @@ class Trainer:
     ) -> None:
         self.config, self.inputs, self.plan = config, inputs, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
-        opened = open_run(config, recipe, self.plan.total_steps)
+        assert self.plan.total_steps is not None, "the data was read"
+        self.total_steps = self.plan.total_steps
+        opened = open_run(config, recipe, self.total_steps)
         self.guard = opened.guard
         with self.guard.building():
             self._build(opened, parts)
@@ -89,9 +91,6 @@ class Trainer:
             partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None)
         roles = build_roles(config, inputs, parts)
         actor, reference, critic, spec = roles["actor"], roles.get("reference"), roles.get("critic"), inputs.spec
-        self.hybrid, generator = (parts.rollouts, None) if parts.rollouts else build_rollout(
-            config, actor, self.process, timers,
-            self.run.follow_rollouts(open_store("rollouts", world())))
         packers = {name: Packer(role.model, spec.roles[name].layout, plan, config.algorithm, self.process.device)
                    for name, role in roles.items()}
         self.actor = ActorOnSamples(
@@ -110,17 +109,23 @@ class Trainer:
             inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         decode = inputs.tokenizer.decode
         self.token_texts = TokenTexts(decode)
-        score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else None
-        self.collector = parts.rollouts or Collector(
-            generator=generator, prompts=self.prompts, config=config, stop_token_ids=inputs.stop_token_ids,
-            rewards=RewardSources(
-                inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score or self.reward_model,
-                spec.needs_greedy_baseline), timers=timers, group=world())
+        score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else self.reward_model
+        if parts.rollouts:
+            self.hybrid = self.collector = parts.rollouts
+        else:
+            progress = self.run.follow_rollouts(open_store("rollouts", world()))
+            self.hybrid, generator = build_rollout(config, actor, self.process, timers, progress)
+            rewards = RewardSources(
+                inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score,
+                spec.needs_greedy_baseline)
+            self.collector = Collector(
+                generator=generator, prompts=self.prompts, rewards=rewards, config=config,
+                stop_token_ids=inputs.stop_token_ids, timers=timers, group=world())
         self.trained = {role.name: roles[role.name] for role in spec.trained}
         self.checkpoints = Checkpoints(
             config, opened, self.trained, {"prompts": self.prompts, "kl": self.kl, "hybrid": self.hybrid},
             side_files={role.name: side_files(config, role.path) for role in spec.trained},
-            export=actor_export(config, actor.model), total_steps=plan.total_steps)
+            export=actor_export(config, actor.model), total_steps=self.total_steps)
         self.capsule = CapsuleRecorder(config, plan, self.run, self.trained, self.checkpoints.save_into, decode)
 
     def train(self) -> None:
@@ -173,10 +178,11 @@ class Trainer:
             UserError: bad input; on every rank alike, before any process group exists.
         """
         end_program_on_errors()
-        recipe = None if isinstance(config, Mapping) else Path(config)
-        loaded = load_config(recipe or config, [*overrides, f"model.path={model_path}"])
+        source = config if isinstance(config, Mapping) else Path(config)
+        loaded = load_config(source, [*overrides, f"model.path={model_path}"])
         for note in loaded.notes:
             warnings.warn(note)
+        recipe = source if isinstance(source, Path) else None
         return cls.from_config(loaded.config, recipe, Parts(**parts))
 
     @classmethod
@@ -237,7 +243,7 @@ class Trainer:
 
     def steps(self) -> Iterator[int]:
         """Count the steps; validate, save and record around them as the config says."""
-        total, trainer, run = self.plan.total_steps, self.config.trainer, self.run
+        total, trainer, run = self.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
         if trainer.val_only:
             self.validate()
@@ -293,7 +299,7 @@ class Trainer:
         batch = self.actor.read(
             samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights")
         found = compute_advantages(samples, batch, self.algorithm_now(), self.actor.model.groups.dp)
-        self.run.count(found.metrics)
+        self.run.count({name: float(value) for name, value in found.metrics.items()})
         return Column(found.advantages, samples.pack(self.actor.packer)), self.actor.as_column(samples, found.returns)
 
     def choose_tokens(self, samples: Experience) -> Column | None:

@@ -35,7 +35,9 @@ class SftTrainer:
     ) -> None:
         self.config, self.plan = config, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
-        opened = open_run(config, recipe, self.plan.total_steps)
+        assert self.plan.total_steps is not None, "the data was read"
+        self.total_steps = self.plan.total_steps
+        opened = open_run(config, recipe, self.total_steps)
         self.run, self.guard = opened.run, opened.guard
         with self.guard.building():
             self._build(opened, inputs)
@@ -44,7 +46,7 @@ class SftTrainer:
         """Everything that needs the process group and the run directory."""
         config, plan = self.config, self.plan
         groups = build_groups(inputs.actor.layout, group_timeout(config))
-        actor = build_role(config, inputs.actor, groups, plan.total_steps or 0)
+        actor = build_role(config, inputs.actor, groups, self.total_steps)
         # Every example has a prompt of its own.
         layout = replace(config.actor, share_prompts=False)
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
@@ -54,12 +56,12 @@ class SftTrainer:
         self.checkpoints = Checkpoints(
             config, opened, {"actor": actor}, {"prompts": self.examples},
             side_files={"actor": side_files(config, config.model.path)},
-            export=actor_export(config, actor.model), total_steps=plan.total_steps)
+            export=actor_export(config, actor.model), total_steps=self.total_steps)
 
     def train(self) -> None:
         """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
         resumed = self.checkpoints.start()
-        for step in range((resumed or 0) + 1, self.plan.total_steps + 1):
+        for step in range((resumed or 0) + 1, self.total_steps + 1):
             self.run.timers.begin_step(step)
             with self.run.timers.phase("step"):
                 examples = next(self.examples)
