@@ -58,11 +58,6 @@ class ParallelGroups:
         return self.at.pp == self.layout.pp_size - 1
 
     @property
-    def is_replica_leader(self) -> bool:
-        """True on one rank of each model replica: the first of its TP, CP and PP ranks."""
-        return self.at.tp == self.at.cp == self.at.pp == 0
-
-    @property
     def is_last_stage_leader(self) -> bool:
         """True on one rank of each model replica: the first of the TP and CP ranks of its last stage."""
         return self.at.tp == self.at.cp == 0 and self.is_last_stage
