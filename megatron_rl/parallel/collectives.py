@@ -185,33 +185,6 @@ def _make_portable(error: Exception) -> Exception:
     return error
 
 
-def gather_arrays(arrays: list[np.ndarray], dtype: type, group: dist.ProcessGroup) -> list[list[np.ndarray]]:
-    """All-gather lists of 1-D arrays; two collectives (lengths, flat payload), no pickling.
-
-    Args:
-        arrays: this rank's arrays, any number and lengths, converted to `dtype`.
-        group: a group that moves CPU tensors.
-
-    Returns:
-        One list of arrays per rank of the group, in rank order.
-    """
-    lengths = [len(a) for a in arrays]
-    counts = gather_rows(torch.tensor([[len(arrays), sum(lengths)]], dtype=torch.int64), group)
-    max_arrays, max_elements = (max(1, int(x)) for x in counts.max(0).values)
-    flat_lengths = torch.zeros(1, max_arrays, dtype=torch.int64)
-    flat_lengths[0, : len(arrays)] = torch.tensor(lengths, dtype=torch.int64)
-    payload = torch.zeros(1, max_elements, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
-    if arrays:
-        payload[0, : sum(lengths)] = torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
-    all_lengths, all_payload = gather_rows(flat_lengths, group), gather_rows(payload, group)
-    result = []
-    for peer, (num_arrays, num_elements) in enumerate(counts.tolist()):
-        ends = all_lengths[peer, :num_arrays].cumsum(0).numpy()
-        pieces = np.split(all_payload[peer, :num_elements].numpy(), ends[:-1]) if num_arrays else []
-        result.append([piece.copy() for piece in pieces])
-    return result
-
-
 def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.ndarray], int]:
     """All-gather bytes, from each rank as many as it has: no pickling, and nothing is padded.
 

@@ -176,10 +176,6 @@ class Collector:
     def _score(self, held: Sequence[tuple[int, Rollout]], engine: int, with_answers: bool) -> tuple[Headers, int]:
         """Score a share of what this engine has generated, and tell all ranks the headers.
 
-        Args:
-            groups: the same on every rank.
-            holders: of each rollout, the rank that generated it.
-
         Raises:
             UserError: a source failed on some rank; raised on all of them.
         """

@@ -17,33 +17,17 @@ from distributed import run_ranks
 from megatron_rl.parallel import collectives
 from megatron_rl.types import UserError
 
-RAGGED = [[[1, 2, 3], [], [4]], [], [[5], [6, 7]]]
-ALL_EMPTY = [[[], []], [], [[]]]
-NOTHING = [[], [], []]
 
+@pytest.mark.parametrize("content", [[[1, 2, 3], [], [4]], [[], [], []], [[255] * 1000, [0], [7, 7]]])
+def test_gather_flat_brings_what_every_rank_has(content: list[list[int]]) -> None:
+    """Ranks with nothing among them; a rank counts what comes from others."""
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32])
-@pytest.mark.parametrize("content", [RAGGED, ALL_EMPTY, NOTHING], ids=["ragged", "all_empty", "nothing"])
-def test_gather_arrays_keeps_every_array(content: list[list[list[int]]], dtype: type) -> None:
-    """Ranks without arrays, arrays without elements, and both at once."""
+    def gather(rank: int, world_size: int) -> tuple[list[list[int]], int]:
+        found, received = collectives.gather_flat(np.array(content[rank], np.uint8), dist.group.WORLD)
+        return [piece.tolist() for piece in found], received
 
-    def gather(rank: int, world_size: int) -> list[list[tuple[str, list[float]]]]:
-        arrays = [np.asarray(a, dtype=np.float64 if dtype is np.float32 else np.int64) for a in content[rank]]
-        gathered = collectives.gather_arrays(arrays, dtype, dist.group.WORLD)
-        return [[(str(a.dtype), a.tolist()) for a in peer] for peer in gathered]
-
-    expected = [[(np.dtype(dtype).name, list(a)) for a in peer] for peer in content]
-    assert run_ranks(gather, 3, timeout=60) == [expected] * 3
-
-
-def test_gathered_arrays_own_their_memory() -> None:
-    """A view would keep the payload of all ranks alive for one kept array."""
-
-    def gather(rank: int, world_size: int) -> list[bool]:
-        gathered = collectives.gather_arrays([np.arange(2), np.arange(3)], np.int64, dist.group.WORLD)
-        return [a.flags.owndata for peer in gathered for a in peer]
-
-    assert run_ranks(gather, 2, timeout=60) == [[True] * 4] * 2
+    total = sum(map(len, content))
+    assert run_ranks(gather, 3, timeout=60) == [(content, total - len(own)) for own in content]
 
 
 def test_raise_together_raises_the_lowest_failing_ranks_error_everywhere() -> None:
