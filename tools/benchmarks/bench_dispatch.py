@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import statistics
 import sys
@@ -101,7 +102,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
 
     from megatron_rl.observability.rollout_progress import RolloutProgress
     from megatron_rl.rollout.control import NoChannel
-    from megatron_rl.rollout.generation import RolloutGenerator, share_rollouts
+    from megatron_rl.rollout.generation import RolloutGenerator
     from megatron_rl.types import Prompt
 
     weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
@@ -120,18 +121,13 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
         generated = generator.generate(
             prompts, group_size=args.group_size, sampling=requests[0].sampling, step=1)
         seconds = time.perf_counter() - start  # ends with a collective: of the slowest rank
-        return seconds, share_rollouts(generated, prompts, args.group_size, dist.group.WORLD)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, {
+            index: (rollout.response_tokens.tobytes(), rollout.rollout_logprobs.tobytes())
+            for index, rollout in generated.items()})
+        return seconds, {index: found for part in parts for index, found in part.items()}
 
     return run
-
-
-def is_same_group(one: Any, other: Any) -> bool:
-    """True if all rollouts are equal to the last bit."""
-    return all(
-        a.response_tokens.tobytes() == b.response_tokens.tobytes()
-        and a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
-        for left, right in zip(one, other, strict=True)
-        for a, b in zip(left.rollouts, right.rollouts, strict=True))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -163,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         process = init_distributed(5)
         is_writer = process.rank == 0
-        found["measured"] = {"ranks": process.world_size} | compare(make_real_run(args), is_same_group, args.seeds)
+        found["measured"] = {"ranks": process.world_size} | compare(
+            make_real_run(args), operator.eq, args.seeds)
     if is_writer:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
         for name in ("simulated", "measured"):
