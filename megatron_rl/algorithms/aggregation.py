@@ -26,7 +26,7 @@ class AggregationInputs:
     """What an aggregation may use: the lengths of one minibatch, over all ranks.
 
     Attributes:
-        lengths: [num_seqs] float64, tokens in the loss of each sequence; 0 where all are masked.
+        lengths: [num_seqs] float64, tokens in the loss of each rollout; 0 where all are masked.
         max_response_length: `algorithm.loss_scale_factor`, or `data.max_response_length`.
         options: of the aggregation, see `register_loss_aggregation`.
     """
