@@ -86,8 +86,8 @@ def _open_locked(
 ) -> OpenedRun:
     group, run, error = world(), None, None
     try:
-        # A frozen section is only read, which a Protocol's attributes cannot say.
         settings = config.observability
+        # A frozen section is only read, which a Protocol's attributes cannot say.
         run = Run(run_dir, dump_yaml(config), total_steps, settings, group.rank())  # pyright: ignore[reportArgumentType]
     except OSError as caught:
         error = _explain_unwritable(caught)

@@ -84,11 +84,11 @@ class _WatchedTlsConnection(HTTPSConnection):
 
 
 class _WatchedPool(HTTPConnectionPool):
-    ConnectionCls = _WatchedConnection  # pyright: ignore[reportAssignmentType]  # urllib3's own class fits as little
+    ConnectionCls = _WatchedConnection  # pyright: ignore[reportAssignmentType]  # its own class fits as little
 
 
 class _WatchedTlsPool(HTTPSConnectionPool):
-    ConnectionCls = _WatchedTlsConnection  # pyright: ignore[reportAssignmentType]
+    ConnectionCls = _WatchedTlsConnection  # pyright: ignore[reportAssignmentType]  # likewise
 
 
 class _WatchedAdapter(HTTPAdapter):

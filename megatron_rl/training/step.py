@@ -214,7 +214,7 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         pair[0].append(source)
         pair[1].append(destination)
     for from_, to in by_type.values():
-        torch._foreach_copy_(to, from_)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(to, from_)  # pyright: ignore[reportPrivateImportUsage]  # one kernel
 
 
 def check_step_mode(config: TrainedConfig, section: str) -> None:
