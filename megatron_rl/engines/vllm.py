@@ -234,17 +234,18 @@ def prepare_vllm(device: torch.device) -> ModuleType:
     def keep_process_groups(*args: Any, **kwargs: Any) -> None:
         """Stand in for a clean-up that destroys the job's process groups."""
 
-    core.cleanup_dist_env_and_memory = keep_process_groups
+    engine_core: Any = core  # it imports this name from elsewhere
+    engine_core.cleanup_dist_env_and_memory = keep_process_groups
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         from vllm.model_executor.layers import utils
 
-        def use_plain_linear(layer: torch.nn.Module, remove_weight: bool = False) -> None:
+        def use_plain_linear(layer: Any, remove_weight: bool = False) -> None:
             layer.cpu_linear = F.linear
 
         utils.dispatch_cpu_unquantized_gemm = use_plain_linear
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-        torch.ops._C.init_cpu_memory_env = lambda nodes: None
+        vars(torch.ops._C)["init_cpu_memory_env"] = lambda nodes: None
     return vllm
 
 
@@ -267,7 +268,8 @@ def _find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[t
     if device.type != "cpu":
         return []
     packed = []
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "w13_weight"):
             experts = module.quant_method.moe_kernel.fused_experts
             if not experts._use_zentorch:  # that kernel takes them as they are

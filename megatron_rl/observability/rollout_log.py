@@ -33,7 +33,7 @@ class TokenTexts:
         self._anchor: list[int] = []  # a token to decode others behind; none was seen yet
         self._anchor_text = ""
 
-    def __call__(self, tokens: Sequence[int]) -> list[str]:
+    def __call__(self, tokens: Sequence[int] | np.ndarray) -> list[str]:
         """Texts of the tokens [s]."""
         texts: list[str] = []
         parts: list[int] = []
@@ -56,7 +56,7 @@ class TokenTexts:
             texts[-1] = self._decode(parts)
         return texts
 
-    def _find_anchor(self, tokens: Sequence[int]) -> None:
+    def _find_anchor(self, tokens: Sequence[int] | np.ndarray) -> None:
         for token in map(int, tokens):
             text = self._decode([token])
             if text.strip() and _BROKEN not in text:

@@ -151,7 +151,7 @@ def build_train_batch(
     dp_rank: int,
     pad_multiple: int,
     device: torch.device,
-    group_of: Sequence[int] | None = None,
+    group_of: Sequence[int] | np.ndarray | None = None,
     buckets: Buckets | None = None,
     max_seqlen: int | None = None,
 ) -> TrainBatch:

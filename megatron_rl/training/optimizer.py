@@ -140,7 +140,7 @@ class Optimizer:
             for adam in self.adams:
                 grads = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
-                    torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateImportUsage]
+                    torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateImportUsage]  # one kernel
         self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
         with self._learning_rates_on_device():
             self.megatron.step_with_ready_grads()
@@ -155,7 +155,7 @@ class Optimizer:
         for group, grads in by_group.items():
             square = torch.zeros((), dtype=torch.float32, device=self._device)
             if grads:
-                norms = torch._foreach_norm(grads)  # pyright: ignore[reportPrivateImportUsage]
+                norms = torch._foreach_norm(grads)  # pyright: ignore[reportPrivateImportUsage]  # one kernel
                 square = torch.stack(norms).square().sum()
             if group.size() > 1:
                 dist.all_reduce(square, group=group)

@@ -115,8 +115,8 @@ class PackedModel:
                 for index, stage in enumerate(self.stages)
             ]
         if config.overlap_grad_reduce:
-            no_sync: list[Any] = [module.no_sync for module in self.ddp]
-            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore
+            no_sync: Any = [module.no_sync for module in self.ddp]  # one or a list of them: annotated as one
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     @property
     def modules(self) -> list[torch.nn.Module]:

@@ -102,7 +102,7 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         for what, rest in (("weight", (h,)), ("bias", ())):
             boxes[f"{kind}.{what}"] = rows(base, base + size, (0, *rest)), rows(first, first + size, (0, *rest))
         base += size
-    for kind, width, size in (("o", q_size, (h, shape.num_heads * d)), ("down", ffn, into[::-1])):
+    for kind, width, size in (("o", q_size, (h, shape.num_heads * d)), ("down", ffn, (h, shape.ffn_hidden_size))):
         boxes[kind] = columns(0, width, size), columns(tp_rank * width, (tp_rank + 1) * width, size)
     for half, kind in enumerate(("gate", "up")):
         boxes[kind] = (
