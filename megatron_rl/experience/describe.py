@@ -63,7 +63,6 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     now = batch.update_logprobs
     if now is None:
         return {}
-    assert batch.old_logprobs is not None and batch.update_entropy is not None, "recorded with the log-probs"
     clipped = find_clipped(replace(loss_inputs(batch), logprobs=now), algorithm)
     return {"ratio": (now - batch.column("old_logprobs")).exp(), "entropy": batch.column("update_entropy"),
             "clipped": torch.where(now.isnan(), now, clipped.float())}
