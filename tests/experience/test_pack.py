@@ -74,4 +74,6 @@ def test_rows_of_the_tokens_behind_the_prompts() -> None:
 def test_replicas_of_a_layout() -> None:
     for layout in (ParallelLayout(16, tp_size=2, pp_size=2, cp_size=2), ParallelLayout(8, tp_size=2)):
         replicas = list_replicas(layout)
-        assert replicas.tolist() == layout.groups("tp", "cp", "pp")
+        assert replicas.tolist() == [
+            [rank for rank in range(layout.world_size) if layout.coordinates(rank).dp == dp]
+            for dp in range(layout.dp_size)]
