@@ -7,9 +7,8 @@ same on every rank, so that a baseline over a group needs no communication; toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,81 +18,13 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     find_advantage_estimator,
     register_advantage_estimator,
 )
+from megatron_rl.algorithms.inputs import AdvantageInputs, Advantages
 from megatron_rl.algorithms.segments import number_segments
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
 _SETTING = "algorithm.adv_estimator"
-
-
-@dataclass(frozen=True)
-class AdvantageInputs:
-    """What an advantage estimator may use; sequences are contiguous and whole in the flat [t] tensors.
-
-    A response whose tokens are all masked (truncated, say) counts in the baseline of its group and gets no
-    advantages. Otherwise its last token is in the loss.
-
-    Attributes:
-        scores: [num_rollouts] float64, reward of each rollout (minus its KL when `kl_in` is "reward"); the same
-            on every rank.
-        group_sizes: [num_groups] rollouts of each prompt, in order; they may differ.
-        baselines: [num_groups] reward of the greedy response, for estimators that need it.
-        token_rewards: [t] float32 from `compute_token_rewards`.
-        values: [t] of the critic; `values[i]` is the value of the state in which `tokens[i]` was chosen.
-        loss_mask: [t] bool, response tokens in the loss.
-        sequence_ids: [t] int64, index of the sequence; -1 on padding.
-        group: the data parallel group over whose ranks the rollouts are spread.
-        rollout_ids: [t] int64, index of the rollout that each token of a sequence belongs to; None: every rollout is
-            one sequence.
-        old_logprobs: [t] of the policy before the update.
-        sum_pi_squared: [t] sum over the vocabulary of its squared probabilities, for estimators that need it.
-        importance_weights: [t] from `compute_importance_weights`, or None.
-        options: of the estimator, see `register_advantage_estimator`.
-    """
-
-    scores: np.ndarray
-    group_sizes: np.ndarray
-    baselines: np.ndarray | None
-    token_rewards: torch.Tensor
-    values: torch.Tensor | None
-    loss_mask: torch.Tensor
-    sequence_ids: torch.Tensor
-    group: dist.ProcessGroup
-    rollout_ids: torch.Tensor | None = None
-    old_logprobs: torch.Tensor | None = None
-    sum_pi_squared: torch.Tensor | None = None
-    importance_weights: torch.Tensor | None = None
-    options: Any = None
-
-    def grouped_scores(self) -> list[np.ndarray]:
-        """Scores of each group: [num_groups][group size] float64."""
-        return np.split(np.asarray(self.scores, np.float64), np.cumsum(self.group_sizes)[:-1])
-
-    def expand(self, per_rollout: Sequence[float] | np.ndarray) -> torch.Tensor:
-        """Give every token in the loss its rollout's value: [num_rollouts] -> [t] float32, 0 elsewhere."""
-        table = torch.tensor([*per_rollout, 0.0], dtype=torch.float32, device=self.loss_mask.device)
-        return torch.where(self.loss_mask, table[self.find_rollouts()], 0.0)
-
-    def find_rollouts(self) -> torch.Tensor:
-        """Index of the rollout that each token belongs to, [t] int64; on padding some other number."""
-        return self.sequence_ids if self.rollout_ids is None else self.rollout_ids
-
-
-@dataclass(frozen=True)
-class Advantages:
-    """What an estimator makes of a batch.
-
-    Attributes:
-        advantages: [t] float32, 0 outside the loss mask.
-        returns: [t] float32, what the critic learns to predict; None where the estimator has no such thing.
-        metrics: of the estimator, by name: a number that is the same on every rank, as all that is made of scores is;
-            or a tensor [t], whose mean over the tokens in the loss of all ranks is logged.
-    """
-
-    advantages: torch.Tensor
-    returns: torch.Tensor | None = None
-    metrics: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:

@@ -8,8 +8,7 @@ one of `num_seqs`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,35 +17,8 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     find_loss_aggregation,
     register_loss_aggregation,
 )
+from megatron_rl.algorithms.inputs import AggregationInputs, SequenceWeights
 from megatron_rl.types import UserError
-
-
-@dataclass(frozen=True)
-class AggregationInputs:
-    """What an aggregation may use: the lengths of one minibatch, over all ranks.
-
-    Attributes:
-        lengths: [num_seqs] float64, tokens in the loss of each rollout; 0 where all are masked.
-        max_response_length: `algorithm.loss_scale_factor`, or `data.max_response_length`.
-        options: of the aggregation, see `register_loss_aggregation`.
-    """
-
-    lengths: np.ndarray
-    max_response_length: int | float
-    options: Any = None
-
-
-@dataclass(frozen=True)
-class SequenceWeights:
-    """What an aggregation makes of a minibatch.
-
-    Attributes:
-        weights: [num_seqs] float64, of each token of each sequence; 0 for those without a token in the loss.
-        metrics: of the aggregation, by name.
-    """
-
-    weights: np.ndarray
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def weigh_token_mean(inputs: AggregationInputs) -> np.ndarray:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from megatron_rl.algorithms.advantages import AdvantageInputs, Advantages
-    from megatron_rl.algorithms.aggregation import AggregationInputs
-    from megatron_rl.algorithms.losses import PolicyLossInputs
+    from megatron_rl.algorithms.inputs import AdvantageInputs, Advantages, AggregationInputs, PolicyLossInputs
 
 AdvantageEstimator = Callable[["AdvantageInputs", AlgorithmConfig], "torch.Tensor | Advantages"]
 PolicyLoss = Callable[

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.losses import PolicyLossInputs
+from megatron_rl.algorithms.inputs import PolicyLossInputs
 from megatron_rl.algorithms.policy_losses import bounded_ratio, clip_surrogate
 from megatron_rl.config.schema import AlgorithmConfig
 

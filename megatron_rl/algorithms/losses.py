@@ -9,7 +9,7 @@ CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,35 +18,13 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     find_policy_loss,
     register_policy_loss,
 )
+from megatron_rl.algorithms.inputs import PolicyLossInputs
 from megatron_rl.algorithms.kl import compute_kl
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 
 _SETTING = "algorithm.policy_loss"
-
-
-@dataclass(frozen=True)
-class PolicyLossInputs:
-    """What a policy loss may use, [t] each; sequences are contiguous and whole.
-
-    Attributes:
-        logprobs: of the current policy, differentiable.
-        old_logprobs: of the policy before the update.
-        advantages: per token.
-        loss_mask: bool, response tokens in the loss.
-        sequence_ids: int64, index of the rollout; -1 on padding.
-        chosen: bool, tokens that `choose_tokens` picked out of the whole step; None: the loss needs none.
-        options: of the loss, see `register_policy_loss`.
-    """
-
-    logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    loss_mask: torch.Tensor
-    sequence_ids: torch.Tensor
-    chosen: torch.Tensor | None = None
-    options: Any = None
 
 
 def compute_policy_loss(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.algorithms.inputs import PolicyLossInputs
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
-from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.segments import number_segments, sum_per_segment
 from megatron_rl.config.schema import AlgorithmConfig
 
