@@ -15,22 +15,16 @@ from typing import Any
 
 from megatron_rl.checkpoint.directory import FoundWeights, find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, ReferenceConfig, RunConfig
-from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience.describe import rollout_row
 from megatron_rl.experience.experience import Experience
-from megatron_rl.experience.pack import Packer
 from megatron_rl.experience.table import join_headers
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
-from megatron_rl.observability.rollout_progress import RolloutProgress
-from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed, world
-from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles.build import build_roles, group_timeout
-from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
-from megatron_rl.roles.on_samples import RewardModelOnSamples
 from megatron_rl.roles.parts import Parts
-from megatron_rl.rollout.collector import Collector, RewardSources, describe_set
+from megatron_rl.rollout.collector import describe_set
+from megatron_rl.trainer.sampling import RunSinks, build_rollout_members
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import UserError
@@ -85,19 +79,10 @@ class Evaluation:
 
     def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
         self._config, self._inputs, self._weights = config, inputs, weights
-        process, timers = init_distributed(group_timeout(config) / timedelta(minutes=1)), PhaseTimers()
+        process, self._decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
         roles = build_roles(
             config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version)))
-        self._hybrid, generator = build_rollout(config, roles["actor"], process, timers, RolloutProgress())
-        self._decode, model = inputs.tokenizer.decode, None
-        if "reward_model" in roles:
-            model = RewardModelOnSamples(roles["reward_model"], Packer(
-                roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device))
-        scorer = Scorer(inputs.reward_plan, config.reward, self._decode)
-        self._collector = Collector(
-            generator=generator, prompts=PromptBatches(inputs.train.prompts, 1, False, config.trainer.seed),
-            rewards=RewardSources(inputs.reward_plan, scorer, model, needs_greedy_baseline=False), config=config,
-            stop_token_ids=inputs.stop_token_ids, timers=timers, group=world())
+        self._members = build_rollout_members(config, inputs, roles, process, RunSinks())
 
     def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
         """Metrics of every validation set, `validation/<set>/<metric>`; collective.
@@ -111,10 +96,10 @@ class Evaluation:
         """
         found: dict[str, list[Experience]] = {}
         try:
-            with self._hybrid.rollout_mode():
-                metrics = self._collector.validate(self._inputs.validation, found.__setitem__)
+            with self._members.hybrid.rollout_mode():
+                metrics = self._members.collector.validate(self._inputs.validation, found.__setitem__)
         finally:
-            self._collector.close()
+            self._members.collector.close()
         for name, parts in found.items():
             headers = join_headers([part.headers for part in parts]).rollouts
             described = describe_set(headers, self._config.rollout.validation_n)

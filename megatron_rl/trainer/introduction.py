@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of itself at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.modes import describe_modes
+from megatron_rl.roles.inputs import RlInputs
+from megatron_rl.trainer.building import Members
+from megatron_rl.training.fast_path import find_fast_paths, format_table
+
+
+def describe_run(config: RunConfig, inputs: RlInputs, members: Members, device: torch.device) -> Iterator[str]:
+    """Lines that say what runs, and what was found in the data."""
+    plan, hybrid, train, model = inputs.plan, members.hybrid, inputs.train, members.actor.model
+    yield from (f"note: {note}" for note in inputs.notes)
+    yield f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss"
+    yield (f"actor: {model.groups.layout.describe()}, {config.model.dtype}, {model.transformer_impl} layers on "
+           f"{device}")
+    for name, role in (("critic", members.critic), ("reward model", members.reward_model)):
+        if role:
+            yield f"{name}: {role.model.groups.layout.describe()}"
+    modes = describe_modes(config.rollout, device)
+    yield (f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of tp={plan.rollout_tp_size}"
+           f"{modes and '; ' + modes}")
+    yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
+    stats = hybrid.reshard_stats
+    yield (f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
+           f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
+           f"verify {config.hybrid.verify}")
+    yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
+    table = format_table(find_fast_paths(
+        config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size))
+    yield from (f"  {line}" for line in (*table, *plan.formulas()))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes the samples of a run: the engines with the actor's weights, the prompts and the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompts import PromptBatches
+from megatron_rl.experience.pack import Packer
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.roles.engine import build_rollout
+from megatron_rl.roles.inputs import RlInputs
+from megatron_rl.roles.on_samples import RewardModelOnSamples, score_all_rollouts
+from megatron_rl.roles.parts import NO_PARTS, Parts
+from megatron_rl.rollout.collector import Collector, RewardSources
+
+
+@dataclass(frozen=True)
+class RunSinks:
+    """What counts the seconds and the responses of a run; by default nobody looks at them."""
+
+    timers: PhaseTimers = field(default_factory=PhaseTimers)
+    progress: RolloutProgress = field(default_factory=RolloutProgress)
+
+
+@dataclass(frozen=True)
+class RolloutMembers:
+    """What makes samples: the weights in the engines, the prompts, and what generates and scores."""
+
+    hybrid: Any
+    collector: Any
+    prompts: PromptBatches
+    reward_model: RewardModelOnSamples | None
+
+
+def build_rollout_members(
+    config: RunConfig, inputs: RlInputs, roles: Mapping[str, Any], process: Process, run: RunSinks,
+    parts: Parts = NO_PARTS,
+) -> RolloutMembers:
+    """Build the engine around the actor, and the rewards; collective.
+
+    Args:
+        config: of the run.
+        inputs: of the run.
+        roles: by name; an actor, and perhaps a reward model.
+        process: this rank.
+        run: counts phases, and shows how many responses are there.
+        parts: that are given as objects.
+    """
+    decode, model = inputs.tokenizer.decode, None
+    if "reward_model" in roles:
+        model = RewardModelOnSamples(roles["reward_model"], Packer(
+            roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device))
+    prompts = PromptBatches(
+        inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+    if parts.rollouts:
+        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, model)
+    score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else model
+    rewards = RewardSources(
+        inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score,
+        inputs.spec.needs_greedy_baseline)
+    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress)
+    collector = Collector(
+        generator=generator, prompts=prompts, rewards=rewards, config=config, stop_token_ids=inputs.stop_token_ids,
+        timers=run.timers, group=world())
+    return RolloutMembers(hybrid, collector, prompts, model)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of reinforcement learning around its steps: how it comes about, what it validates, saves and records."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from megatron_rl.capsule.recording import CapsuleRecorder
+from megatron_rl.config.command_line import end_program_on_errors
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.lifecycle.opening import OpenedRun, open_run
+from megatron_rl.observability.rollout_log import TokenTexts
+from megatron_rl.parallel.collectives import init_distributed, memory_in_use
+from megatron_rl.roles.build import group_timeout
+from megatron_rl.roles.inputs import RlInputs
+from megatron_rl.roles.parts import NO_PARTS, Parts
+from megatron_rl.trainer.building import build_members
+from megatron_rl.trainer.introduction import describe_run
+from megatron_rl.trainer.preparing import read_and_check
+from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.types import UserError
+
+
+class Session:
+    """Roles, data and sinks of one run; building it is collective.
+
+    Args:
+        config: the resolved config.
+        inputs: from `read_rl_inputs`.
+        recipe: names the default run directory.
+        parts: that are given as objects.
+    """
+
+    def __init__(
+        self, config: RunConfig, inputs: RlInputs, recipe: Path | None = None, parts: Parts = NO_PARTS,
+    ) -> None:
+        self.config, self.inputs, self.plan = config, inputs, inputs.plan
+        self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+        assert self.plan.total_steps is not None, "the data was read"
+        self.total_steps = self.plan.total_steps
+        opened = open_run(config, recipe, self.total_steps)
+        self.guard = opened.guard
+        with self.guard.building():
+            self._build(opened, parts)
+
+    def _build(self, opened: OpenedRun, parts: Parts) -> None:
+        """Everything that needs the process group and the run directory."""
+        config, trainer = self.config, self.config.trainer
+        self.run, timers = opened.run, opened.run.timers
+        self.profiler = StepProfiler(
+            self.run.dir, steps=trainer.profile_steps, ranks=trainer.profile_ranks, rank=self.process.rank,
+            device=self.process.device)
+        timers.attach(
+            partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None)
+        self.members = members = build_members(config, self.inputs, parts, self.process, opened)
+        self.actor, self.reference, self.critic = members.actor, members.reference, members.critic
+        self.hybrid, self.collector, self.kl = members.hybrid, members.collector, members.kl
+        self.checkpoints = members.checkpoints
+        decode = self.inputs.tokenizer.decode
+        self.token_texts = TokenTexts(decode)
+        self.capsule = CapsuleRecorder(
+            config, self.plan, self.run, members.trained, self.checkpoints.save_into, decode)
+
+    @classmethod
+    def from_hf_config(
+        cls, model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
+        **parts: Any,
+    ) -> Self:
+        """What `launch/pretrain_grpo.py` builds, for a program of the user's own that torchrun starts.
+
+        An error that the program lets through ends it as it ends the command line: one message in the job, and the
+        exit codes of docs/checkpoints.md.
+
+        Args:
+            model_path: directory of the policy in HF format, or a checkpoint of this package.
+            config: a recipe, or its settings as nested mappings.
+            overrides: `section.key=value`, as on the command line.
+            **parts: see `Parts`: reward, adv_estimator, policy_loss, engine, reward_model, actor, critic, reference.
+
+        Raises:
+            UserError: bad input; on every rank alike, before any process group exists.
+        """
+        end_program_on_errors()
+        source = config if isinstance(config, Mapping) else Path(config)
+        loaded = load_config(source, [*overrides, f"model.path={model_path}"])
+        for note in loaded.notes:
+            warnings.warn(note)
+        recipe = source if isinstance(source, Path) else None
+        return cls.from_config(loaded.config, recipe, Parts(**parts))
+
+    @classmethod
+    def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:
+        """Check every input of a loaded config, then build the run.
+
+        Raises:
+            UserError: bad input, before any process group exists.
+        """
+        config = parts.enter(config)
+        return cls(config, read_and_check(config, parts), recipe, parts)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Say what runs; report an error (see `Guard`); afterwards, also after one, release and close everything."""
+        try:
+            with self.guard.reporting():
+                self.run.log.info("run directory: %s", self.run.dir)
+                for line in describe_run(self.config, self.inputs, self.members, self.process.device):
+                    self.run.log.info("%s", line)
+                yield
+        except UserError:
+            self.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
+            raise
+        finally:
+            self.close()
+
+    def steps(self) -> Iterator[int]:
+        """Count the steps; validate, save and record around them as the config says."""
+        total, trainer, run = self.total_steps, self.config.trainer, self.run
+        resumed = self.checkpoints.start()
+        if trainer.val_only:
+            self.validate()
+            run.record(resumed or 0)
+            run.finish()
+            return
+        if resumed is None and trainer.val_before_train and self.inputs.validation:
+            self.validate()
+            run.record(0)
+            self.checkpoints.mark(0)
+            self.checkpoints.safe_point()
+        for step in range((resumed or 0) + 1, total + 1):
+            run.timers.begin_step(step)
+            with self.profiler.step(step), run.timers.phase("step"):
+                self.capsule.begin(step)
+                yield step
+                is_best = False
+                if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):
+                    is_best = run.is_best(self.validate(), trainer.best_metric)
+                self.checkpoints.end_step(step, is_best)
+            run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
+        run.finish()
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of every validation set; collective."""
+        with self.run.timers.phase("validation", swallow=True), self.hybrid.rollout_mode():
+            metrics = self.collector.validate(self.inputs.validation)
+        self.run.count(metrics)
+        return metrics
+
+    def close(self) -> None:
+        """Release the engine, end reward workers and close the sinks (also after an error)."""
+        self.checkpoints.close()
+        self.collector.close()
+        self.run.close()
