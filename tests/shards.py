@@ -98,13 +98,7 @@ def as_shards(tables: Sequence[Sequence[ShardBox]]) -> list[Shard]:
 
 def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[ShardBox]]:
     """Tables of all ranks that train with this layout."""
-    ranks = map(layout.expert_coordinates, range(layout.world_size))
-    return [
-        megatron_placements(
-            shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp,
-            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at.ep)
-        for at in ranks
-    ]
+    return [megatron_placements(shape, layout, rank) for rank in range(layout.world_size)]
 
 
 def place_vllm(shape: ModelShape, world_size: int, tp_size: int) -> list[list[ShardBox]]:

@@ -26,7 +26,7 @@ from megatron_rl.checkpoint.files import publish
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.executor import Resharder
+from megatron_rl.resharding.executor import Resharder, Transport
 from megatron_rl.resharding.planner import plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
@@ -218,7 +218,7 @@ def _collect(
     whole = tuple(ShardBox(name, full_box(size), name, full_box(size)) for name, size in batch.items())
     group, dtype = model.group, next(iter(model.params.values())).dtype
     plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
-    Resharder(plan, model.params, tensors, group, dtype=dtype, bucket_bytes=bucket_bytes).run()
+    Resharder(plan, model.params, tensors, group, Transport(bucket_bytes), dtype=dtype).run()
 
 
 def _finish_directory(

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig
@@ -203,32 +202,31 @@ def count_aliased_elements(shape: ModelShape, layout: ParallelLayout, rank: int,
     Read off the tables of a model of two layers, the second of which stands for all.
     """
     at = layout.expert_coordinates(rank)
+    stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
+    small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
     layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), min(layout.pp_size, 2), tp=_Part(at.tp, layout.tp_size),
-        ep=_Part(at.ep, layout.ep_size), rollout_tp=_Part(rank % rollout_tp, rollout_tp))
+        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rank % rollout_tp)
     ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
     return shape.num_layers // layout.pp_size * layer + ends
 
 
-class _Part(NamedTuple):
-    """One rank of an axis of a layout."""
-
-    rank: int
-    size: int
-
-
 @lru_cache(maxsize=4096)
 def _count_aliased_blocks(
-    shape: ModelShape, num_stages: int, *, tp: _Part, ep: _Part, rollout_tp: _Part
+    shape: ModelShape, layout: ParallelLayout, rank: int, rollout_tp: int, rollout_rank: int
 ) -> tuple[int, int, int]:
-    """Shared elements of the last layer, and of what is not a layer on the first and on the last stage."""
-    theirs, sizes = _list_engine_parameters(shape, rollout_tp.size, rollout_tp.rank)
+    """Shared elements of the last layer, and of what is not a layer on the first and on the last stage.
+
+    Args:
+        shape, layout: of one replica.
+        rank: on the first stage.
+        rollout_tp, rollout_rank: of the engine.
+    """
+    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank)
     # Both sides pad the vocabulary; a storage fits both if they pad it alike.
-    has_same_vocabulary = padded_vocab_size(shape.vocab_size, tp.size) == padded_vocab_size(shape.vocab_size, 1)
+    has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
     layer, ends = 0, []
-    for stage in range(num_stages):
-        ours = megatron_placements(shape, tp_size=tp.size, tp_rank=tp.rank, pp_size=num_stages, pp_rank=stage,
-                                   ep_size=ep.size, ep_rank=ep.rank)
+    for peer in layout.group_of(rank, "pp"):
+        ours = megatron_placements(shape, layout, peer)
         pairs = find_aliases(ours, theirs)
         layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
         ends.append(sum(sizes[name] for name, source in pairs.items() if ".layers." not in name

@@ -95,11 +95,12 @@ def _building_blocks(
     shape: ModelShape, tp_size: int, ep_size: int
 ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...], tuple[Parameter, ...]]:
     """Embedding, one layer, and what follows the last: read off the tables of a model of one layer in two stages."""
-    small = replace(shape, num_layers=2)
+    small, layout = replace(shape, num_layers=2), ParallelLayout(
+        2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size)
     stages = [
         _read_parameters(small, [
-            (p.param.partition(".")[2], p.local_box) for p in megatron_placements(
-                small, tp_size=tp_size, tp_rank=0, pp_size=2, pp_rank=pp_rank, ep_size=ep_size, ep_rank=0)],
+            (p.param.partition(".")[2], p.local_box)
+            for p in megatron_placements(small, layout, layout.rank(pp=pp_rank))],
             tp_size, ep_size)
         for pp_rank in range(2)]
     prefix = "decoder.layers.0."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
@@ -26,12 +27,9 @@ class SwitchPlan:
 
 def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tuple[list[Shard], list[Shard]]:
     """Both sides of the move, as training and the engine lay them out."""
-    at = layout.expert_coordinates
     source = group_shards(
-        lambda rank: megatron_placements(
-            shape, tp_size=layout.tp_size, tp_rank=at(rank).tp, pp_size=layout.pp_size, pp_rank=at(rank).pp,
-            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=at(rank).ep),
-        lambda rank: (at(rank).tp, at(rank).pp, at(rank).ep), layout.world_size)
+        lambda rank: megatron_placements(shape, layout, rank),
+        lambda rank: attrgetter("tp", "pp", "ep")(layout.expert_coordinates(rank)), layout.world_size)
     destination = group_shards(
         lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
         lambda rank: rank % rollout_tp, layout.world_size)

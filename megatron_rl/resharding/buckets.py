@@ -82,19 +82,18 @@ class BucketTransport:
     Args:
         sends: destination rank -> pieces.
         receives: source rank -> pieces.
-        source, destination: this rank's parameters by name.
+        source, destination: this rank's parameters by name; staging buffers are where the source is.
         group: group whose rank numbers the plan uses.
         bucket_bytes: the four staging buffers take at most twice this.
         dtype: what travels: the type of the destination parameters.
-        device: of the staging buffers.
     """
 
     def __init__(
         self, sends: Mapping[int, Sequence[TransferOp]], receives: Mapping[int, Sequence[TransferOp]],
         source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], group: dist.ProcessGroup,
-        bucket_bytes: int, dtype: torch.dtype, device: torch.device,
+        bucket_bytes: int, dtype: torch.dtype,
     ) -> None:
-        self._group, self._dtype, self._device = group, dtype, device
+        self._group, self._dtype, self._device = group, dtype, next(iter(source.values())).device
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
         self._sends = {
             peer: [[source[op.src_param][box_slices(op.src_box)] for op in bucket]

@@ -100,8 +100,7 @@ class Certificate:
 
     Args:
         shapes: logical tensors by name.
-        source, destination: this rank's sides.
-        dtype: of the destination; sources of another type are compared after conversion.
+        source, destination: this rank's sides; a source of another type is compared after conversion.
         num_engines, engine: engines in the job, and the one of this rank.
         group: all ranks.
         sample_share: share of the bytes that one `verify(sample=True)` looks at.
@@ -111,10 +110,11 @@ class Certificate:
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], source: Side, destination: Side, *, dtype: torch.dtype,
+        self, shapes: Mapping[str, tuple[int, ...]], source: Side, destination: Side, *,
         num_engines: int, engine: int, group: dist.ProcessGroup, sample_share: float = 0.02,
     ) -> None:
-        self._shapes, self._source, self._destination, self._dtype = dict(shapes), source, destination, dtype
+        self._shapes, self._source, self._destination = dict(shapes), source, destination
+        self._dtype = next(iter(destination.params.values())).dtype
         self._num_engines, self._engine, self._group = num_engines, engine, group
         self._rotation = _split_by_share(self._shapes, sample_share)
         self.turn = 0

@@ -49,6 +49,21 @@ class ReshardStats:
         return self.bytes_pulled + self.bytes_received
 
 
+@dataclass(frozen=True)
+class Transport:
+    """How pieces cross between ranks.
+
+    Attributes:
+        bucket_bytes: bound on the staging memory of buckets: twice this.
+        name: "pull", "buckets", or "auto": pull from peers on the same host, buckets from others.
+        ranks_per_node: of this job, to judge whether shared memory suffices.
+    """
+
+    bucket_bytes: int
+    name: str = "buckets"
+    ranks_per_node: int = 1
+
+
 class Resharder:
     """One rank's side of a reshard, made ready once and run after every optimizer step.
 
@@ -58,10 +73,11 @@ class Resharder:
             memory (in place: every view follows).
         destination: this rank's destination parameters by name; written in place.
         group: group whose rank numbers the plan uses; building is collective.
+        transport: how pieces are to cross between ranks.
         dtype: of every destination parameter; sources of another type are converted.
-        bucket_bytes: bound on the staging memory of buckets: twice this.
-        transport: "pull", "buckets", or "auto": pull from peers on the same host, buckets from others.
-        ranks_per_node: of this job, to judge whether shared memory suffices.
+
+    Attributes:
+        transport: what is really used: "pull", "buckets", or "pull+buckets".
 
     Raises:
         UserError: pull is asked for and impossible; raised on every rank.
@@ -69,14 +85,13 @@ class Resharder:
 
     def __init__(
         self, plan: RankPlan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup, *, dtype: torch.dtype, bucket_bytes: int, transport: str = "buckets",
-        ranks_per_node: int = 1,
+        group: dist.ProcessGroup, transport: Transport, *, dtype: torch.dtype,
     ) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} is {tensor.dtype}; all destination parameters are to be {dtype}")
         self._group = group
-        self.transport, mapped = _map_peers(plan, source, group, transport, ranks_per_node)
+        self.transport, mapped = _map_peers(plan, source, group, transport)
         copies = [(source, op) for op in plan.local]
         copies += [(mapped[peer], op) for peer, ops in plan.receives.items() if peer in mapped for op in ops]
         self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
@@ -88,7 +103,7 @@ class Resharder:
         self._device = device = next(iter(source.values())).device
         if self.transport != "pull":
             connect(group, device)
-        self._buckets = BucketTransport(sends, receives, source, destination, group, bucket_bytes, dtype, device)
+        self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
         self.stats = ReshardStats(
             bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in mapped for op in ops], dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
@@ -132,15 +147,15 @@ def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
 
 
 def _map_peers(
-    plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: str, ranks_per_node: int
+    plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
 ) -> tuple[str, dict[int, dict[str, torch.Tensor]]]:
     """The transport that is really used, and the parameters of the peers that this rank pulls from."""
-    if transport == "buckets" or group.size() == 1:
+    if transport.name == "buckets" or group.size() == 1:
         return "buckets", {}
     missing: list[int] = [0] * group.size()
-    dist.all_gather_object(missing, missing_shared_memory(source, ranks_per_node), group=group)
+    dist.all_gather_object(missing, missing_shared_memory(source, transport.ranks_per_node), group=group)
     if max(missing):
-        if transport == "auto":
+        if transport.name == "auto":
             return "buckets", {}
         raise UserError(
             f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
@@ -158,12 +173,12 @@ def _map_peers(
     found: list[tuple[bool, str]] = [(False, "")] * group.size()
     dist.all_gather_object(found, (len(mapped) < len(plan.receives), failure), group=group)
     failure = next((said for _, said in found if said), "")
-    if failure and transport == "auto":
+    if failure and transport.name == "auto":
         if group.rank() == 0:
             log.warning("weights travel in buckets: %s", failure)
         return "buckets", {}
     is_remote = any(remote for remote, _ in found)
-    if transport == "pull" and (failure or is_remote):
+    if transport.name == "pull" and (failure or is_remote):
         raise UserError(failure or "weights must come from another host", source="hybrid.transport=pull",
                         expected="all ranks on one host, and a link between any two of its GPUs",
                         hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere")

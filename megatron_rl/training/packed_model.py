@@ -128,11 +128,7 @@ class PackedModel:
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the layout."""
-        layout = self.groups.layout
-        at = layout.coordinates(rank)
-        return megatron_placements(
-            self.shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size, pp_rank=at.pp,
-            vpp_size=layout.vpp_size, ep_size=layout.ep_size, ep_rank=layout.expert_coordinates(rank).ep)
+        return megatron_placements(self.shape, self.groups.layout, rank)
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""

@@ -26,7 +26,7 @@ from megatron_rl.parallel.collectives import Process, reduce_scalars
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.executor import Resharder, ReshardStats
+from megatron_rl.resharding.executor import Resharder, ReshardStats, Transport
 from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
@@ -130,8 +130,8 @@ class HybridEngine:
             lambda rank: (engine.shard_key(rank), shared[rank]), process.world_size)
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(
-            plan, actor.params, engine.params, self._group, dtype=self._dtype, bucket_bytes=config.bucket_bytes,
-            transport=config.transport, ranks_per_node=process.ranks_per_node)
+            plan, actor.params, engine.params, self._group,
+            Transport(config.bucket_bytes, config.transport, process.ranks_per_node), dtype=self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -152,7 +152,7 @@ class HybridEngine:
             actor.shape.logical_tensors(), Side(actor.params, count_once(source, process.rank), padded),
             Side(engine.params, count_once(destination, self._engine_rank),
                  [name for name in engine.padded_params if name in engine.params]),
-            dtype=self._dtype, num_engines=self._num_engines, engine=self._engine_index, group=self._group)
+            num_engines=self._num_engines, engine=self._engine_index, group=self._group)
 
     def _total_stats(self) -> ReshardStats:
         """Bytes of one reshard, all ranks together."""

@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from megatron_rl.weights.experts import megatron_expert_rows
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.tables import PlacementTable, Row, Rows, split_boxes
+
+if TYPE_CHECKING:
+    from megatron_rl.parallel.layout import ParallelLayout
 
 VOCAB_MULTIPLE = 64
 PADDED_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -38,24 +42,19 @@ def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chu
     return range(start, start + per_chunk)
 
 
-def megatron_placements(
-    shape: ModelShape, *, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, vpp_size: int = 1,
-    ep_size: int = 1, ep_rank: int = 0,
-) -> PlacementTable:
+def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
     """Placements of all parameters of one rank's model chunks."""
-    vocab_rows = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
+    at, vocab_rows = layout.expert_coordinates(rank), padded_vocab_size(shape.vocab_size, layout.tp_size)
     return PlacementTable(
-        _list_rows(shape, pp_size, pp_rank, vpp_size, ep_size, ep_rank),
-        split_boxes(shape, tp_size, tp_rank, vocab_rows))
+        _list_rows(shape, layout, at.pp, at.ep),
+        split_boxes(shape, layout.tp_size, at.tp, vocab_rows // layout.tp_size))
 
 
 @lru_cache(maxsize=1)  # the ranks of a TP group come one after the other
-def _list_rows(
-    shape: ModelShape, pp_size: int, pp_rank: int, vpp_size: int, ep_size: int, ep_rank: int
-) -> Rows:
+def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank: int) -> Rows:
     """What a pipeline stage and EP rank holds, whatever TP is."""
     found: list[Row] = []
-    per_rank = shape.num_experts // ep_size
+    pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     layer_rows = _list_attention(shape) + (megatron_expert_rows(shape, experts) if shape.num_experts else _DENSE)
     for chunk in range(vpp_size):

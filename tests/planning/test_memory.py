@@ -122,10 +122,8 @@ def test_shared_elements_are_those_of_the_whole_tables(sizes: dict, rollout_tp: 
     """The planner reads them off two layers; here every pair of the full tables is added up."""
     shape, layout = small_shape(**changes), ParallelLayout(8, **sizes)
     for rank in (0, 7):
-        at = layout.coordinates(rank)
         theirs = vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp)
-        ours = megatron_placements(shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size,
-                                   pp_rank=at.pp, vpp_size=layout.vpp_size)
+        ours = megatron_placements(shape, layout, rank)
         pairs, expected = find_aliases(ours, theirs), 0
         for placement in theirs:
             if placement.param in pairs:

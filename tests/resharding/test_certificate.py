@@ -165,7 +165,7 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
              [n for n in source if "embed" in n or "output_layer" in n]),
         Side(destination, count_once(as_shards(tables[first : first + 2]), rank - first),
              ["model.embed_tokens.weight", "lm_head.weight"]),
-        dtype=dtype, num_engines=2, engine=rank // 2, group=dist.group.WORLD, sample_share=0.1)
+        num_engines=2, engine=rank // 2, group=dist.group.WORLD, sample_share=0.1)
     try:
         return [certificate.verify(sample=sample) for _ in range(rounds)]
     except CertificateError as error:

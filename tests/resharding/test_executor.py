@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding import buckets, executor
-from megatron_rl.resharding.executor import Resharder
+from megatron_rl.resharding.executor import Resharder, Transport
 from megatron_rl.resharding.planner import RankPlan, group_shards, plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox, rows
@@ -78,7 +78,7 @@ def reshard(
         held = make_empty_shards(source[rank], dtype, PADDING_ROWS)
         filled = make_empty_shards(destination[rank], dtype, PADDING_ROWS)
         resharder = Resharder(
-            plan, held, filled, dist.group.WORLD, dtype=dtype, bucket_bytes=bucket_bytes, transport=transport)
+            plan, held, filled, dist.group.WORLD, dtype=dtype, transport=Transport(bucket_bytes, transport))
         for seed in (1, 2):
             full = make_full_tensors(shape, dtype, seed)
             for name, tensor in cut_shards(source[rank], full, PADDING_ROWS).items():
@@ -124,7 +124,7 @@ def meet_as_on_a_gpu(rank: int, world_size: int, transport: str) -> tuple[bool, 
     destination = place_on_rank_0(shape, world_size)
     held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
     resharder = Resharder(plan_tables(rank, source, destination), held, filled, dist.group.WORLD, dtype=torch.float32,
-                          bucket_bytes=1 << 10, transport=transport)
+                          transport=Transport(1 << 10, transport))
     resharder._device = torch.device("cuda", 0)
     resharder.run()
     return bool(filled), connected, waited
@@ -152,8 +152,8 @@ def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
     try:
         return Resharder(
             plan_tables(rank, source, destination), make_empty_shards(source[rank]),
-            make_empty_shards(destination[rank]), dist.group.WORLD, dtype=torch.float32, bucket_bytes=1 << 10,
-            transport=transport).transport
+            make_empty_shards(destination[rank]), dist.group.WORLD, dtype=torch.float32,
+            transport=Transport(1 << 10, transport)).transport
     except UserError as error:
         return error.found
 
@@ -177,7 +177,7 @@ def test_equal_layouts_copy_inside_the_rank() -> None:
         filled = make_empty_shards(tables[rank])
         plan = plan_tables(rank, tables, tables)
         stats = Resharder(
-            plan, expected, filled, dist.group.WORLD, dtype=torch.float32, bucket_bytes=1 << 10).run()
+            plan, expected, filled, dist.group.WORLD, dtype=torch.float32, transport=Transport(1 << 10)).run()
         return find_differences(filled, expected), stats.bytes_moved, len(rounds)
 
     assert run_ranks(copy, 2, timeout=60) == [([], 0, 0)] * 2
@@ -195,7 +195,7 @@ def test_weights_are_converted_to_the_destinations_dtype(transport: str) -> None
         filled = make_empty_shards(destination[rank], torch.bfloat16)
         plan = plan_tables(rank, source, destination)
         Resharder(plan, cut_shards(source[rank], full), filled, dist.group.WORLD, dtype=torch.bfloat16,
-                  bucket_bytes=1 << 10, transport=transport).run()
+                  transport=Transport(1 << 10, transport)).run()
         rounded = {name: tensor.bfloat16() for name, tensor in full.items()}
         return find_differences(filled, cut_shards(destination[rank], rounded))
 
@@ -215,7 +215,7 @@ def test_ranks_of_a_plan_are_those_of_its_group() -> None:
         plan = plan_tables(group.rank(), source, destination)
         held = torch.nn.Parameter(torch.full((2,), float(rank)))
         filled = torch.nn.Parameter(torch.zeros(4))
-        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, dtype=torch.float32, bucket_bytes=4).run()
+        Resharder(plan, {"p": held}, {"q": filled[1:3].detach()}, group, Transport(4), dtype=torch.float32).run()
         return filled.tolist()
 
     assert run_ranks(swap, 3, timeout=60) == [[], [0.0, 2.0, 2.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
@@ -229,8 +229,8 @@ def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Cal
     destination = place_vllm(shape, world_size, 1)
     held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
     resharder = Resharder(
-        plan_tables(rank, source, destination), held, filled, group, dtype=torch.float32, bucket_bytes=1 << 12,
-        transport=transport)
+        plan_tables(rank, source, destination), held, filled, group, Transport(1 << 12, transport),
+        dtype=torch.float32)
     resharder.run()
     if rank == 2:
         leave()
@@ -274,9 +274,9 @@ def test_pull_without_shared_memory_is_refused_everywhere() -> None:
         source, destination = place_megatron(shape, ParallelLayout(2, pp_size=2)), place_vllm(shape, 2, 1)
         arguments = (plan_tables(rank, source, destination), make_empty_shards(source[rank]),
                      make_empty_shards(destination[rank]), dist.group.WORLD)
-        auto = Resharder(*arguments, dtype=torch.float32, bucket_bytes=1 << 12, transport="auto").transport
+        auto = Resharder(*arguments, dtype=torch.float32, transport=Transport(1 << 12, "auto")).transport
         try:
-            Resharder(*arguments, dtype=torch.float32, bucket_bytes=1 << 12, transport="pull")
+            Resharder(*arguments, dtype=torch.float32, transport=Transport(1 << 12, "pull"))
         except UserError as error:
             return auto, str(error)
         return auto, ""

@@ -132,7 +132,7 @@ def test_fused_parameters_have_the_engines_order(tp_size: int) -> None:
     shape = make_shape("qwen2")
     full = make_full_tensors(shape)
     for tp_rank in range(tp_size):
-        shards = cut_shards(megatron_placements(shape, tp_size=tp_size, tp_rank=tp_rank), full)
+        shards = cut_shards(megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), tp_rank), full)
         for layer in range(shape.num_layers):
             hf = {name: full[f"model.layers.{layer}.{name}"] for name in (
                 *(f"self_attn.{x}_proj.{what}" for x in "qkv" for what in ("weight", "bias")),

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.aliasing import find_aliases
-from megatron_rl.resharding.executor import TRANSPORTS, Resharder
+from megatron_rl.resharding.executor import TRANSPORTS, Resharder, Transport
 from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.resharding.pull import export_params, map_params
 from megatron_rl.types import UserError
@@ -57,8 +57,9 @@ class Bench:
         self._tensors = shape.logical_tensors()
         self._stage_tables = {
             stage: self.source_table(layout.rank(pp=stage)) for stage in range(layout.pp_size)}
+        whole_layers = ParallelLayout(layout.tp_size, tp_size=layout.tp_size)
         self._shard_sizes = [
-            {p.hf_name: box_shape(p.hf_box) for p in megatron_placements(shape, tp_size=layout.tp_size, tp_rank=r)}
+            {p.hf_name: box_shape(p.hf_box) for p in megatron_placements(shape, whole_layers, r)}
             for r in range(layout.tp_size)]
         self._owners = {name: self._owner_stage(name) for name in self._tensors}
         self.source = _allocate(self.source_table(self.rank), dtype)
@@ -87,9 +88,7 @@ class Bench:
 
     def source_table(self, rank: int) -> Sequence[ShardBox]:
         """Megatron's placements of a rank."""
-        at, layout = self.layout.coordinates(rank), self.layout
-        return megatron_placements(self.shape, tp_size=layout.tp_size, tp_rank=at.tp, pp_size=layout.pp_size,
-                                   pp_rank=at.pp, vpp_size=layout.vpp_size)
+        return megatron_placements(self.shape, self.layout, rank)
 
     def destination_table(self, rank: int) -> Sequence[ShardBox]:
         """vLLM's placements of a rank."""
@@ -106,8 +105,8 @@ class Bench:
         start = time.perf_counter()
         self.plan = plan_rank(self.rank, source, destination, ranks_per_node=self.world)
         self.seconds_plan = time.perf_counter() - start
-        return Resharder(self.plan, self.source, self.destination, dist.group.WORLD, dtype=self.dtype,
-                         bucket_bytes=self.bucket_bytes, transport=transport, ranks_per_node=self.world)
+        return Resharder(self.plan, self.source, self.destination, dist.group.WORLD,
+                         Transport(self.bucket_bytes, transport, self.world), dtype=self.dtype)
 
     @torch.no_grad()
     def gather_and_load(self) -> None:
