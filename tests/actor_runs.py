@@ -18,7 +18,7 @@ from role_setups import make_setup
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
-from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
@@ -101,7 +101,7 @@ def build_batch(model: PackedModel, case: Case, advantages: list[float] | None =
         for rollouts in case.minibatches
     ]
     batch = build_train_batch(
-        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, pad_multiple=model.pad_multiple, device=CPU)
+        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, padding=Padding(model.pad_multiple), device=CPU)
     batch.advantages = expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch)
     reference = torch.nn.utils.rnn.pad_sequence([*draw_ref_logprobs(), torch.zeros(1)], batch_first=True)
     batch.ref_logprobs = reference[batch.sequence_ids, batch.position_ids]

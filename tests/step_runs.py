@@ -14,7 +14,7 @@ from role_setups import make_setup
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
-from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
@@ -86,8 +86,9 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
         ledgers.append(build_ledger("token-mean", responses, LONGEST))
     device = model.device
     batch = build_train_batch(
-        sequences, np.concatenate(weights), plans, dp_rank=model.groups.at.dp, pad_multiple=model.pad_multiple,
-        device=device, group_of=group_of, buckets=buckets, max_seqlen=LONGEST)
+        sequences, np.concatenate(weights), plans, dp_rank=model.groups.at.dp,
+        padding=Padding(model.pad_multiple, buckets, LONGEST),
+        device=device, group_of=group_of)
     batch.ledgers = ledgers
     batch.advantages = expand_to_tokens(rng.normal(size=len(lengths)), batch)
     noise = torch.from_numpy(rng.normal(size=(len(lengths) + 1, LONGEST)).astype(np.float32)).to(device)

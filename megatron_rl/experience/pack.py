@@ -19,7 +19,7 @@ from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.experience.fetch import Holders
 from megatron_rl.experience.table import Headers
-from megatron_rl.packing.batch import TrainBatch, build_train_batch
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, padding_metrics
 from megatron_rl.packing.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
@@ -111,8 +111,9 @@ class Packer:
         group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
         batch = build_train_batch(
             branches, weights, [(range(part.start, part.stop), part.plan) for part in minibatches],
-            dp_rank=self.model.groups.at.dp, pad_multiple=self.model.pad_multiple, device=self.device,
-            group_of=group_of, buckets=self.model.buckets, max_seqlen=self.plan.longest_sequence)
+            dp_rank=self.model.groups.at.dp, device=self.device,
+            padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
+            group_of=group_of)
         batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
         return Packing(
             batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches))

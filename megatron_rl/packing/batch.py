@@ -143,17 +143,30 @@ def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) ->
     return table[batch.sequence_ids]
 
 
+@dataclass(frozen=True)
+class Padding:
+    """What the lengths of microbatches must be.
+
+    Attributes:
+        multiple: every one becomes a multiple of this, and at least this.
+        buckets: every microbatch gets one of these shapes. None: only `multiple` counts.
+        max_seqlen: no sequence is longer (with buckets; padding is cut into segments that are not); None: no bound.
+    """
+
+    multiple: int
+    buckets: Buckets | None = None
+    max_seqlen: int | None = None
+
+
 def build_train_batch(
     sequences: Mapping[int, Branch] | Sequence[Branch],
     sequence_weights: Sequence[float] | np.ndarray,
     minibatch_plans: Sequence[tuple[Sequence[int], MicrobatchPlan]],
     *,
     dp_rank: int,
-    pad_multiple: int,
+    padding: Padding,
     device: torch.device,
     group_of: Sequence[int] | np.ndarray | None = None,
-    buckets: Buckets | None = None,
-    max_seqlen: int | None = None,
 ) -> TrainBatch:
     """Pack the sequences of one DP rank.
 
@@ -162,12 +175,10 @@ def build_train_batch(
         sequence_weights: loss weight of each of their response tokens.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
         dp_rank: whose microbatches to build.
-        pad_multiple: every microbatch's length becomes a multiple of this, and at least this.
+        padding: what the lengths of the microbatches must be.
         device: where the tensors live.
         group_of: a number per sequence; sequences of one number that follow each other in a microbatch share their
             prompt. None packs every sequence with its own.
-        buckets: every microbatch gets one of these shapes. None: lengths are multiples of `pad_multiple`.
-        max_seqlen: no sequence is longer (with buckets; padding is cut into segments that are not); None: no bound.
     """
     rows = _Rows()
     slices: list[MicrobatchSlice] = []
@@ -184,7 +195,7 @@ def build_train_batch(
                 assert _have_same_prompt(sequences[previous], sequences[index]), "a group has one prompt"
             rows.append(sequences[index], index, shares_prompt=is_shared)
             previous = index
-        slices.append(_close_microbatch(rows, first, pad_multiple, buckets, max_seqlen, device))
+        slices.append(_close_microbatch(rows, first, padding, device))
     flat = {name: move_to_device(np.concatenate(pieces), device) for name, pieces in rows.columns.items()}
     batch = TrainBatch(
         tokens=flat["tokens"], position_ids=flat["positions"], predecessors=flat["predecessors"],
@@ -196,15 +207,13 @@ def build_train_batch(
     return batch
 
 
-def _close_microbatch(
-    rows: _Rows, first: int, pad_multiple: int, buckets: Buckets | None, max_seqlen: int | None, device: torch.device
-) -> MicrobatchSlice:
+def _close_microbatch(rows: _Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:
     """Pad the microbatch that began at row `first`, and describe it."""
-    size = rows.num_tokens
+    size, buckets = rows.num_tokens, padding.buckets
     if buckets is None:
-        rows.pad(max(-(-size // pad_multiple), 1) * pad_multiple)
+        rows.pad(max(-(-size // padding.multiple), 1) * padding.multiple)
     else:
-        rows.pad(buckets.find_size(size), max_seqlen)
+        rows.pad(buckets.find_size(size), padding.max_seqlen)
     bounds = np.cumsum([0, *rows.lengths])
     keys = build_segment_keys(bounds, rows.prefixes, device)
     longest, stop = max(rows.lengths), int(bounds[-1])
@@ -212,7 +221,7 @@ def _close_microbatch(
         # One more, so that there always is an empty segment: it owns the padding of the keys.
         slots = buckets.find_slots(len(rows.lengths) + 1)
         bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
-        longest = min(max_seqlen or stop, stop)
+        longest = min(padding.max_seqlen or stop, stop)
         if keys is not None:
             keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
     return MicrobatchSlice(

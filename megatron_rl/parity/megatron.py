@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig
-from megatron_rl.packing.batch import build_train_batch
+from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -47,7 +47,7 @@ def score_with_megatron(
     plan = plan_microbatches(
         lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple)
     batch = build_train_batch(
-        packed, [0.0] * len(packed), [(range(len(packed)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,
+        packed, [0.0] * len(packed), [(range(len(packed)), plan)], dp_rank=0, padding=Padding(policy.pad_multiple),
         device=policy.device)
     logprobs = policy.compute_forward(batch, LogprobHead(policy))
     return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.packing.batch import build_train_batch
+from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
@@ -87,7 +87,7 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
     count = policy.microbatch_count_multiple
     batch = build_train_batch(
         [sequence] * count, [0.0] * count, [(range(count), [[[i] for i in range(count)]])], dp_rank=0,
-        pad_multiple=policy.pad_multiple, device=policy.device)
+        padding=Padding(policy.pad_multiple), device=policy.device)
     with _catching(catches):
         policy.compute_forward(batch, LogprobHead(policy))
     mine = {name: value[: len(tokens)] for name, value in trace.items()}

@@ -21,7 +21,7 @@ from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
 from megatron_rl.models.rotary import compute_rotary_table, rotate
 from megatron_rl.models.transformer_config import build_transformer_config
-from megatron_rl.packing.batch import build_train_batch
+from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import ModelShape
@@ -48,7 +48,7 @@ def make_packed(group_of: list[int] | None, **shard: int) -> tuple[PackedSequenc
     """A prompt of 3 with responses of 2 and 4, and its positions; shared where `group_of` says so."""
     sequences = [Branch.of_response(np.arange(3 + n), 3) for n in (2, 4)]
     batch = build_train_batch(
-        sequences, [1.0, 1.0], [((0, 1), [[[0, 1]]])], dp_rank=0, pad_multiple=1, device=torch.device("cpu"),
+        sequences, [1.0, 1.0], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=torch.device("cpu"),
         group_of=group_of)
     packed = build_packed_sequences(
         batch.slices[0], batch.position_ids, SHAPE, dtype=torch.float32, **shard)

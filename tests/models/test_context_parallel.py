@@ -25,7 +25,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
-from megatron_rl.packing.batch import TrainBatch, build_train_batch
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
@@ -93,7 +93,7 @@ def build_batch(case: Case) -> TrainBatch:
     plan = plan_microbatches(lengths, dp_size=1, max_tokens=100, shared=shared)
     return build_train_batch(
         draw_sequences(), np.ones(NUM_SEQUENCES), [(range(NUM_SEQUENCES), plan)], dp_rank=0,
-        pad_multiple=case.cp_size * (case.tp_size if case.sequence_parallel else 1), device=torch.device("cpu"),
+        padding=Padding(case.cp_size * (case.tp_size if case.sequence_parallel else 1)), device=torch.device("cpu"),
         group_of=GROUP_OF if case.shares_prompts else None)
 
 

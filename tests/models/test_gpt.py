@@ -25,7 +25,7 @@ from megatron_rl.models import gpt
 from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.transformer_config import build_transformer_config
-from megatron_rl.packing.batch import build_train_batch
+from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -147,8 +147,8 @@ def _run_policy(policy: PackedModel) -> list[torch.Tensor] | None:
     sequences = [Branch.of_response(tokens, 1) for tokens in draw_tokens(LENGTHS)]
     plan = plan_microbatches(LENGTHS, dp_size=1, max_tokens=32, count_multiple=policy.microbatch_count_multiple)
     batch = build_train_batch(
-        sequences, np.ones(len(LENGTHS)), [(range(len(LENGTHS)), plan)], dp_rank=0, pad_multiple=policy.pad_multiple,
-        device=torch.device("cpu"))
+        sequences, np.ones(len(LENGTHS)), [(range(len(LENGTHS)), plan)], dp_rank=0,
+        padding=Padding(policy.pad_multiple), device=torch.device("cpu"))
     assert len(batch.slices) >= 3
     caught: list[torch.Tensor] = []
     policy.stages[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.types import Branch
@@ -30,7 +30,7 @@ SEQUENCES = [make_sequence([10, 11, 12], 1), make_sequence([20, 21, 22, 23], 2),
 def batch() -> TrainBatch:
     """Two minibatches on one rank: {0, 1} in one microbatch and an empty one, {2} in one; multiples of 4."""
     plans = [((0, 1), [[[0, 1], []]]), ((2,), [[[0]]])]
-    return build_train_batch(SEQUENCES, [0.5, 0.25, 0.125], plans, dp_rank=0, pad_multiple=4, device=CPU)
+    return build_train_batch(SEQUENCES, [0.5, 0.25, 0.125], plans, dp_rank=0, padding=Padding(4), device=CPU)
 
 
 def test_flat_tensors_by_hand(batch: TrainBatch) -> None:
@@ -60,14 +60,15 @@ def test_slices_by_hand(batch: TrainBatch) -> None:
 
 
 def test_no_padding_where_none_is_needed() -> None:
-    batch = build_train_batch(SEQUENCES, [1, 1, 1], [((0, 1, 2), [[[0, 1, 2]]])], dp_rank=0, pad_multiple=1, device=CPU)
+    batch = build_train_batch(
+        SEQUENCES, [1, 1, 1], [((0, 1, 2), [[[0, 1, 2]]])], dp_rank=0, padding=Padding(1), device=CPU)
     assert batch.slices[0].cu_seqlens.tolist() == [0, 3, 7, 9] and batch.sequence_ids.min() == 0
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 2, 8])
 def test_empty_microbatch_is_one_padding_sequence(pad_multiple: int) -> None:
     batch = build_train_batch(
-        SEQUENCES, [1, 1, 1], [((0,), [[[0]], [[]]])], dp_rank=1, pad_multiple=pad_multiple, device=CPU)
+        SEQUENCES, [1, 1, 1], [((0,), [[[0]], [[]]])], dp_rank=1, padding=Padding(pad_multiple), device=CPU)
     assert batch.slices[0].cu_seqlens.tolist() == [0, pad_multiple]
     assert batch.sequence_ids.tolist() == [-1] * pad_multiple
     assert not batch.loss_mask.any() and not batch.loss_weights.any()
@@ -76,7 +77,7 @@ def test_empty_microbatch_is_one_padding_sequence(pad_multiple: int) -> None:
 def test_first_position_is_masked_without_a_prompt() -> None:
     """Nothing predicts position 0, so a response that starts there loses its first token."""
     sequence = make_sequence([5, 6, 7], 0)
-    batch = build_train_batch([sequence], [1.0], [((0,), [[[0]]])], dp_rank=0, pad_multiple=1, device=CPU)
+    batch = build_train_batch([sequence], [1.0], [((0,), [[[0]]])], dp_rank=0, padding=Padding(1), device=CPU)
     assert batch.loss_mask.tolist() == [False, True, True] and batch.loss_weights.tolist() == [0, 1, 1]
 
 
@@ -119,7 +120,7 @@ SHARED = [
 def test_shared_prompts_by_hand() -> None:
     """Responses 40 41, 50 and 70 71 to prompt 1 2 3; 60 to 7 8; row 4 of 50's prediction is the prompt's last."""
     batch = build_train_batch(
-        SHARED, [1.0, 2.0, 3.0, 4.0], [(range(4), [[[0, 1, 3, 2]]])], dp_rank=0, pad_multiple=4, device=CPU,
+        SHARED, [1.0, 2.0, 3.0, 4.0], [(range(4), [[[0, 1, 3, 2]]])], dp_rank=0, padding=Padding(4), device=CPU,
         group_of=[5, 5, 6, 5])
     assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 50, 70, 71, 7, 8, 60, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 0, 1, 2, 0]
@@ -136,7 +137,8 @@ def test_shared_prompts_by_hand() -> None:
 def test_a_prompt_is_shared_within_a_microbatch_only() -> None:
     """Parts of a group in two microbatches have a copy each, and keys only where a part has two members."""
     batch = build_train_batch(
-        SHARED, [1.0] * 4, [((0, 1, 3), [[[0], [1, 2]]])], dp_rank=0, pad_multiple=1, device=CPU, group_of=[5, 5, 6, 5])
+        SHARED, [1.0] * 4, [((0, 1, 3), [[[0], [1, 2]]])], dp_rank=0, padding=Padding(1), device=CPU,
+        group_of=[5, 5, 6, 5])
     assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 1, 2, 3, 50, 70, 71]
     assert [s.keys is None for s in batch.slices] == [True, False]
     assert batch.slices[1].keys.index.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5]
@@ -146,7 +148,7 @@ def test_shared_prompts_without_tokens() -> None:
     """An empty prompt brings nothing: each response is a sequence; an empty response is no segment."""
     sequences = [make_sequence([5, 6], 0), make_sequence([7], 0), make_sequence([9], 1), make_sequence([9], 1)]
     batch = build_train_batch(
-        sequences, [1.0] * 4, [(range(4), [[[0, 1, 2, 3]]])], dp_rank=0, pad_multiple=1, device=CPU,
+        sequences, [1.0] * 4, [(range(4), [[[0, 1, 2, 3]]])], dp_rank=0, padding=Padding(1), device=CPU,
         group_of=[0, 0, 1, 1])
     assert batch.tokens.tolist() == [5, 6, 7, 9] and batch.predecessors.tolist() == [0, 0, 2, 3]
     assert batch.slices[0].keys is None and batch.slices[0].cu_seqlens.tolist() == [0, 2, 3, 4]
@@ -155,7 +157,7 @@ def test_shared_prompts_without_tokens() -> None:
 def test_different_prompts_in_a_group_are_refused() -> None:
     with pytest.raises(AssertionError, match="a group has one prompt"):
         build_train_batch(
-            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, pad_multiple=1, device=CPU, group_of=[0, 0, 0])
+            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=CPU, group_of=[0, 0, 0])
 
 
 @given(
@@ -180,7 +182,7 @@ def test_shared_prompts_give_back_what_went_in(
     for dp_rank in range(dp_size):
         batch = build_train_batch(
             sequences, [1.0] * len(sequences), [(range(len(sequences)), plan)], dp_rank=dp_rank,
-            pad_multiple=pad_multiple, device=CPU, group_of=group_of)
+            padding=Padding(pad_multiple), device=CPU, group_of=group_of)
         for part in batch.microbatches():
             assert len(part.tokens) % pad_multiple == 0 and part.slices[0].cu_seqlens[-1] == len(part.tokens)
             for index in part.sequence_ids[part.loss_mask].unique().tolist():
@@ -227,7 +229,7 @@ def test_every_token_counts_once(
     total, seen = 0.0, []
     for dp_rank in range(dp_size):
         batch = build_train_batch(
-            sequences, weights, plans, dp_rank=dp_rank, pad_multiple=pad_multiple, device=CPU)
+            sequences, weights, plans, dp_rank=dp_rank, padding=Padding(pad_multiple), device=CPU)
         for number, minibatch in enumerate(batch.minibatches()):
             for part in minibatch.microbatches():
                 assert len(part.tokens) % pad_multiple == 0 and len(part.tokens) >= pad_multiple

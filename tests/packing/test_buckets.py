@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing.batch import TrainBatch, build_train_batch
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, build_buckets, padding_metrics
 from megatron_rl.types import Branch
 
@@ -52,7 +52,7 @@ def pack(lengths: list[int], *, group_of: list[int] | None = None, max_seqlen: i
         for n in lengths]
     return build_train_batch(
         sequences, [1.0] * len(lengths), [(range(len(lengths)), [[list(range(len(lengths)))]])], dp_rank=0,
-        pad_multiple=1, device=CPU, group_of=group_of, buckets=Buckets((16, 32), 4), max_seqlen=max_seqlen)
+        padding=Padding(1, buckets=Buckets((16, 32), 4), max_seqlen=max_seqlen), device=CPU, group_of=group_of)
 
 
 def test_bucketed_microbatch_by_hand() -> None:

@@ -26,7 +26,7 @@ from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.packing.batch import TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
@@ -87,7 +87,7 @@ def build_batch(actor: Actor) -> TrainBatch:
                              count_multiple=actor.model.microbatch_count_multiple)
     weights = compute_sequence_weights("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH)
     batch = build_train_batch(sequences, weights, [(tuple(range(ROLLOUTS)), plan)], dp_rank=groups.at.dp,
-                              pad_multiple=actor.model.pad_multiple, device=torch.device("cpu"))
+                              padding=Padding(actor.model.pad_multiple), device=torch.device("cpu"))
     batch.advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
     batch.ref_logprobs = torch.full_like(batch.advantages, -7.0)
     return batch

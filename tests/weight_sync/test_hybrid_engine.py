@@ -33,7 +33,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.packing.batch import build_train_batch
+from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
@@ -129,7 +129,7 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     plan = plan_microbatches([len(s.tokens) for s in sequences], dp_size=layout.dp_size, max_tokens=200,
                              count_multiple=actor.model.microbatch_count_multiple)
     batch = build_train_batch(sequences, np.full(10, 0.01), [(range(10), plan)], dp_rank=groups.at.dp,
-                              pad_multiple=actor.model.pad_multiple, device=process.device)
+                              padding=Padding(actor.model.pad_multiple), device=process.device)
     batch.old_logprobs = actor.compute_logprobs(batch)
     result["gap"] = float((batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
     batch.advantages = torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0)

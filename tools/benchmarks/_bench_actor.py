@@ -18,7 +18,7 @@ from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
-from megatron_rl.packing.batch import TrainBatch, build_train_batch
+from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
@@ -79,8 +79,8 @@ def build_bench_batch(
     mode = ALGORITHM.loss_agg_mode
     batch = build_train_batch(
         sequences, compute_sequence_weights(mode, responses, work.longest_response), [(range(len(sequences)), plan)],
-        dp_rank=groups.at.dp, pad_multiple=actor.model.pad_multiple, device=device, group_of=group_of,
-        buckets=buckets or actor.model.buckets)
+        dp_rank=groups.at.dp, device=device, group_of=group_of,
+        padding=Padding(actor.model.pad_multiple, buckets or actor.model.buckets))
     batch.ledgers = [build_ledger(mode, responses, work.longest_response)]
     if pad_to:
         ends = torch.tensor([*work.lengths, 0], device=device)
