@@ -117,7 +117,7 @@ def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
     manifest, packages = capsule.manifest, list_packages()
     changed = {name: [version, packages.get(name)] for name, version in manifest["packages"].items()
                if packages.get(name) != version}
-    here = ", ".join(f"{name} {role.model.groups.layout.describe()}" for name, role in trainer.members.trained.items())
+    here = ", ".join(f"{name} {role.model.groups.layout.describe()}" for name, role in trainer.trained.items())
     then = ", ".join(f"{name} {layout}" for name, layout in manifest["layouts"].items())
     how = "bit by bit" if tolerance is None else f"what it begins with bit by bit, the rest within {tolerance:g}"
     title = [f"{options.capsule}: step {capsule.step} on {count_ranks(manifest['world_size'])} ({then})",

@@ -62,11 +62,11 @@ class Session:
         self.members = members = build_members(config, self.inputs, parts, self.process, opened)
         self.actor, self.reference, self.critic = members.actor, members.reference, members.critic
         self.hybrid, self.collector, self.kl = members.hybrid, members.collector, members.kl
-        self.checkpoints = members.checkpoints
+        self.checkpoints, self.trained = members.checkpoints, members.trained
         decode = self.inputs.tokenizer.decode
         self.token_texts = TokenTexts(decode)
         self.capsule = CapsuleRecorder(
-            config, self.plan, self.run, members.trained, self.checkpoints.save_into, decode)
+            config, self.plan, self.run, self.trained, self.checkpoints.save_into, decode)
 
     @classmethod
     def from_hf_config(
