@@ -17,8 +17,10 @@ from megatron_rl.observability.metric_table import METRICS, find_metric, format_
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
-# Recordings leave out what depends on the clock and the allocator; plugins are in tests/trainer.
-NOT_RECORDED = ("time/", "memory/", "tokens/per_second", "loss/", "estimator/", "aggregation/")
+# Recordings leave out what depends on the clock and the allocator; plugins are in tests/trainer, and the bytes, which
+# are younger than the recordings, in tests/experience.
+NOT_RECORDED = (
+    "time/", "memory/", "tokens/per_second", "samples/bytes_per_rank", "loss/", "estimator/", "aggregation/")
 
 
 def read_keys() -> set[str]:
