@@ -103,7 +103,8 @@ def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tenso
         batch.values = role.compute_values(batch)
         return batch.values, [role.update(minibatch) for minibatch in batch.minibatches()]
     batch.old_logprobs = role.compute_logprobs(batch)
-    batch.record_updates()
+    batch.update_logprobs, batch.update_entropy = (
+        torch.full_like(batch.rollout_logprobs, torch.nan) for _ in range(2))
     algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
     return batch.old_logprobs, [role.update(minibatch, algorithm) for minibatch in batch.minibatches()]
 

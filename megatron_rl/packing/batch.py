@@ -66,7 +66,7 @@ class TrainBatch:
             along the step.
         chosen: bool, tokens that the policy loss treats in another way; filled in where it does.
         update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
-            last pipeline stage writes them where `record_updates` has made room. NaN: no step has used it.
+            last pipeline stage writes them where there is room for them. NaN: no step has used it.
         slices: one per microbatch.
         minibatch_sizes: microbatches of each minibatch.
         ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
