@@ -50,7 +50,7 @@ class SavedOptimizer(Protocol):
     steps: int
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Go on after so many steps, from the state of a schedule."""
+        """Continue from a saved schedule after this many steps."""
 
 
 class SavedRole(Protocol):

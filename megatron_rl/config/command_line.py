@@ -53,7 +53,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
                        a verl recipe asks for, else 1)
   --gpu-memory-gib G   with --dry-run: refuse what does not fit into GPUs of G GiB, with what would
   --gpus-per-node N    with --gpu-memory-gib (default: 8, or all ranks where there are fewer)
-  --help               this text with every setting; with a recipe or algorithm.plugins: those of its plugins too
+  --help               this text with every setting; with a recipe or algorithm.plugins, also its plugins' own
 """
 
 _PATIENCE_SECONDS = 20.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that plugins declare: `algorithm.options.<name>.<key>`, read, checked and shown like those of `schema.py`.
+"""Settings that plugins declare: `algorithm.options.<name>.<key>`, read, checked and shown as the schema's are.
 
 An estimator, a loss or an aggregation that is registered with `options=` a frozen dataclass is given an instance of it.
 """

@@ -63,7 +63,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def format_help(width: int = 100) -> str:
-    """Every setting with its type, default, unit and meaning, those of imported plugins too; then the verl names.
+    """Every setting with its type, default, unit and meaning, imported plugins included; then the verl names.
 
     Args:
         width: columns of the text.

@@ -30,7 +30,7 @@ def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.Pr
 
     Args:
         headers: of the step.
-        batch: old log-probs and those of the reference.
+        batch: old and reference log-probs.
         kl_type: the estimator.
         group: the DP group of the batch's role.
     """

@@ -157,7 +157,7 @@ Every key of a record in `metrics.jsonl` beside `step`, made from `megatron_rl/o
 `python tools/make_docs.py`. TensorBoard and Weights & Biases show the same numbers under the same names.
 
 What is measured several times in a step, once per optimizer step as a rule, is averaged. What a run does not measure is
-not in its records. Seconds and memory are rank 0's, all other numbers those of all ranks together. A name in angle
+not in its records. Seconds and memory are rank 0's, all other numbers cover all ranks. A name in angle
 brackets stands for any text. What to turn when one of them looks wrong: [Performance](performance.md); how to report
 numbers of your own: [Extending](extending.md#metrics).
 """

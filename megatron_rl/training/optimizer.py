@@ -66,7 +66,7 @@ class Optimizer:
         self.steps += 1
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Go on after so many steps, from the state of a schedule whose shape may have been another."""
+        """Continue after `steps` steps from a saved schedule, whose shape may have differed."""
         self.steps = steps
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # the learning rate of this step; its shape is that of the present config
