@@ -16,7 +16,7 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
     from megatron_rl.trainer.sft import train_sft
 
-    train_sft(loaded, recipe)
+    train_sft(loaded.config, recipe)
 
 
 if __name__ == "__main__":

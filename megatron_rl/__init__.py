@@ -9,7 +9,7 @@
 
 from typing import Any
 
-__all__ = ["Trainer", "UserError", "__version__"]
+__all__ = ["Trainer", "UserError", "__version__", "load"]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
 
@@ -19,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from megatron_rl.trainer.grpo import Trainer
 
         return Trainer
+    if name == "load":
+        from megatron_rl.trainer.building import load
+
+        return load
     if name == "UserError":
         from megatron_rl.types import UserError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from role_setups import make_setup
+from role_setups import make_setup, take_step
 
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
@@ -135,9 +135,9 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
     batch.old_logprobs = actor.compute_logprobs(batch)
     before = split_by_rollout(batch.old_logprobs, batch)
     minibatches = list(batch.minibatches())
-    metrics = [actor.update(minibatches[0], ALGORITHM)]
+    metrics = [take_step(actor, minibatches[0], ALGORITHM)]
     pieces = list_pieces(actor.model)
-    metrics.append(actor.update(minibatches[-1], ALGORITHM))
+    metrics.append(take_step(actor, minibatches[-1], ALGORITHM))
     after = split_by_rollout(actor.compute_logprobs(batch), batch)
     return dict(at=actor.model.groups.at, before=before, after=after, metrics=metrics, pieces=pieces,
                 num_microbatches=len(batch.slices), version=actor.policy_version)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
@@ -43,7 +44,7 @@ def update(actor: Actor, case: Case) -> dict[str, float]:
     """One optimizer step on the fixed batch."""
     batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
-    return actor.update(next(batch.minibatches()), ALGORITHM)
+    return take_step(actor, next(batch.minibatches()), ALGORITHM)
 
 
 def snapshot(actor: Actor) -> list[Piece]:

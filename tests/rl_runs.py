@@ -12,6 +12,7 @@ from typing import Any
 
 import sentencepiece
 import torch
+import yaml
 
 import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.trainer.sft as sft_module
@@ -55,6 +56,16 @@ def overrides_for(task: Path, run_dir: Path, *extra: str) -> list[str]:
     ]
 
 
+def load_nested(overrides: list[str]) -> dict[str, dict[str, Any]]:
+    """The sections of an override list, as a recipe has them."""
+    nested: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        section, _, leaf = name.partition(".")
+        nested.setdefault(section, {})[leaf] = float(text) if text == "1e-3" else yaml.safe_load(text)
+    return nested
+
+
 def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
     """Command line of a layout; sequence parallelism wherever there is tensor parallelism."""
     return [f"actor.tensor_model_parallel_size={tp}", f"actor.pipeline_model_parallel_size={pp}",
@@ -74,7 +85,7 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
 def fine_tune(rank: int, world_size: int, overrides: Sequence[str]) -> None:
     """One rank of supervised fine-tuning."""
     os.environ["WORLD_SIZE"] = str(world_size)
-    sft_module.train_sft(load_config(None, overrides), None)
+    sft_module.train_sft(load_config(None, overrides).config, None)
 
 
 def sft_overrides(task: Path, *extra: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.weights.families import SCORE_HEAD, load_model_shape
@@ -41,3 +42,9 @@ def make_setup(
     return RoleSetup(
         spec=replace(kind, **(spec or {})), model=ModelConfig(path=str(path), dtype=dtype), shape=shape, groups=groups,
         **dict(seed=1) | options)
+
+
+def take_step(role: Any, minibatch: TrainBatch, *loss: Any) -> dict[str, float]:
+    """One optimizer step of a role; of an actor's with its loss."""
+    role.forward_backward(minibatch, *loss)
+    return role.optim_step()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from role_setups import make_setup
+from role_setups import make_setup, take_step
 
 from megatron_rl.algorithms.aggregation import compute_sequence_weights
 from megatron_rl.algorithms.ledger import build_ledger
@@ -101,12 +101,12 @@ def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tenso
     """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own."""
     if isinstance(role, Critic):
         batch.values = role.compute_values(batch)
-        return batch.values, [role.update(minibatch) for minibatch in batch.minibatches()]
+        return batch.values, [take_step(role, minibatch) for minibatch in batch.minibatches()]
     batch.old_logprobs = role.compute_logprobs(batch)
     batch.update_logprobs, batch.update_entropy = (
         torch.full_like(batch.rollout_logprobs, torch.nan) for _ in range(2))
     algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
-    return batch.old_logprobs, [role.update(minibatch, algorithm) for minibatch in batch.minibatches()]
+    return batch.old_logprobs, [take_step(role, minibatch, algorithm) for minibatch in batch.minibatches()]
 
 
 def gradients(model: PackedModel) -> list[torch.Tensor]:

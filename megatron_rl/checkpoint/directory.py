@@ -184,6 +184,14 @@ def _is_passing(directory: Path) -> bool:
         return False
 
 
+def find_step(path: Path) -> Path:
+    """The step that a path means: itself, or the newest of a run."""
+    for candidate in (path / "latest", path / "checkpoints" / "latest"):
+        if candidate.exists():
+            return candidate.resolve()
+    return path.resolve()
+
+
 def resolve_weights(path: Path, role: str = "actor") -> Path:
     """The distributed checkpoint that a user means: itself, or that of a role in a step or in a run.
 

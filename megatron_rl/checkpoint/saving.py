@@ -233,6 +233,18 @@ class CheckpointSaver:
             error))
 
 
+def save_now(
+    root: Path, content: RunContent, roles: Mapping[str, SavedRole], group: dist.ProcessGroup,
+    rng: dict[str, torch.Tensor] | None = None,
+) -> SaveOutcome:
+    """Write `<root>/step_<N>`, whatever else is saved and stays there; collective. For arguments see `save`."""
+    outcomes: list[SaveOutcome] = []
+    CheckpointSaver(
+        root, group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append,
+    ).save(content, roles, rng=rng)
+    return outcomes[0]
+
+
 def _list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]:
     """What this rank saves of a role."""
     holders, table = find_holders(role), megatron_global_placements(role.model.shape)

@@ -64,7 +64,7 @@ def compute_advantages(
         group: the actor's DP group.
     """
     headers = samples.headers
-    rewards = headers.rollouts["reward"]
+    rewards = samples.rewards
     kl, scores = None, rewards
     if samples.kl_per_rollout is not None and algorithm.kl_in == "reward":
         kl = _compute_kl(batch, algorithm.kl_type)

@@ -11,7 +11,7 @@ asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.experience.fetch import Fetched, Holders, Read, fetch, for_readers, plan_fetch
-from megatron_rl.experience.pack import Packer, Packing, split_minibatches
+from megatron_rl.experience.pack import Packer, Packing
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, join_headers
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import reduce_scalars
@@ -128,12 +128,6 @@ class Experience:
         return replace(packing.batch, **{
             name: self._bring(name, packing, packer.key) for name in names if name in self.columns})
 
-    def minibatches(self, rollouts_per_minibatch: int, epochs: int = 1) -> Iterator[Minibatch]:
-        """One per optimizer step, in as many passes as there are epochs."""
-        for _ in range(epochs):
-            for index in range(len(split_minibatches(self.headers, rollouts_per_minibatch)) - 1):
-                yield Minibatch(self, index)
-
     def fetch_rollouts(
         self, count: int, decode: Callable[[list[int]], str], columns: Mapping[str, Column] | None = None, *,
         on_all: bool = False,
@@ -163,6 +157,11 @@ class Experience:
                       for name, pieces in values.items()}
             result.append((self._restore(part[0], [branches[i] for i in part], decode), chosen))
         return result
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The reward of each rollout, [num_rollouts] float64; those of one prompt follow each other."""
+        return self.headers.rollouts["reward"]
 
     def count_bytes(self) -> int:
         """Bytes that this rank has received for this step so far: headers, tokens and columns."""
@@ -207,7 +206,7 @@ class Experience:
 
     def add_baselines(self, greedy: Experience) -> None:
         """Note the rewards of the greedy responses to the prompts."""
-        self.baselines = greedy.headers.rollouts["reward"]
+        self.baselines = greedy.rewards
         self._num_bytes += greedy.count_bytes()
 
     def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:

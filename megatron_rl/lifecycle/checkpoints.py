@@ -9,37 +9,25 @@ writes the metrics of one that was never stopped (in the same layout).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
-from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.rng import read_rng
-from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
+from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome, save_now
 from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.changes import describe_changes
 from megatron_rl.lifecycle.opening import OpenedRun
+from megatron_rl.lifecycle.state import TrainingState
 from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
-
-
-class Stateful(Protocol):
-    """A part of the run with a small state (JSON)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
 
 
 class Checkpoints:
@@ -48,19 +36,17 @@ class Checkpoints:
     Args:
         config: the resolved config.
         opened: from `open_run`.
-        roles: that are trained, by name.
-        parts: what else has a state, by name.
-        side_files: role -> files of its model, see `list_side_files`.
+        state: of the run.
         export: writes the policy in HF format into a new directory.
         total_steps: of the run.
     """
 
     def __init__(
-        self, config: RunConfig, opened: OpenedRun, roles: Mapping[str, SavedRole], parts: Mapping[str, Stateful], *,
-        side_files: Mapping[str, Mapping[str, Path]], export: Callable[[Path], None], total_steps: int,
+        self, config: RunConfig, opened: OpenedRun, state: TrainingState, *, export: Callable[[Path], None],
+        total_steps: int,
     ) -> None:
         self._config, self._run, self._opened, self._total_steps = config, opened.run, opened, total_steps
-        self._roles, self._parts, self._side_files, self._export = roles, parts, side_files, export
+        self._state, self._export = state, export
         self._group = world()
         self._saver = CheckpointSaver(
             opened.run.checkpoints, self._group, async_save=config.checkpoint.async_save,
@@ -99,10 +85,8 @@ class Checkpoints:
     def _restore(self, directory: Path) -> int:
         is_own = directory.parent == self._run.checkpoints  # looked at by `open_run`
         resumed = load_training_state(
-            directory, self._roles, side_files=self._side_files, group=self._group, is_verified=is_own)
-        for name, part in self._parts.items():
-            if name in resumed.state:
-                part.load_state_dict(resumed.state[name])
+            directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own)
+        self._state.load_small_parts(resumed.state)
         if resumed.state.get("best_value") is not None:
             self._run.best_value = resumed.state["best_value"]
         self._restored_record = resumed.state.get("record", {})
@@ -127,11 +111,11 @@ class Checkpoints:
     def mark(self, step: int) -> None:
         """Remember what is small of the end of a step; weights and optimizer states change only in updates."""
         best = self._run.best_value
-        state = {name: part.state_dict() for name, part in self._parts.items()} | {
+        state = self._state.small_parts() | {
             "best_value": None if best == float("-inf") else best, "record": self._run.counted(),
             "dependencies": self._opened.dependencies, "failed_saves": list(self._run.failed_saves)}
-        version = self._roles["actor"].optimizer.steps
-        self._marked = RunContent(step, version, self._recipe, state, self._side_files), read_rng()
+        version = self._state.roles["actor"].optimizer.steps
+        self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), read_rng()
 
     def _end_of_last_step(self) -> tuple[RunContent, dict[str, torch.Tensor]]:
         assert self._marked is not None, "`start` marks"
@@ -168,7 +152,7 @@ class Checkpoints:
         content, rng = self._end_of_last_step()
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
-            content, self._roles, with_optimizer=self._config.checkpoint.save_optimizer, is_best=is_best,
+            content, self._state.roles, with_optimizer=self._config.checkpoint.save_optimizer, is_best=is_best,
             export=export, rng=rng)
 
     def save_into(self, root: Path) -> UserError | None:
@@ -178,11 +162,7 @@ class Checkpoints:
             Why it failed, on every rank.
         """
         content, rng = self._end_of_last_step()
-        outcomes: list[SaveOutcome] = []
-        CheckpointSaver(
-            root, self._group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append,
-        ).save(content, self._roles, rng=rng)
-        return outcomes[0].error
+        return save_now(root, content, self._state.roles, self._group, rng).error
 
     def safe_point(self) -> None:
         """Here the run may end; nothing has been learned since the last mark.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.directory import find_newest_valid, read_manifest
+from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
 from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.changes import Dependencies, check_dependencies, find_dependencies
@@ -180,7 +180,7 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
             raise UserError("there is no checkpoint", source=f"checkpoint.resume=must, {run.checkpoints}",
                             expected="a run that was saved", hint="set checkpoint.resume=auto to begin one")
         return found.directory
-    path, root = _step_directory(Path(resume)), run.checkpoints.resolve()
+    path, root = find_step(Path(resume)), run.checkpoints.resolve()
     if found.directory is None:
         return path
     if path.is_relative_to(root) and path != found.directory.resolve():
@@ -189,14 +189,6 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
             source="checkpoint.resume", expected="the newest checkpoint, or one of another run",
             hint="remove the newer ones to go back in this run, or choose another trainer.run_dir")
     return found.directory
-
-
-def _step_directory(path: Path) -> Path:
-    """The step that a path means: itself, or the newest of a run."""
-    for candidate in (path / "latest", path / "checkpoints" / "latest"):
-        if candidate.exists():
-            return candidate.resolve()
-    return path.resolve()
 
 
 def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:

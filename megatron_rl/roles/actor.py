@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss, compute_sft_loss
+from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.heads import LogprobHead
@@ -15,7 +16,14 @@ from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
-from megatron_rl.training.update import build_step, describe_ledgers, take_optimizer_step
+from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
+
+# A loss of the user's: (microbatch, logprobs [t], entropy [t]) -> the loss, a scalar whose sum over all microbatches is
+# made smaller, and metrics by name: sums over the tokens in the loss, or maxima whose names begin with "max/".
+# `microbatch.loss_weights` [t] times a token loss, summed, is its mean over the minibatch by `algorithm.loss_agg_mode`.
+LossFunction = Callable[
+    [TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+_COUNTED = ("loss", "tokens", "weights")
 
 
 class Actor:
@@ -33,9 +41,10 @@ class Actor:
         self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.step = build_step(self.model, self.head, self.optimizer, config)
+        self._update = OptimizerStep(self.step, "actor")
         self._kl_coef = torch.zeros((), device=self.model.device)
         self._policy_loss = StepLoss("policy", self._compute_policy_loss, self.model.device)
-        self._sft_loss = StepLoss("sft", _compute_sft_loss, self.model.device)
+        self._given_loss = StepLoss("given", _compute_given_loss, self.model.device)
 
     @property
     def policy_version(self) -> int:
@@ -50,29 +59,43 @@ class Actor:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from; as above."""
         return self.model.compute_forward(batch, self.head.compute_sum_pi_squared)
 
-    def update(self, minibatch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-        """One optimizer step of the policy loss; returns metrics, the same on every rank."""
-        # The coefficient moves during a run: it is read from the device.
-        self._kl_coef.fill_(algorithm.kl_coef)
-        self._policy_loss.set_settings(replace(algorithm, kl_coef=0.0))
-        totals, grad_norm, lr = take_optimizer_step(self.step, minibatch, self._policy_loss, "actor")
-        tokens = max(totals["tokens"], 1.0)
-        return {
+    def forward_backward(self, minibatch: TrainBatch, loss: AlgorithmConfig | LossFunction) -> None:
+        """The gradients of a loss over a minibatch, summed over microbatches and DP replicas.
+
+        Args:
+            minibatch: of this rank, with the columns that the loss reads.
+            loss: the policy loss of an algorithm, or a function; see `LossFunction`.
+        """
+        if isinstance(loss, AlgorithmConfig):
+            self._kl_coef.fill_(loss.kl_coef)  # it moves during a run: it is read from the device
+            step_loss, settings = self._policy_loss, replace(loss, kl_coef=0.0)
+        else:
+            step_loss, settings = self._given_loss, loss
+        step_loss.set_settings(settings)
+        self._update.forward_backward(minibatch, step_loss)
+
+    def optim_step(self) -> dict[str, float]:
+        """Use these gradients; returns metrics, the same on every rank.
+
+        Those of a function are the loss and means over the tokens of what it reports, `<its name>/<metric>`.
+        """
+        result = self._update.optim_step()
+        totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
+        taken = {"policy/grad_norm": result.grad_norm, "policy/lr": result.lr}
+        if result.loss is self._given_loss:
+            name = getattr(result.loss.settings, "__name__", "loss")
+            own = {key: total if key.startswith("max/") else total / tokens
+                   for key, total in totals.items() if key not in _COUNTED}
+            return taken | {f"{name}/{key}": value for key, value in own.items()} | {f"{name}/loss": totals["loss"]}
+        return taken | {
             "policy/loss": totals["loss"],
-            "policy/grad_norm": grad_norm,
-            "policy/lr": lr,
             "policy/entropy": totals["entropy"] / tokens,
             "policy/clip_fraction": totals["clipped"] / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],
             "kl/mean": totals["kl"] / tokens,
             **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
-            **describe_ledgers(minibatch, totals),
+            **describe_ledgers(result),
         }
-
-    def update_sft(self, minibatch: TrainBatch) -> dict[str, float]:
-        """One optimizer step of the negative log-likelihood; returns metrics, the same on every rank."""
-        totals, grad_norm, lr = take_optimizer_step(self.step, minibatch, self._sft_loss, "actor")
-        return {"sft/loss": totals["loss"], "policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def _compute_policy_loss(
         self, settings: AlgorithmConfig, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
@@ -89,7 +112,11 @@ class Actor:
             replace(settings, kl_coef=self._kl_coef))
 
 
-def _compute_sft_loss(
-    settings: None, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+def _compute_given_loss(
+    function: LossFunction, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
+    loss, metrics = function(microbatch, logprobs, entropy)
+    mask = microbatch.loss_mask
+    counted = {"loss": loss.detach(), "tokens": mask.sum().float(),
+               "weights": torch.where(mask, microbatch.loss_weights, 0.0).sum()}
+    return loss, counted | metrics

@@ -13,7 +13,7 @@ from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
-from megatron_rl.training.update import build_step, describe_ledgers, take_optimizer_step
+from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 
 
 class Critic:
@@ -35,6 +35,7 @@ class Critic:
         self.head = ValueHead(self.model)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.step = build_step(self.model, self.head, self.optimizer, config)
+        self._update = OptimizerStep(self.step, "critic")
         self._value_clip = config.value_clip
         self._value_loss = StepLoss("value", self._compute_value_loss, self.model.device)
 
@@ -46,20 +47,25 @@ class Critic:
         """
         return self.model.compute_forward(batch, self.head)
 
-    def update(self, minibatch: TrainBatch) -> dict[str, float]:
-        """One optimizer step towards `minibatch.returns`, clipped about `minibatch.values`.
+    def forward_backward(self, minibatch: TrainBatch) -> None:
+        """The gradients of the squared distance to `minibatch.returns`, clipped about `minibatch.values`."""
+        self._update.forward_backward(minibatch, self._value_loss)
+
+    def optim_step(self) -> dict[str, float]:
+        """Use these gradients.
 
         Returns:
             Metrics, the same on every rank; the explained variance is that of the values before the update.
         """
-        totals, grad_norm, lr = take_optimizer_step(self.step, minibatch, self._value_loss, "critic")
+        result = self._update.optim_step()
+        totals = result.totals
         return {
             "value/loss": totals["loss"],
             "value/explained_variance": finish_explained_variance(totals),
-            "value/grad_norm": grad_norm,
-            "value/lr": lr,
+            "value/grad_norm": result.grad_norm,
+            "value/lr": result.lr,
             "value/clip_fraction": totals["clipped"] / max(totals["tokens"], 1.0),
-            **describe_ledgers(minibatch, totals),
+            **describe_ledgers(result),
         }
 
     def _compute_value_loss(

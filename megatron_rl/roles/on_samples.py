@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.experience import Column, Experience, Minibatch
 from megatron_rl.experience.fetch import Holders
 from megatron_rl.experience.pack import Packer
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.roles.actor import LossFunction
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Rollout
 
@@ -42,6 +44,12 @@ class RoleOnSamples:
         """Metrics of its packing."""
         return samples.pack(self.packer).metrics
 
+    def minibatches(self, samples: Experience, epochs: int = 1) -> Iterator[Minibatch]:
+        """One per optimizer step, each of `plan.rollouts_per_minibatch` rollouts, in as many passes as epochs."""
+        for _ in range(epochs):
+            for index in range(len(samples.pack(self.packer).batch.minibatch_sizes)):
+                yield Minibatch(samples, index)
+
     def as_column(self, samples: Experience, values: torch.Tensor | None) -> Column | None:
         """Values [t] of its batch as a column of the samples; None stays None."""
         return None if values is None else Column(values, samples.pack(self.packer))
@@ -57,7 +65,7 @@ class RoleOnSamples:
 class PolicyOnSamples(RoleOnSamples):
     """Scores tokens: the reference, and what the actor has in common with it."""
 
-    def compute_logprobs(self, samples: Experience) -> Column:
+    def logprobs(self, samples: Experience) -> Column:
         """Log-probs of the tokens in the loss; 0 elsewhere."""
         return self.compute(self.role.compute_logprobs, samples)
 
@@ -74,7 +82,7 @@ class ActorOnSamples(PolicyOnSamples):
         super().__init__(role, packer)
         self._records_updates = records_updates
 
-    def compute_sum_pi_squared(self, samples: Experience) -> Column:
+    def sum_pi_squared(self, samples: Experience) -> Column:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""
         return self.compute(self.role.compute_sum_pi_squared, samples)
 
@@ -84,32 +92,43 @@ class ActorOnSamples(PolicyOnSamples):
         last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
 
-    def update(self, minibatch: Minibatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-        """One optimizer step of the policy loss; returns metrics, the same on every rank."""
+    def forward_backward(self, minibatch: Minibatch, loss: AlgorithmConfig | LossFunction) -> None:
+        """The gradients of a policy loss, or of a function (see `roles.actor.LossFunction`), over a minibatch."""
         samples = minibatch.samples
         if self._records_updates and samples.update_logprobs is None:  # the last stage will write what it sees
             nothing = torch.full_like(self.read(samples).rollout_logprobs, torch.nan)
             samples.update_logprobs = self.as_update(samples, nothing)
             samples.update_entropy = self.as_update(samples, nothing.clone())
-        return self.role.update(self._read_minibatch(minibatch, (
+        self.role.forward_backward(self._read_minibatch(minibatch, (
             "old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen", "update_logprobs",
-            "update_entropy")), algorithm)
+            "update_entropy")), loss)
 
-    def update_sft(self, minibatch: Minibatch) -> dict[str, float]:
-        """One optimizer step of the negative log-likelihood; returns metrics, the same on every rank."""
-        return self.role.update_sft(self._read_minibatch(minibatch))
+    def optim_step(self) -> dict[str, float]:
+        """Update the weights with these gradients; returns metrics, the same on every rank."""
+        return self.role.optim_step()
+
+
+def sft(
+    microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of supervised fine-tuning: the negative log-likelihood of the tokens in the loss."""
+    return compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
 
 
 class CriticOnSamples(RoleOnSamples):
     """Tells the value of every state."""
 
-    def compute_values(self, samples: Experience) -> Column:
+    def values(self, samples: Experience) -> Column:
         """The value of the state in which each token in the loss was chosen; 0 elsewhere."""
         return self.compute(self.role.compute_values, samples)
 
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """One optimizer step towards the returns; returns metrics, the same on every rank."""
-        return self.role.update(self._read_minibatch(minibatch, ("values", "returns")))
+    def forward_backward(self, minibatch: Minibatch) -> None:
+        """The gradients of the distance to the returns over a minibatch."""
+        self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
+
+    def optim_step(self) -> dict[str, float]:
+        """Update the weights with these gradients; returns metrics, the same on every rank."""
+        return self.role.optim_step()
 
 
 class RewardModelOnSamples(RoleOnSamples):

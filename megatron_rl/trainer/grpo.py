@@ -31,26 +31,27 @@ class Trainer(Session):
         """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
         with self.session():
             for step in self.steps():
-                with self.hybrid.rollout_mode():  # the engines take the actor's weights
-                    samples = self.collector.collect(step)
+                samples = self.policy.sample(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
-                samples.old_logprobs = self.actor.compute_logprobs(samples)
+                samples.old_logprobs = self.policy.logprobs(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
-                    samples.sum_pi_squared = self.actor.compute_sum_pi_squared(samples)
+                    samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
                 if self.reference:  # for the KL term
-                    samples.ref_logprobs = self.reference.compute_logprobs(samples)
+                    samples.ref_logprobs = self.reference.logprobs(samples)
                     samples.kl_per_rollout = self.measure_kl(samples)
                 if self.critic:
-                    samples.values = self.critic.compute_values(samples)
+                    samples.values = self.critic.values(samples)
                 samples.importance_weights = self.correct_mismatch(samples)
                 samples.advantages, samples.returns = self.estimate(samples)
                 samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
                 self.checkpoints.safe_point()  # or here, or after the step
-                for minibatch in samples.minibatches(self.plan.rollouts_per_minibatch, self.plan.ppo_epochs):
+                for minibatch in self.policy.minibatches(samples, self.plan.ppo_epochs):
                     if self.critic:
-                        self.run.count(self.critic.update(minibatch))
+                        self.critic.forward_backward(minibatch)
+                        self.run.count(self.critic.optim_step())
                     if not self.critic or step > self.config.trainer.critic_warmup:
-                        self.run.count(self.actor.update(minibatch, self.algorithm_now()))
+                        self.policy.forward_backward(minibatch, self.algorithm_now())
+                        self.run.count(self.policy.optim_step())
                 if self.reference:
                     self.adapt_kl(samples)
                 self.describe(step, samples)
@@ -61,8 +62,8 @@ class Trainer(Session):
 
     def measure_kl(self, samples: Experience) -> np.ndarray:
         """KL to the reference of each rollout, summed over its tokens in the loss; collective."""
-        batch, algorithm = self.actor.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
-        kl = measure_kl(samples.headers, batch, algorithm.kl_type, self.actor.model.groups.dp)
+        batch, algorithm = self.policy.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
+        kl = measure_kl(samples.headers, batch, algorithm.kl_type, self.policy.model.groups.dp)
         self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
         return kl
 
@@ -75,39 +76,33 @@ class Trainer(Session):
 
     def correct_mismatch(self, samples: Experience) -> Column | None:
         """Weights that correct for the gap between actor and engine, where the config asks for them; collective."""
-        batch = self.actor.read(samples, "old_logprobs")
-        weights, metrics = correct_mismatch(batch, self.config.algorithm, self.actor.model.groups.dp)
+        batch = self.policy.read(samples, "old_logprobs")
+        weights, metrics = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
         self.run.count(metrics)
-        return self.actor.as_column(samples, weights)
+        return self.policy.as_column(samples, weights)
 
     def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
         """Advantages, and returns where there is a critic; collective."""
-        batch = self.actor.read(
+        batch = self.policy.read(
             samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights")
-        found = compute_advantages(samples, batch, self.algorithm_now(), self.actor.model.groups.dp)
+        found = compute_advantages(samples, batch, self.algorithm_now(), self.policy.model.groups.dp)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
-        return Column(found.advantages, samples.pack(self.actor.packer)), self.actor.as_column(samples, found.returns)
+        return Column(found.advantages, samples.pack(self.policy.packer)), self.policy.as_column(samples, found.returns)
 
     def choose_tokens(self, samples: Experience) -> Column | None:
         """The tokens that the policy loss treats in another way, where it does that; collective."""
-        batch = self.actor.read(samples, "old_logprobs", "advantages")
-        return self.actor.as_column(samples, choose_tokens(batch, self.algorithm_now(), self.actor.model.groups.dp))
+        batch = self.policy.read(samples, "old_logprobs", "advantages")
+        return self.policy.as_column(samples, choose_tokens(batch, self.algorithm_now(), self.policy.model.groups.dp))
 
     def describe(self, step: int, samples: Experience) -> None:
         """Count what a step was like, and write some of its rollouts; collective."""
-        stats, limit, headers = self.hybrid.reshard_stats, self.config.trainer.log_rollouts, samples.headers
-        self.run.count(describe_rollouts(headers) | samples.metrics | self.actor.describe_packing(samples))
-        self.run.count({
-            "reshard/bytes_moved": stats.bytes_moved,
-            "reshard/bytes_copied": stats.bytes_copied,
-            "reshard/bytes_aliased": stats.bytes_aliased,
-            "reshard/verified_tensors": self.hybrid.verified_tensors,
-        })
-        self.run.count(samples.measure_bytes())
-        batch = self.actor.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
+        limit, headers = self.config.trainer.log_rollouts, samples.headers
+        self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
+        self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
+        batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
         columns = {name: samples.columns[name] for name in ("old_logprobs", "advantages", "values")
                    if name in samples.columns}
-        columns |= {name: self.actor.as_update(samples, values)
+        columns |= {name: self.policy.as_update(samples, values)
                     for name, values in describe_updates(batch, self.config.algorithm).items()}
         logged = samples.fetch_rollouts(
             len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)

@@ -10,18 +10,18 @@ import torch
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.roles.inputs import RlInputs
-from megatron_rl.trainer.building import Members
+from megatron_rl.trainer.primitives import Primitives
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 
 
-def describe_run(config: RunConfig, inputs: RlInputs, members: Members, device: torch.device) -> Iterator[str]:
+def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
     """Lines that say what runs, and what was found in the data."""
-    plan, hybrid, train, model = inputs.plan, members.hybrid, inputs.train, members.actor.model
+    plan, hybrid, train, model = inputs.plan, primitives.policy.hybrid, inputs.train, primitives.policy.model
     yield from (f"note: {note}" for note in inputs.notes)
     yield f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss"
     yield (f"actor: {model.groups.layout.describe()}, {config.model.dtype}, {model.transformer_impl} layers on "
            f"{device}")
-    for name, role in (("critic", members.critic), ("reward model", members.reward_model)):
+    for name, role in (("critic", primitives.critic), ("reward model", primitives.reward_model)):
         if role:
             yield f"{name}: {role.model.groups.layout.describe()}"
     modes = describe_modes(config.rollout, device)

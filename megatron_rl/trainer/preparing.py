@@ -3,25 +3,52 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.command_line import end_program_on_errors
+from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import check_fits, find_cluster
 from megatron_rl.roles.build import launched_sizes
-from megatron_rl.roles.inputs import RlInputs, read_rl_inputs
+from megatron_rl.roles.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.training.step import check_step_mode
 
 
-def read_and_check(config: RunConfig, parts: Parts) -> RlInputs:
-    """Read the inputs of a run for the ranks that were launched, and check all that can be checked of them.
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose inputs were read and checked; `recipe` names its default directory."""
 
-    Args:
-        config: after `parts.enter`.
-        parts: that are given as objects.
+    config: RunConfig
+    inputs: RlInputs
+    recipe: Path | None
+    parts: Parts
+
+
+def prepare(
+    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str], parts: Parts
+) -> Prepared:
+    """What a program of the user's own starts with; see `Trainer.from_hf_config`."""
+    end_program_on_errors()
+    source = config if isinstance(config, Mapping) else Path(config)
+    loaded = load_config(source, [*overrides, f"model.path={model_path}"])
+    for note in loaded.notes:
+        warnings.warn(note)
+    return check(loaded.config, source if isinstance(source, Path) else None, parts)
+
+
+def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
+    """Read the inputs of a run for the ranks that were launched, and check all that can be checked of them.
 
     Raises:
         UserError: bad input, on every rank alike.
     """
+    config = parts.enter(config)
     world_size, ranks_per_node = launched_sizes()
     cluster = find_cluster(world_size, ranks_per_node)
     if cluster is not None and config.trainer.check_memory:
@@ -29,4 +56,15 @@ def read_and_check(config: RunConfig, parts: Parts) -> RlInputs:
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
         check_step_mode(role.training, role.section)
+    return Prepared(config, inputs, recipe, parts)
+
+
+def check_sft(config: RunConfig) -> SftInputs:
+    """The same for supervised fine-tuning.
+
+    Raises:
+        UserError: bad input, on every rank alike.
+    """
+    inputs = read_sft_inputs(config, launched_sizes()[0])
+    check_step_mode(config.actor, "actor")
     return inputs

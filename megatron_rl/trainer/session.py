@@ -3,70 +3,63 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_rl.algorithms.kl import build_kl_controller
 from megatron_rl.capsule.recording import CapsuleRecorder
-from megatron_rl.config.command_line import end_program_on_errors
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.observability.rollout_log import TokenTexts
-from megatron_rl.parallel.collectives import init_distributed, memory_in_use
+from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store, world
 from megatron_rl.roles.build import group_timeout
-from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.parts import NO_PARTS, Parts
-from megatron_rl.trainer.building import build_members
+from megatron_rl.trainer.building import build_primitives
 from megatron_rl.trainer.introduction import describe_run
-from megatron_rl.trainer.preparing import read_and_check
+from megatron_rl.trainer.preparing import Prepared, check, prepare
+from megatron_rl.trainer.sampling import RunSinks
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.types import UserError
 
 
 class Session:
-    """Roles, data and sinks of one run; building it is collective.
+    """Roles, data and sinks of one run; building it is collective."""
 
-    Args:
-        config: the resolved config.
-        inputs: from `read_rl_inputs`.
-        recipe: names the default run directory.
-        parts: that are given as objects.
-    """
-
-    def __init__(
-        self, config: RunConfig, inputs: RlInputs, recipe: Path | None = None, parts: Parts = NO_PARTS,
-    ) -> None:
-        self.config, self.inputs, self.plan = config, inputs, inputs.plan
-        self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+    def __init__(self, prepared: Prepared) -> None:
+        self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
+        self.process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
         assert self.plan.total_steps is not None, "the data was read"
         self.total_steps = self.plan.total_steps
-        opened = open_run(config, recipe, self.total_steps)
+        opened = open_run(self.config, prepared.recipe, self.total_steps)
         self.guard = opened.guard
         with self.guard.building():
-            self._build(opened, parts)
+            self._build(opened, prepared.parts)
 
     def _build(self, opened: OpenedRun, parts: Parts) -> None:
         """Everything that needs the process group and the run directory."""
-        config, trainer = self.config, self.config.trainer
+        config, trainer, inputs = self.config, self.config.trainer, self.inputs
         self.run, timers = opened.run, opened.run.timers
         self.profiler = StepProfiler(
             self.run.dir, steps=trainer.profile_steps, ranks=trainer.profile_ranks, rank=self.process.rank,
             device=self.process.device)
         timers.attach(
             partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None)
-        self.members = members = build_members(config, self.inputs, parts, self.process, opened)
-        self.actor, self.reference, self.critic = members.actor, members.reference, members.critic
-        self.hybrid, self.collector, self.kl = members.hybrid, members.collector, members.kl
-        self.checkpoints, self.trained = members.checkpoints, members.trained
-        decode = self.inputs.tokenizer.decode
-        self.token_texts = TokenTexts(decode)
+        sinks = RunSinks(timers, self.run.follow_rollouts(open_store("rollouts", world())))
+        self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
+        self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
+        self.kl, self.trained = build_kl_controller(config.algorithm), made.state.roles
+        self.checkpoints = Checkpoints(
+            config, opened, replace(made.state, parts={**made.state.parts, "kl": self.kl}),
+            export=self.policy.export, total_steps=self.total_steps)
+        self.token_texts = TokenTexts(inputs.tokenizer.decode)
         self.capsule = CapsuleRecorder(
-            config, self.plan, self.run, self.trained, self.checkpoints.save_into, decode)
+            config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode)
 
     @classmethod
     def from_hf_config(
@@ -87,13 +80,7 @@ class Session:
         Raises:
             UserError: bad input; on every rank alike, before any process group exists.
         """
-        end_program_on_errors()
-        source = config if isinstance(config, Mapping) else Path(config)
-        loaded = load_config(source, [*overrides, f"model.path={model_path}"])
-        for note in loaded.notes:
-            warnings.warn(note)
-        recipe = source if isinstance(source, Path) else None
-        return cls.from_config(loaded.config, recipe, Parts(**parts))
+        return cls(prepare(model_path, config, overrides, Parts(**parts)))
 
     @classmethod
     def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:
@@ -102,8 +89,7 @@ class Session:
         Raises:
             UserError: bad input, before any process group exists.
         """
-        config = parts.enter(config)
-        return cls(config, read_and_check(config, parts), recipe, parts)
+        return cls(check(config, recipe, parts))
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -111,7 +97,7 @@ class Session:
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
-                for line in describe_run(self.config, self.inputs, self.members, self.process.device):
+                for line in describe_run(self.config, self.inputs, self.primitives, self.process.device):
                     self.run.log.info("%s", line)
                 yield
         except UserError:
@@ -150,13 +136,13 @@ class Session:
 
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set; collective."""
-        with self.run.timers.phase("validation", swallow=True), self.hybrid.rollout_mode():
-            metrics = self.collector.validate(self.inputs.validation)
+        with self.run.timers.phase("validation", swallow=True):
+            metrics = self.policy.validate(self.inputs.validation)
         self.run.count(metrics)
         return metrics
 
     def close(self) -> None:
         """Release the engine, end reward workers and close the sinks (also after an error)."""
         self.checkpoints.close()
-        self.collector.close()
+        self.policy.close()
         self.run.close()

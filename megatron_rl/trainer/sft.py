@@ -10,20 +10,20 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.config.loading import LoadedConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptBatches
 from megatron_rl.experience.experience import Experience, replicate
 from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
+from megatron_rl.lifecycle.state import TrainingState
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.roles.build import build_role, group_timeout, launched_sizes
+from megatron_rl.roles.build import build_role, group_timeout
 from megatron_rl.roles.export import actor_export, side_files
-from megatron_rl.roles.inputs import SftInputs, read_sft_inputs
-from megatron_rl.roles.on_samples import ActorOnSamples
-from megatron_rl.training.step import check_step_mode
+from megatron_rl.roles.inputs import SftInputs
+from megatron_rl.roles.on_samples import ActorOnSamples, sft
+from megatron_rl.trainer.preparing import check_sft
 from megatron_rl.types import UserError
 
 
@@ -50,12 +50,13 @@ class SftTrainer:
         # Every example has a prompt of its own.
         layout = replace(config.actor, share_prompts=False)
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
-        self.actor = ActorOnSamples(self.run.timers.watch(actor, update_sft="update"), packer)
+        watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
+        self.actor = ActorOnSamples(watched, packer)
         self.examples = PromptBatches(
             inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         self.checkpoints = Checkpoints(
-            config, opened, {"actor": actor}, {"prompts": self.examples},
-            side_files={"actor": side_files(config, config.model.path)},
+            config, opened, TrainingState(
+                {"actor": actor}, {"prompts": self.examples}, {"actor": side_files(config, config.model.path)}),
             export=actor_export(config, actor.model), total_steps=self.total_steps)
 
     def train(self) -> None:
@@ -66,8 +67,9 @@ class SftTrainer:
             with self.run.timers.phase("step"):
                 examples = next(self.examples)
                 samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], world())
-                for minibatch in samples.minibatches(self.plan.rollouts_per_minibatch):
-                    self.run.count(self.actor.update_sft(minibatch))
+                for minibatch in self.actor.minibatches(samples):
+                    self.actor.forward_backward(minibatch, sft)
+                    self.run.count(self.actor.optim_step())
                 self.describe(samples)
                 self.checkpoints.end_step(step)
             self.run.record(step)
@@ -85,16 +87,14 @@ class SftTrainer:
         })
 
 
-def train_sft(loaded: LoadedConfig, recipe: Path | None) -> None:
+def train_sft(config: RunConfig, recipe: Path | None) -> None:
     """Run SFT from a loaded config: check every input, build the actor, train.
 
     Raises:
         UserError: bad input, before any process group exists.
         Preempted: a signal asked the run to stop.
     """
-    config, (world_size, _) = loaded.config, launched_sizes()
-    inputs = read_sft_inputs(config, world_size)
-    check_step_mode(config.actor, "actor")
+    inputs = check_sft(config)
     trainer = SftTrainer(config, inputs, recipe)
     try:
         with trainer.guard.reporting():

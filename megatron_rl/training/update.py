@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
 from megatron_rl.training.unsound import explain_lost_gradient, explain_unsound
-from megatron_rl.types import LossLedger
+from megatron_rl.types import LossLedger, UserError
 
 
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
@@ -33,49 +34,79 @@ def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: Tra
     return (StaticStep if config.step_mode == "static" else EagerStep)(model, head, optimizer)
 
 
-def take_optimizer_step(
-    step: EagerStep, minibatch: TrainBatch, loss: StepLoss, role: str
-) -> tuple[dict[str, float], float, float]:
-    """Forward, backward and update; collective over the role.
+@dataclass(frozen=True)
+class StepResult:
+    """An optimizer step that was taken; the same on every rank.
+
+    Attributes:
+        totals: the loss's metrics summed (or "max/...": their maxima) over microbatches and DP ranks.
+        grad_norm: the global gradient norm before clipping.
+        lr: the learning rate.
+        loss: whose gradients were used.
+        minibatch: of this rank.
+    """
+
+    totals: dict[str, float]
+    grad_norm: float
+    lr: float
+    loss: StepLoss
+    minibatch: TrainBatch
+
+
+class OptimizerStep:
+    """One optimizer step of a role in its two halves, each collective over the role.
 
     Args:
-        step: of the role.
-        minibatch: of this rank.
-        loss: what is made smaller.
+        step: how the microbatches run.
         role: section of the config, for messages.
-
-    Returns:
-        The loss's metrics summed (or "max/...": their maxima) over microbatches and DP ranks, the global
-        gradient norm before clipping, and the learning rate; the same on every rank.
-
-    Raises:
-        LedgerError: the loss did not count the tokens or weights that the minibatch has; on every rank.
-        UserError: on every rank; the loss or the gradient norm is not finite (the weights are kept), or the norm is
-            0 while the loss has a gradient.
     """
-    optimizer, groups = step.optimizer, step.model.groups
-    optimizer.restore()
-    step.prepare(minibatch, loss)
-    loss.is_pulled.zero_()
-    optimizer.zero_grad()
-    rows = step.run(minibatch, loss)
-    totals = _reduce(rows, loss, groups, minibatch.tokens.device)
-    optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
-    lr = optimizer.advance_schedule()
-    grad_norm = step.finish()
-    *values, norm = torch.cat([totals, grad_norm.double()[None]]).tolist()  # the only wait for the device
-    found = dict(zip(loss.metric_names, values, strict=True))
-    for ledger in minibatch.ledgers:
-        check_ledger(ledger, found["tokens"], found["weights"])
-    for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            raise explain_unsound(
-                quantity, value, optimizer.steps + 1, role=role, minibatch=minibatch, groups=groups,
-                losses=[float(row[loss.metric_names.index("loss")]) for row in rows])
-    if norm == 0 and _is_pulled_anywhere(loss, groups.world):
-        raise explain_lost_gradient(optimizer.steps + 1, role)
-    optimizer.count_step()
-    return found, norm, lr
+
+    def __init__(self, step: EagerStep, role: str) -> None:
+        self._step, self._role = step, role
+        self._pending: tuple[TrainBatch, StepLoss, list[torch.Tensor], torch.Tensor] | None = None
+
+    def forward_backward(self, minibatch: TrainBatch, loss: StepLoss) -> None:
+        """Leave the gradients of a loss over a minibatch in the gradient buffers, in place of any that are there."""
+        step, optimizer = self._step, self._step.optimizer
+        optimizer.restore()
+        step.prepare(minibatch, loss)
+        loss.is_pulled.zero_()
+        optimizer.zero_grad()
+        rows = step.run(minibatch, loss)
+        totals = _reduce(rows, loss, step.model.groups, minibatch.tokens.device)
+        self._pending = minibatch, loss, rows, totals
+
+    def optim_step(self) -> StepResult:
+        """Update the weights with these gradients.
+
+        Raises:
+            LedgerError: the loss did not count the tokens or weights that the minibatch has; on every rank.
+            UserError: on every rank; there are no gradients that were not used yet, the loss or the gradient norm is
+                not finite (the weights are kept), or the norm is 0 while the loss has a gradient.
+        """
+        if self._pending is None:
+            raise UserError(
+                "an optimizer step without gradients", source=f"{self._role}.optim_step()",
+                expected="forward_backward(minibatch, loss) before each optim_step()",
+                hint="gradients are used once; what belongs into one step is one minibatch")
+        (minibatch, loss, rows, totals), self._pending = self._pending, None
+        optimizer, groups = self._step.optimizer, self._step.model.groups
+        optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
+        lr = optimizer.advance_schedule()
+        grad_norm = self._step.finish()
+        *values, norm = torch.cat([totals, grad_norm.double()[None]]).tolist()  # the only wait for the device
+        found = dict(zip(loss.metric_names, values, strict=True))
+        for ledger in minibatch.ledgers:
+            check_ledger(ledger, found["tokens"], found["weights"])
+        for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise explain_unsound(
+                    quantity, value, optimizer.steps + 1, role=self._role, minibatch=minibatch, groups=groups,
+                    losses=[float(row[loss.metric_names.index("loss")]) for row in rows])
+        if norm == 0 and _is_pulled_anywhere(loss, groups.world):
+            raise explain_lost_gradient(optimizer.steps + 1, self._role)
+        optimizer.count_step()
+        return StepResult(found, norm, lr, loss, minibatch)
 
 
 def _is_pulled_anywhere(loss: StepLoss, group: dist.ProcessGroup) -> bool:
@@ -112,6 +143,7 @@ def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger
     return sound
 
 
-def describe_ledgers(minibatch: TrainBatch, totals: dict[str, float]) -> dict[str, float]:
+def describe_ledgers(result: StepResult) -> dict[str, float]:
     """Numerator and denominator of each loss term of a minibatch, `ledger/...`; empty where none is kept."""
-    return {name: value for ledger in minibatch.ledgers for name, value in ledger_metrics(ledger, totals).items()}
+    return {name: value for ledger in result.minibatch.ledgers
+            for name, value in ledger_metrics(ledger, result.totals).items()}

@@ -103,7 +103,7 @@ def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
     assert torch.equal(samples.read(critic, ["old_logprobs"]).old_logprobs, name_tokens(other, -1.0))
     with pytest.raises(AssertionError, match="values is there already"):
         samples.values = samples.old_logprobs
-    sizes = [len(minibatch.samples.read(actor).tokens) for minibatch in samples.minibatches(16, epochs=2)]
+    sizes = samples.read(actor).minibatch_sizes
     logged = samples.fetch_rollouts(3, lambda tokens: f"{len(tokens)} tokens", {"values": samples.columns["values"]})
     everywhere = samples.fetch_rollouts(100, str, on_all=True)
     return {"minibatches": len(sizes), "logged": [
@@ -125,7 +125,7 @@ def test_columns_travel_between_roles_and_to_the_writer(share_prompts: bool) -> 
         assert row[8] == 1 and row[9]["values"] == (
             [] if is_cut else [100.0 * index + p for p in range(start, start + length)])
     expected = [(g, s) for g in range(GROUPS) for s in range(GROUP_SIZE)]
-    assert [(rank["minibatches"], rank["everywhere"]) for rank in found] == [(4, expected)] * 4
+    assert [(rank["minibatches"], rank["everywhere"]) for rank in found] == [(2, expected)] * 4
 
 
 def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:

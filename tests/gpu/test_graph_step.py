@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+from role_setups import take_step
+
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
@@ -95,11 +97,11 @@ def test_an_unsound_step_changes_nothing(path: Path) -> None:
     batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
     batch.old_logprobs = actor.compute_logprobs(batch)
     minibatch = next(batch.minibatches())
-    actor.update(minibatch, AlgorithmConfig())
+    take_step(actor, minibatch, AlgorithmConfig())
     weights = [x.clone() for x in actor.model.params.values()]
     minibatch.advantages[minibatch.loss_mask] = float("nan")
     with pytest.raises(UserError, match="the loss of optimizer step 2"):
-        actor.update(minibatch, AlgorithmConfig())
+        take_step(actor, minibatch, AlgorithmConfig())
     assert all(torch.equal(a, b) for a, b in zip(weights, actor.model.params.values(), strict=True))
 
 
@@ -116,7 +118,7 @@ def test_failed_capture_names_operation_and_bucket(path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(actor._policy_loss, "_function", nosy)
     with pytest.raises(UserError, match=r"(?s)microbatch of \d+ tokens.*_local_scalar_dense"):
-        actor.update(next(batch.minibatches()), AlgorithmConfig())
+        take_step(actor, next(batch.minibatches()), AlgorithmConfig())
 
 
 def test_twenty_step_run_on_one_gpu(tmp_path: Path) -> None:

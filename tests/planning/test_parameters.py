@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
@@ -72,7 +73,7 @@ def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[R
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
-    actor.update(batch, ALGORITHM)
+    take_step(actor, batch, ALGORITHM)
     names = [[name for name, _ in stage.named_parameters()] for stage in actor.model.stages]
     return measure(actor), names
 

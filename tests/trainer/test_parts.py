@@ -26,7 +26,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import Reference
-from rl_runs import overrides_for, read_records
+from rl_runs import load_nested, overrides_for, read_records
 
 PROGRAM = """
 import sys
@@ -50,16 +50,6 @@ def test_three_lines_do_what_the_entry_point_does(task: Path, tmp_path: Path) ->
     assert_succeeded(result)
     first, second = read_records(tmp_path / "entry"), read_records(tmp_path / "api")
     assert len(first) == 2 and first == second
-
-
-def load_nested(overrides: list[str]) -> dict[str, dict[str, Any]]:
-    """The sections of an override list, as a recipe has them."""
-    nested: dict[str, dict[str, Any]] = {}
-    for override in overrides:
-        name, _, text = override.partition("=")
-        section, _, leaf = name.partition(".")
-        nested.setdefault(section, {})[leaf] = float(text) if text == "1e-3" else yaml.safe_load(text)
-    return nested
 
 
 def count_digits(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
@@ -87,9 +77,9 @@ class CountingEngine(HuggingFaceEngine):
 class CountingActor(Actor):
     updates = 0
 
-    def update(self, *arguments: Any) -> Any:
+    def optim_step(self) -> dict[str, float]:
         type(self).updates += 1
-        return super().update(*arguments)
+        return super().optim_step()
 
 
 class CountingReference(Reference):

@@ -36,7 +36,7 @@ def _train(rank: int, world_size: int, overrides: Sequence[str], lose: str) -> s
 
     actor_module.compute_sft_loss = compute_wrongly
     try:
-        train_sft(load_config(None, overrides), None)
+        train_sft(load_config(None, overrides).config, None)
     except LedgerError as error:
         return str(error)
     return None

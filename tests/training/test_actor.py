@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from role_setups import take_step
 
 from actor_runs import (
     ADVANTAGES,
@@ -37,6 +38,7 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.roles.on_samples import sft
 from megatron_rl.types import UserError
 from tiny_models import save_tiny_model
 
@@ -219,7 +221,7 @@ def _count_attention_calls(rank: int, world_size: int, case: Case, path: Path) -
     calls: list[int] = []
     for layer in actor.model.stages[0].decoder.layers:
         layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
-    actor.update(batch, ALGORITHM)
+    take_step(actor, batch, ALGORITHM)
     return len(calls), len(actor.model.stages[0].decoder.layers) * len(batch.slices)
 
 
@@ -235,11 +237,11 @@ def _train_on_bad_advantage(rank: int, world_size: int, case: Case, path: Path, 
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
-    actor.update(batch, ALGORITHM)
+    take_step(actor, batch, ALGORITHM)
     weights = [x.clone() for x in actor.model.params.values()]
     batch.advantages[batch.sequence_ids == 3] = bad
     try:
-        actor.update(batch, ALGORITHM)
+        take_step(actor, batch, ALGORITHM)
     except UserError as error:
         is_kept = all(torch.equal(a, b) for a, b in zip(weights, actor.model.params.values(), strict=True))
         return dict(message=error.found, source=error.source, is_kept=is_kept, version=actor.policy_version)
@@ -277,7 +279,7 @@ def _train_without_gradient(rank: int, world_size: int, path: Path, reason: str)
         actor.model.stages.requires_grad_(False)
         actor.model.stages[-1].register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
     try:
-        return actor.update(batch, AlgorithmConfig())["policy/grad_norm"], actor.policy_version
+        return take_step(actor, batch, AlgorithmConfig())["policy/grad_norm"], actor.policy_version
     except UserError as error:
         return str(error), actor.policy_version
 
@@ -295,7 +297,7 @@ def test_a_gradient_that_does_not_reach_the_parameters_is_an_error(world_size: i
 def _train_on_responses(rank: int, world_size: int, case: Case, path: Path, steps: int) -> list[dict[str, float]]:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    return [actor.update_sft(batch) for _ in range(steps)]
+    return [take_step(actor, batch, sft) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2-pp2-sp", "dp2"])
@@ -319,7 +321,7 @@ def _train_on_zero_advantages(rank: int, world_size: int, case: Case, path: Path
     batch = build_batch(actor.model, case, advantages=[0.0] * len(LENGTHS))
     batch.old_logprobs, batch.ref_logprobs = actor.compute_logprobs(batch), None
     before = list_pieces(actor.model)
-    metrics = actor.update(batch, AlgorithmConfig())
+    metrics = take_step(actor, batch, AlgorithmConfig())
     return before, list_pieces(actor.model), metrics
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from role_setups import make_setup
+from role_setups import make_setup, take_step
 from transformers import AutoModelForSequenceClassification
 
 from actor_runs import (
@@ -95,9 +95,9 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
     critic = build_critic(case, path)
     batch = build_value_batch(critic, case)
     assert batch.values.dtype == torch.float32 and not batch.values.requires_grad
-    metrics = [critic.update(batch)]
+    metrics = [take_step(critic, batch)]
     pieces = list_pieces(critic.model)
-    metrics.append(critic.update(batch))
+    metrics.append(take_step(critic, batch))
     before = split_by_rollout(batch.values, batch)
     return dict(at=critic.model.groups.at, before=before, metrics=metrics, pieces=pieces,
                 after=split_by_rollout(critic.compute_values(batch), batch), steps=critic.optimizer.steps)
@@ -234,7 +234,7 @@ def test_a_language_model_gets_a_head_of_zeros(family: str, tmp_path: Path) -> N
 def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Path) -> Any:
     critic = build_critic(case, path)
     batch, model = build_value_batch(critic, case), critic.model
-    critic.update(batch)
+    take_step(critic, batch)
     shards = group_shards(model.placements, model.shard_key, world_size)
     save_huggingface(target, ShardedModel(model.shape, shards, model.params, model.groups.world),
                      side_files_from=path, bucket_bytes=4096)

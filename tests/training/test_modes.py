@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from role_setups import make_setup
+from role_setups import make_setup, take_step
 
 from actor_runs import Case, build_actor, build_batch, list_pieces
 from distributed import run_ranks
@@ -48,7 +48,7 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
             states.append(actor.optimizer._host_memory.num_bytes)
         batch.old_logprobs = actor.compute_logprobs(batch)
         for minibatch in batch.minibatches():
-            metrics = actor.update(minibatch, AlgorithmConfig())
+            metrics = take_step(actor, minibatch, AlgorithmConfig())
     numel = sum(p.numel() for adam in actor.optimizer.adams for group in adam.param_groups for p in group["params"])
     return {"before": before, "released": released, "states": states, "numel": numel, "metrics": metrics,
             "weights": list_pieces(actor.model)}

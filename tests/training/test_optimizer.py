@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch, list_pieces
 from distributed import run_ranks
@@ -72,7 +73,7 @@ def _gradient_norm(rank: int, world_size: int, path: Path, case: Case) -> float:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
-    return actor.update(batch, ALGORITHM)["policy/grad_norm"]
+    return take_step(actor, batch, ALGORITHM)["policy/grad_norm"]
 
 
 @pytest.mark.parametrize("use_distributed_optimizer", [True, False])
@@ -93,7 +94,7 @@ def _update_thrice(rank: int, world_size: int, path: Path, case: Case) -> Any:
     batch = build_batch(actor.model, case)
     batch.old_logprobs = actor.compute_logprobs(batch)
     assert len(batch.slices) > 1
-    return [actor.update(batch, ALGORITHM) for _ in range(3)], list_pieces(actor.model)
+    return [take_step(actor, batch, ALGORITHM) for _ in range(3)], list_pieces(actor.model)
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(pp_size=2)])

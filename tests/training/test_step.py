@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from role_setups import take_step
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
@@ -132,12 +133,12 @@ def _raise_on_rank(rank: int, world_size: int, path: Path, bad: float) -> Any:
     batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
     batch.old_logprobs = actor.compute_logprobs(batch)
     first, second = batch.minibatches()
-    actor.update(first, AlgorithmConfig())
+    take_step(actor, first, AlgorithmConfig())
     weights = [x.clone() for x in actor.model.params.values()]
     states = [x.clone() for adam in actor.optimizer.adams for s in adam.state.values() for x in s.values()]
     second.advantages[second.sequence_ids == 9] = bad
     try:
-        actor.update(second, AlgorithmConfig())
+        take_step(actor, second, AlgorithmConfig())
     except UserError as error:
         kept = [x for adam in actor.optimizer.adams for s in adam.state.values() for x in s.values()]
         same = all(torch.equal(a, b) for a, b in zip(weights, actor.model.params.values(), strict=True))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from role_setups import take_step
 from sample_rollouts import gather_rollouts
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
@@ -133,7 +134,7 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     batch.old_logprobs = actor.compute_logprobs(batch)
     result["gap"] = float((batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
     batch.advantages = torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0)
-    result["deviation"] = actor.update(batch, AlgorithmConfig())["policy/ratio_max_deviation"]
+    result["deviation"] = take_step(actor, batch, AlgorithmConfig())["policy/ratio_max_deviation"]
 
     actor_export(config, actor.model)(path.parent / "updated")
     rollouts_after = generate(GREEDY)

@@ -46,7 +46,8 @@ def take_step(actor: Actor, options: argparse.Namespace, step: int, device: torc
     batch.old_logprobs = actor.compute_logprobs(batch)
     times.append(time.process_time())
     for _ in range(NUM_UPDATES):
-        actor.update(batch, ALGORITHM)
+        actor.forward_backward(batch, ALGORITHM)
+        actor.optim_step()
         times.append(time.process_time())
     packing, logprobs, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
     sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding

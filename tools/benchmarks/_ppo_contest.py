@@ -112,7 +112,8 @@ class Contestant:
         return batch
 
     def _update(self) -> None:
-        self.fingerprint.append(self._actor.update(self._batch, ALGORITHM))
+        self._actor.forward_backward(self._batch, ALGORITHM)
+        self.fingerprint.append(self._actor.optim_step())
 
     def take_round(self) -> None:
         """One timed update."""

@@ -113,10 +113,12 @@ class Bench:
         """Seconds of one update, summed over ranks, after one of a single microbatch that is not measured."""
         actor, batch = self._build(case)
         batch.old_logprobs = torch.full_like(batch.loss_weights, -math.log(case.vocab_size))
-        actor.update(replace(batch.microbatches()[0], ledgers=()), ALGORITHM)  # warm-up: one microbatch
+        actor.forward_backward(replace(batch.microbatches()[0], ledgers=()), ALGORITHM)  # warm-up: one microbatch
+        actor.optim_step()
         dist.barrier()
         watch = Stopwatch(self.device)
-        actor.update(batch, ALGORITHM)
+        actor.forward_backward(batch, ALGORITHM)
+        actor.optim_step()
         wall, cpu = watch.read()
         return self._reduce({"seconds": wall if self.device.type == "cuda" else cpu}, dist.ReduceOp.SUM)["seconds"]
 
