@@ -72,11 +72,9 @@ class _Pending:
     partial: Path
     is_best: bool
     started: float
-    blocked: float = 0.0
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     records: list[FileRecord] = field(default_factory=list)
     error: UserError | None = None
-    thread: threading.Thread | None = None
 
     @contextmanager
     def keeping_error(self, rank: int) -> Iterator[None]:
@@ -112,7 +110,8 @@ class CheckpointSaver:
     ) -> None:
         self._root, self._group, self._report = root, group, report
         self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
-        self._pending: _Pending | None = None
+        self._pending: tuple[_Pending, threading.Thread] | None = None
+        self._blocked = 0.0  # seconds for which training has waited for the one that is pending
 
     @property
     def is_busy(self) -> bool:
@@ -155,11 +154,10 @@ class CheckpointSaver:
             if self._async:
                 pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
         if self._async:
-            pending.thread = threading.Thread(
+            thread = threading.Thread(
                 target=_write, args=(pending, pieces, rng, rank), name="checkpoint", daemon=True)
-            pending.thread.start()
-            pending.blocked = time.monotonic() - started
-            self._pending = pending
+            thread.start()
+            self._pending, self._blocked = (pending, thread), time.monotonic() - started
             return None
         _write(pending, pieces, rng, rank)
         return self._commit(pending)
@@ -167,20 +165,19 @@ class CheckpointSaver:
     def poll(self) -> None:
         """Commit a save in the background if every rank has written its part; collective, cheap."""
         if self._pending is not None:
-            assert self._pending.thread is not None, "no other save is left pending"
-            is_done = torch.tensor(int(not self._pending.thread.is_alive()))
+            pending, thread = self._pending
+            is_done = torch.tensor(int(not thread.is_alive()))
             dist.all_reduce(is_done, dist.ReduceOp.MIN, group=self._group)
             if is_done:
-                self._commit(self._pending)
+                self._commit(pending)
 
     def wait(self) -> None:
         """Wait for a save in the background and commit it; collective."""
         if self._pending is not None:
-            began = time.monotonic()
-            assert self._pending.thread is not None, "no other save is left pending"
-            self._pending.thread.join()
-            self._pending.blocked += time.monotonic() - began
-            self._commit(self._pending)
+            began, (pending, thread) = time.monotonic(), self._pending
+            thread.join()
+            self._blocked += time.monotonic() - began
+            self._commit(pending)
 
     def _prepare(self, partial: Path, roles: Mapping[str, SavedRole]) -> None:
         """Rank 0 makes the empty directories."""
@@ -215,7 +212,7 @@ class CheckpointSaver:
             raise_together(error, self._group)
         except UserError as caught:
             return self._finish(pending, caught)
-        pending.blocked += time.monotonic() - began
+        self._blocked += time.monotonic() - began
         box = [num_bytes, tuple(deleted)]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return self._finish(pending, None, *box)
@@ -225,9 +222,8 @@ class CheckpointSaver:
     ) -> None:
         if error is not None and self._group.rank() == 0:
             shutil.rmtree(pending.partial, ignore_errors=True)
-        self._pending = None
         seconds = time.monotonic() - pending.started
-        blocked = seconds if pending.thread is None else pending.blocked
+        blocked, self._pending = seconds if self._pending is None else self._blocked, None
         self._report(SaveOutcome(
             pending.content.step, self._root / f"step_{pending.content.step}", seconds, blocked, num_bytes, deleted,
             error))

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -136,18 +135,12 @@ class StatusPage(Sink):
         self._server.server_close()
 
 
-@dataclass
-class _Heard:
-    looks: int
-    since: float
-
-
 class _Ranks:
     """Heartbeats, looked at once a second at most, and for how long each rank has been silent."""
 
     def __init__(self, positions: Positions) -> None:
         self._positions, self._lock = positions, threading.Lock()
-        self._heard: dict[int, _Heard] = {}
+        self._heard: dict[int, tuple[int, float]] = {}  # looks of a rank, and since when
         self._last: list[dict[str, Any]] = []
         self._looked_at = -math.inf
 
@@ -163,11 +156,11 @@ class _Ranks:
     def _describe(self, rank: int, beat: Position | None, now: float) -> dict[str, Any]:
         if beat is None:
             return {"rank": rank}
-        heard = self._heard.setdefault(rank, _Heard(beat.looks, now))
-        if heard.looks != beat.looks:
-            heard.looks, heard.since = beat.looks, now
+        looks, since = self._heard.get(rank, (beat.looks, now))
+        since = since if looks == beat.looks else now
+        self._heard[rank] = beat.looks, since
         return {"rank": rank, "step": beat.step, "phase": beat.phase, "operation": beat.operation,
-                "seconds": round(beat.seconds, 1), "silent_seconds": round(now - heard.since, 1),
+                "seconds": round(beat.seconds, 1), "silent_seconds": round(now - since, 1),
                 "has_left": beat.is_closed}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import chain, cycle
 from typing import TypeVar
@@ -71,15 +71,13 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
         demanding: ranks that need a part of every one of them.
         ranks_per_node: consecutive ranks that share a node.
     """
-    choice = SourceChoice(tuple(owners))
     if len(owners) == 1:
-        choice.fixed = dict.fromkeys(demanding, owners[0])
-        return choice
-    choice.load = dict.fromkeys(owners, 0)
+        return SourceChoice(tuple(owners), dict.fromkeys(demanding, owners[0]))
+    choice = SourceChoice(tuple(owners), load=dict.fromkeys(owners, 0))
     far = _serve_near(choice, demanding, ranks_per_node)
     _serve_far(choice, far)
     if len(set(choice.load.values())) == 1:  # equal loads do not change who has sent the least
-        choice.load = {}
+        return replace(choice, load={})
     return choice
 
 

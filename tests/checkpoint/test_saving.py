@@ -130,7 +130,7 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(
             _limit_files(50_000)
         saver.save(make_content(path, 2, 0), {"actor": actor})
         if where == "index" and rank == 0:
-            saver._pending.thread.join()  # its own files are there
+            saver._pending[1].join()  # its own files are there
             _limit_files(1000)
         saver.wait()
         _limit_files(resource.RLIM_INFINITY)
