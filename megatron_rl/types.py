@@ -143,7 +143,7 @@ class Turn:
     stop: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One episode on one prompt; a plain response is one branch with one turn.
 

@@ -2,7 +2,7 @@
 """Scores one rank's rollouts, while they are still being generated where a source can do that.
 
     generator.generate(..., on_finished=scorer.begin)         # workers and services start at once
-    scorer.finish(rollouts of this rank)                      # waits, and fills in the rewards
+    scored = scorer.finish(rollouts of this rank)             # waits
 
 Invariant: what a rollout gets does not depend on whether or when `begin` was called for it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -74,7 +75,6 @@ class Scorer:
 
     Attributes:
         is_concurrent: whether anything is scored between `begin` and `finish`.
-        step: what reward functions that ask for it are told; 0 in validation.
     """
 
     def __init__(self, plan: RewardPlan, config: RewardConfig, decode: Callable[[Sequence[int]], str]) -> None:
@@ -92,33 +92,35 @@ class Scorer:
             else:
                 self._sources.append(FunctionInWorker(self._pool, functions.index((spec.target, spec.setting))))
         self.is_concurrent = any(not isinstance(source, FunctionInRank) for source in self._sources)
-        self._begun: dict[int, tuple[Rollout, list[Callable[[], Score]]]] = {}
+        self._begun: dict[int, tuple[Rollout, Rollout, list[Callable[[], Score]]]] = {}
         self._runs_users_code = self._pool is None and any(name not in RULES for name, _ in functions)
         self._left_behind: set[psutil.Process] = set()
-        self.step = 0
 
-    def begin(self, rollout: Rollout) -> None:
-        """Decode the response and start scoring it; the same object must come to `finish` later."""
-        rollout.response = self._decode(rollout.response_tokens.tolist())
-        self._begun[id(rollout)] = rollout, [source.begin(rollout, self.step) for source in self._sources]
+    def begin(self, rollout: Rollout, step: int = 0) -> None:
+        """Decode the response and start scoring it, in a step (0: validation); `finish` must get the same object."""
+        decoded = replace(rollout, response=self._decode(rollout.response_tokens.tolist()))
+        waits = [source.begin(decoded, step) for source in self._sources]
+        self._begun[id(rollout)] = rollout, decoded, waits  # an id is of one object only while that exists
 
-    def finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Fill `response`, `reward` and `reward_components` in place, without the reward model's part.
+    def finish(self, rollouts: Sequence[Rollout], step: int = 0) -> list[Rollout]:
+        """The rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
 
         Args:
             rollouts: this rank's share; those that were not begun are begun now.
+            step: as in `begin`, for these.
 
         Raises:
             UserError: a source has no score for a rollout, or the sum is not finite; the first such one in order.
         """
         for rollout in rollouts:
             if id(rollout) not in self._begun:
-                self.begin(rollout)
+                self.begin(rollout, step)
+        scored = []
         with self._notice_children():
-            for rollout in rollouts:
-                _, waits = self._begun.pop(id(rollout))
-                rollout.reward, rollout.reward_components = compute_reward(
-                    self._plan, [wait() for wait in waits], rollout)
+            for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
+                reward, components = compute_reward(self._plan, [wait() for wait in waits], decoded)
+                scored.append(replace(decoded, reward=reward, reward_components=components))
+        return scored
 
     @contextmanager
     def _notice_children(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -155,15 +156,14 @@ class Collector:
             with_answers: the headers tell equal answers.
         """
         scorer = self._rewards.scorer
-        scorer.step = step
         with self._timers.phase("rollout"):
             generated = self._generator.generate(
                 prompts, group_size=group_size, sampling=self.sampling(temperature), step=step, round=round,
-                on_finished=scorer.begin if scorer.is_concurrent else None)
+                on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None)
         engine = self._group.rank() // self._tp_size
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
         with self._timers.phase("reward"):
-            headers, num_bytes = self._score(held, engine, with_answers)
+            headers, num_bytes = self._score(held, engine, step, with_answers)
             ranks = np.arange(self._group.size()).reshape(-1, self._tp_size)
             samples = Experience(headers, prompts, hold(held, headers, ranks, num_bytes), self._group)
             if self._rewards.model is not None:
@@ -173,7 +173,9 @@ class Collector:
                 samples = samples.rescore(rewards, MODEL, scores)
         return samples
 
-    def _score(self, held: Sequence[tuple[int, Rollout]], engine: int, with_answers: bool) -> tuple[Headers, int]:
+    def _score(
+        self, held: Sequence[tuple[int, Rollout]], engine: int, step: int, with_answers: bool
+    ) -> tuple[Headers, int]:
         """Score a share of what this engine has generated, and tell all ranks the headers.
 
         Raises:
@@ -184,9 +186,10 @@ class Collector:
             mine = held if place == 0 else []
         else:
             mine = held[place :: self._tp_size]
-        _run_together(lambda: scorer.finish([rollout for _, rollout in mine]), self._group)
-        headers = build_headers(mine, holder=engine, mask_truncated=self._config.algorithm.mask_truncated,
-                                with_answers=with_answers)
+        scored = _run_together(lambda: scorer.finish([rollout for _, rollout in mine], step), self._group)
+        headers = build_headers(
+            zip((index for index, _ in mine), scored, strict=True), holder=engine,
+            mask_truncated=self._config.algorithm.mask_truncated, with_answers=with_answers)
         return gather_headers(headers, self._group)
 
     def close(self) -> None:
@@ -246,11 +249,12 @@ def correctness_of(headers: Headers) -> np.ndarray:
     return headers["reward"] - np.nan_to_num(headers.component(OVERLONG))
 
 
-def _run_together(work: Callable[[], None], group: dist.ProcessGroup) -> None:
+def _run_together(work: Callable[[], list[Rollout]], group: dist.ProcessGroup) -> list[Rollout]:
     """Do this rank's share, and raise on every rank what it raised on any."""
-    error = None
+    found, error = [], None
     try:
-        work()
+        found = work()
     except Exception as caught:  # the other ranks must learn of it before they wait for this one
         error = caught
     raise_together(error, group)
+    return found

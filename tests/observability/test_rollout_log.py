@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -89,8 +90,8 @@ def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> No
 
 def test_half_a_character_in_a_capsule(tmp_path: Path) -> None:
     prompt = Prompt(0, np.zeros(1, np.int32), HALF, HALF, HALF)
-    rollout = Rollout.from_response(prompt, 0, np.zeros(1, np.int32), None, "stop")
-    rollout.response, rollout.reward = HALF, 1.0
+    rollout = replace(
+        Rollout.from_response(prompt, 0, np.zeros(1, np.int32), None, "stop"), response=HALF, reward=1.0)
     samples = SimpleNamespace(headers=build_headers([(0, rollout)], holder=0), baselines=None)
     write_rollouts(tmp_path / "rollouts.jsonl", [rollout], samples)
     [(group, found)] = read_rollouts(tmp_path / "rollouts.jsonl").rollouts

@@ -6,7 +6,6 @@ That scoring overlaps a real generation: tests/weight_sync/test_hybrid_streaming
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -35,10 +34,8 @@ def open_scorer(max_response_length: int = 10, **settings: Any) -> Iterator[Scor
 
 
 def make_rollouts() -> list[Rollout]:
-    rollouts = [make_rollout(text, sample_index=i) for i, text in enumerate(["82", "#### 82", "83", "", "0082"])]
-    for rollout in rollouts:
-        rollout.response = ""
-    return rollouts
+    return [replace(make_rollout(text, sample_index=i), response="")
+            for i, text in enumerate(["82", "#### 82", "83", "", "0082"])]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -52,7 +49,7 @@ def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_be
         assert scorer.is_concurrent == (workers > 0)
         for rollout in reversed(rollouts[:num_begun]):  # responses finish in any order
             scorer.begin(rollout)
-        scorer.finish(rollouts)
+        rollouts = scorer.finish(rollouts)
     assert [r.response for r in rollouts] == ["82", "#### 82", "83", "", "0082"]
     assert [r.reward for r in rollouts] == pytest.approx([1 - 0.2, 1 + 0.5 - 0.7 - 0.25, -0.2, 0.0, 1 - 0.4])
     assert rollouts[1].reward_components == {
@@ -62,10 +59,9 @@ def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_be
 
 def test_single_source_keeps_its_own_components(tmp_path):
     function = write_function(tmp_path, "return {'score': 2, 'level': extra_info['level']}")
-    rollouts = make_rollouts()[:1]
     with open_scorer(function=function) as scorer:
-        scorer.finish(rollouts)
-    assert (rollouts[0].reward, rollouts[0].reward_components) == (2.0, {"level": 3.0})
+        [scored] = scorer.finish(make_rollouts()[:1])
+    assert (scored.reward, scored.reward_components) == (2.0, {"level": 3.0})
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -77,12 +73,12 @@ def test_functions_are_told_more_where_they_ask_for_it(tmp_path, workers):
         further=", response_tokens, finish_reason, step, row")
     every = write_function(tmp_path, "return len(further)", name="every.py", further=", **further")
     rollout = make_rollout("82")
-    rollout.prompt, rollout.finish_reason = replace(rollout.prompt, row={"reward_model": {"style": "rule"}}), "length"
+    prompt = replace(rollout.prompt, row={"reward_model": {"style": "rule"}})
+    rollout = replace(rollout, prompt=prompt, finish_reason="length")
     with open_scorer(components=[f"1 {named}", f"10 {every}"], workers=workers) as scorer:
-        scorer.step = 7
-        scorer.finish([rollout])
-    assert rollout.reward == 52.0
-    assert rollout.reward_components == {
+        [scored] = scorer.finish([rollout], step=7)
+    assert scored.reward == 52.0
+    assert scored.reward_components == {
         "f": 2.0, "f/step": 7.0, "f/cut": 1.0, "f/row": 1.0, "f/first": 56.0, "f_2": 5.0}
 
 
@@ -113,7 +109,7 @@ def test_what_a_function_leaves_behind_ends_with_the_run(tmp_path):
         tmp_path, "child = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $! > pid; wait'], cwd=data_source)\n"
         "open(data_source + '/child', 'w').write(str(child.pid))\nreturn 1", imports="import subprocess")
     rollout = make_rollout("82")
-    rollout.prompt = replace(rollout.prompt, data_source=str(tmp_path))
+    rollout = replace(rollout, prompt=replace(rollout.prompt, data_source=str(tmp_path)))
     with subprocess.Popen(["sleep", "1000"]) as other:
         with open_scorer(function=function) as scorer:
             scorer.finish([rollout])
@@ -127,7 +123,7 @@ def test_what_a_function_leaves_behind_ends_with_the_run(tmp_path):
 def test_only_a_model_leaves_the_reward_to_it():
     rollouts = make_rollouts()
     with open_scorer(components=["1.0 model"], workers=2) as scorer:
-        scorer.finish(rollouts)
+        rollouts = scorer.finish(rollouts)
         assert not scorer.is_concurrent
     assert [(r.reward, r.reward_components) for r in rollouts] == [(0.0, {})] * 5
 
@@ -138,9 +134,8 @@ def test_workers_score_before_they_are_waited_for(tmp_path):
     with open_scorer(function=function, workers=1) as scorer:
         scorer.begin(rollouts[0])
         assert wait_for_file(tmp_path / "seen") == "82"
-        assert math.isnan(rollouts[0].reward)
-        scorer.finish(rollouts[:1])
-    assert rollouts[0].reward == 1.0
+        [scored] = scorer.finish(rollouts[:1])
+    assert scored.reward == 1.0
 
 
 def test_rollouts_of_two_generations_are_kept_apart(tmp_path):
@@ -150,10 +145,8 @@ def test_rollouts_of_two_generations_are_kept_apart(tmp_path):
     with open_scorer(function=function, workers=1) as scorer:
         scorer.begin(first)
         scorer.begin(second)
-        scorer.finish([second])
-        assert (math.isnan(first.reward), second.reward) == (True, 4.0)
-        scorer.finish([first])
-    assert first.reward == 2.0
+        assert [r.reward for r in scorer.finish([second])] == [4.0]
+        assert [r.reward for r in scorer.finish([first])] == [2.0]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -165,7 +158,7 @@ def test_first_failure_in_order_is_raised(tmp_path, workers):
             scorer.begin(rollout)
         with pytest.raises(UserError, match="raised OSError: 7") as caught:
             scorer.finish(rollouts)
-    assert "sample_index 1" in str(caught.value) and math.isnan(rollouts[1].reward)
+    assert "sample_index 1" in str(caught.value)
 
 
 def test_unreachable_service_stops_or_falls_back():
@@ -175,8 +168,7 @@ def test_unreachable_service_stops_or_falls_back():
     rollouts = make_rollouts()
     with open_scorer(**settings) as scorer, pytest.raises(UserError, match="in 2 attempt"):
         scorer.finish(rollouts)
-    assert all(math.isnan(rollout.reward) for rollout in rollouts)
     with open_scorer(**settings, service_on_failure="fallback", service_fallback_reward=-0.5) as scorer:
-        scorer.finish(rollouts)
-    assert rollouts[0].reward == 0.0
-    assert rollouts[0].reward_components == {"exact": 1.0, "service": -0.5, "service_failures": 1.0}
+        scored = scorer.finish(rollouts)
+    assert scored[0].reward == 0.0
+    assert scored[0].reward_components == {"exact": 1.0, "service": -0.5, "service_failures": 1.0}

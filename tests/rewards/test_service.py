@@ -82,7 +82,8 @@ def test_batches_come_back_in_order(service):
 def test_service_is_told_everything(service):
     """numpy values, as parquet files give them, included."""
     sample = make_rollout()
-    sample.prompt = replace(sample.prompt, extra_info={"level": np.float32(2.5), "options": np.arange(3)})
+    prompt = replace(sample.prompt, extra_info={"level": np.float32(2.5), "options": np.arange(3)})
+    sample = replace(sample, prompt=prompt)
     assert ask(f"{service}/echo/told", QUICK, [sample]) == [Score(5.0, {"level": 2.5, "keys": 7.0})]
 
 
@@ -178,7 +179,7 @@ def test_fallback_does_not_hide_other_errors(service):
     """What is no failure of the service, here a sample that JSON cannot hold, is raised with either policy."""
     with pytest.raises(TypeError, match="keys must be str"):
         rollout = make_rollout()
-        rollout.prompt = replace(rollout.prompt, extra_info={(1, 2): 3})
+        rollout = replace(rollout, prompt=replace(rollout.prompt, extra_info={(1, 2): 3}))
         ask(f"{service}/score/keys", replace(QUICK, service_on_failure="fallback"), [rollout])
 
 

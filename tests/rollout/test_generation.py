@@ -181,8 +181,7 @@ def score_while_generating(
     generated = generator.generate(make_prompts(), group_size=GROUP_SIZE, sampling=SAMPLED, step=1, on_finished=listen)
     with log.open("a") as file:
         file.write("generated\n")
-    rollouts = [rollout for _, rollout in sorted(generated.items())]
-    scorer.finish(rollouts)
+    rollouts = scorer.finish([rollout for _, rollout in sorted(generated.items())])
     scorer.close()
     generator.close()
     return [(r.response, r.reward, len(r.response_tokens)) for r in rollouts]

@@ -47,7 +47,7 @@ def test_trainer_side_and_service_agree(service):
     config = RewardConfig(service_url=f"http://127.0.0.1:{port}/score", service_retries=0)
     rollouts = [make_rollout(r, t) for r, t in [("82", "82"), (r"\boxed{\frac{1}{2}}", "0.5"), ("#### 83", "82")]]
     scorer = Scorer(build_reward_plan(config, 100), config, decode)
-    scorer.finish(rollouts)
+    rollouts = scorer.finish(rollouts)
     scorer.close()
     assert [r.reward for r in rollouts] == [0.0, 1.0, 0.0]
     assert [(r.reward_components["format"], r.reward_components["unmarked_answers"]) for r in rollouts] == [
