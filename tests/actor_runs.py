@@ -7,7 +7,7 @@ What `train` measures is put together from all ranks in `merge`, which also chec
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,10 @@ def build_batch(model: PackedModel, case: Case, advantages: list[float] | None =
     ]
     batch = build_train_batch(
         sequences, WEIGHTS, plans, dp_rank=groups.at.dp, padding=Padding(model.pad_multiple), device=CPU)
-    batch.advantages = expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch)
     reference = torch.nn.utils.rnn.pad_sequence([*draw_ref_logprobs(), torch.zeros(1)], batch_first=True)
-    batch.ref_logprobs = reference[batch.sequence_ids, batch.position_ids]
-    return batch
+    return replace(
+        batch, advantages=expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch),
+        ref_logprobs=reference[batch.sequence_ids, batch.position_ids])
 
 
 def split_by_rollout(values: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
@@ -132,7 +132,7 @@ def list_pieces(model: PackedModel) -> list[Piece]:
 def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     before = split_by_rollout(batch.old_logprobs, batch)
     minibatches = list(batch.minibatches())
     metrics = [take_step(actor, minibatches[0], ALGORITHM)]

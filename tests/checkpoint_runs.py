@@ -6,6 +6,7 @@ Optimizer states are compared as logical tensors, gathered here from the pieces 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def make_saver(root: Path, outcomes: list[SaveOutcome], **changes: Any) -> Check
 def update(actor: Actor, case: Case) -> dict[str, float]:
     """One optimizer step on the fixed batch."""
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     return take_step(actor, next(batch.minibatches()), ALGORITHM)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +89,27 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
         sequences, np.concatenate(weights), plans, dp_rank=model.groups.at.dp,
         padding=Padding(model.pad_multiple, buckets, LONGEST),
         device=device, group_of=group_of)
-    batch.ledgers = ledgers
-    batch.advantages = expand_to_tokens(rng.normal(size=len(lengths)), batch)
+    advantages = expand_to_tokens(rng.normal(size=len(lengths)), batch)
     noise = torch.from_numpy(rng.normal(size=(len(lengths) + 1, LONGEST)).astype(np.float32)).to(device)
-    batch.returns = noise[batch.sequence_ids, batch.position_ids % LONGEST]
-    batch.ref_logprobs = 0.3 * batch.returns - float(np.log(VOCAB_SIZE))
-    return batch
+    returns = noise[batch.sequence_ids, batch.position_ids % LONGEST]
+    return replace(batch, ledgers=ledgers, advantages=advantages, returns=returns,
+                   ref_logprobs=0.3 * returns - float(np.log(VOCAB_SIZE)))
 
 
-def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]]]:
-    """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own."""
+def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]], TrainBatch]:
+    """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own.
+
+    Returns:
+        The scores, the metrics of each optimizer step, and the batch with what was found.
+    """
     if isinstance(role, Critic):
-        batch.values = role.compute_values(batch)
-        return batch.values, [take_step(role, minibatch) for minibatch in batch.minibatches()]
-    batch.old_logprobs = role.compute_logprobs(batch)
-    batch.update_logprobs, batch.update_entropy = (
-        torch.full_like(batch.rollout_logprobs, torch.nan) for _ in range(2))
+        batch = replace(batch, values=role.compute_values(batch))
+        return batch.column("values"), [take_step(role, minibatch) for minibatch in batch.minibatches()], batch
+    room = torch.full_like(batch.rollout_logprobs, torch.nan)
+    batch = replace(batch, old_logprobs=role.compute_logprobs(batch), update_logprobs=room, update_entropy=room.clone())
     algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
-    return batch.old_logprobs, [take_step(role, minibatch, algorithm) for minibatch in batch.minibatches()]
+    metrics = [take_step(role, minibatch, algorithm) for minibatch in batch.minibatches()]
+    return batch.column("old_logprobs"), metrics, batch
 
 
 def gradients(model: PackedModel) -> list[torch.Tensor]:
@@ -158,11 +161,11 @@ def compare_modes(
     for step in range(num_steps):
         batches = [build_ragged_batch(eager.model, other.model.buckets, step, shares_prompts=setup.shares_prompts)
                    for _ in range(2)]
-        (scores, metrics), (other_scores, other_metrics) = (
+        (scores, metrics, batch), (other_scores, other_metrics, other_batch) = (
             take_steps(role, batch, step) for role, batch in zip((eager, other), batches, strict=True))
         found = find_differences(eager, other)
         found += [] if torch.equal(scores, other_scores) else ["scores"]
-        if isinstance(eager, Actor) and groups.is_last_stage and not have_equal_records(*batches):
+        if isinstance(eager, Actor) and groups.is_last_stage and not have_equal_records(batch, other_batch):
             found.append("records of the update")
         found += [] if metrics == other_metrics else [f"metrics {metrics} and {other_metrics}"]
         if found:
@@ -179,7 +182,7 @@ def measure_padding(setup: Setup, path: Path, world_size: int) -> dict[str, floa
     results = []
     for role in (plain, padded):
         batch = build_ragged_batch(role.model, role.model.buckets, 0, shares_prompts=setup.shares_prompts)
-        scores, metrics = take_steps(role, next(batch.minibatches()), 0)
+        scores, metrics, _ = take_steps(role, next(batch.minibatches()), 0)
         real = batch.sequence_ids[: len(scores)] >= 0
         results.append((scores[real], metrics[0]))
     (scores, metrics), (padded_scores, padded_metrics) = results

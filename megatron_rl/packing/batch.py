@@ -2,7 +2,7 @@
 """TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
 
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
-a microbatch is a slice of them, so `batch.old_logprobs = actor.compute_logprobs(batch)` is aligned by
+a microbatch is a slice of them, so what a role computes of a batch (`old_logprobs`) is aligned with it by
 construction. Each microbatch ends in a padding sequence where its length must be a multiple of
 something (TP sequence parallelism, context parallelism), must be that of a bucket (`buckets.py`), or would be zero;
 padding enters no loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
@@ -47,7 +47,7 @@ class MicrobatchSlice:
     is_bucketed: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainBatch:
     """Packed tensors of one DP rank; all `[t]`, position 0 of each sequence is masked.
 
@@ -62,9 +62,9 @@ class TrainBatch:
             microbatches and DP ranks of a minibatch is the loss of that optimizer step.
         sequence_ids: int64, index of the rollout in the step's list; -1 on padding.
         rollout_logprobs: float32, from the engine.
-        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, filled in
-            along the step.
-        chosen: bool, tokens that the policy loss treats in another way; filled in where it does.
+        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, where
+            they are known.
+        chosen: bool, tokens that the policy loss treats in another way, where it does.
         update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
             last pipeline stage writes them where there is room for them. NaN: no step has used it.
         slices: one per microbatch.
@@ -100,9 +100,9 @@ class TrainBatch:
         return self.names[index] if self.names else f"sequence {index}"
 
     def column(self, name: str) -> torch.Tensor:
-        """Values that must have been filled in by now."""
+        """Values that must be known by now."""
         values = getattr(self, name)
-        assert values is not None, f"{name} was not filled in"
+        assert values is not None, f"{name} is not known"
         return values
 
     def minibatch(self, index: int) -> TrainBatch:
@@ -203,8 +203,7 @@ def build_train_batch(
         rollout_logprobs=flat["logprobs"], slices=slices,
         minibatch_sizes=[len(plan[dp_rank]) for _, plan in minibatch_plans],
     )
-    batch.loss_weights = expand_to_tokens(sequence_weights, batch) * batch.loss_mask
-    return batch
+    return replace(batch, loss_weights=expand_to_tokens(sequence_weights, batch) * batch.loss_mask)
 
 
 def _close_microbatch(rows: _Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:

@@ -6,6 +6,7 @@ The formulas are tested in tests/algorithms; sequence weights in test_pack.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,7 +41,8 @@ def _estimate(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -
     packing = samples.pack(Packer(model, ActorConfig(), plan, AlgorithmConfig(), torch.device("cpu")))
     batch = packing.batch
     samples.old_logprobs = Column(torch.where(batch.loss_mask, -0.5, 0.0), packing)
-    batch.old_logprobs, batch.ref_logprobs = samples.old_logprobs.values, torch.zeros_like(batch.rollout_logprobs)
+    batch = replace(
+        batch, old_logprobs=samples.old_logprobs.values, ref_logprobs=torch.zeros_like(batch.rollout_logprobs))
     rollout_of = torch.from_numpy(samples.headers["rollout"])[batch.sequence_ids]
     found: dict[str, object] = {}
     for name in ESTIMATORS:

@@ -6,6 +6,7 @@ Models are left out: what a role would compute is written down by hand. Whole ru
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,11 +136,13 @@ def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
     packing, batch = samples.pack(packer), samples.read(packer)
     assert samples.count_bytes() == 0
     now = torch.full_like(batch.rollout_logprobs, torch.nan)
-    batch.old_logprobs, batch.advantages = torch.zeros_like(now), torch.where(batch.sequence_ids == 0, 1.0, -1.0)
-    batch.update_logprobs, batch.update_entropy = now, now.clone()
+    entropy = now.clone()
     if rank >= 2:  # of the last stage: all but the second rollout is used
         used = batch.sequence_ids != 1
-        batch.update_logprobs[used], batch.update_entropy[used] = np.log(1.5), 3.0
+        now[used], entropy[used] = np.log(1.5), 3.0
+    batch = replace(
+        batch, old_logprobs=torch.zeros_like(now), advantages=torch.where(batch.sequence_ids == 0, 1.0, -1.0),
+        update_logprobs=now, update_entropy=entropy)
     last = Holders(packing.holders.replica_of, np.array([[2], [3]]))
     found = describe_updates(batch, AlgorithmConfig())
     columns = {name: Column(values, packing, last) for name, values in found.items()}

@@ -95,7 +95,7 @@ def test_a_full_budget_runs_uncaptured_and_equal(path: Path) -> None:
 def test_an_unsound_step_changes_nothing(path: Path) -> None:
     actor = build_role(SETUPS["bfloat16"], path, build_groups(ParallelLayout(1)), "graph")
     batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     minibatch = next(batch.minibatches())
     take_step(actor, minibatch, AlgorithmConfig())
     weights = [x.clone() for x in actor.model.params.values()]
@@ -109,7 +109,7 @@ def test_failed_capture_names_operation_and_bucket(path: Path, monkeypatch: pyte
     """A loss that looks at a value on the host cannot be captured."""
     actor = build_role(SETUPS["bfloat16"], path, build_groups(ParallelLayout(1)), "graph")
     batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     inner = actor._policy_loss._function
 
     def nosy(settings: AlgorithmConfig, microbatch: Any, *found: torch.Tensor) -> Any:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -83,7 +85,7 @@ def test_first_position_is_masked_without_a_prompt() -> None:
 
 def test_microbatches_are_aligned_views(batch: TrainBatch) -> None:
     """All token-level tensors are cut alike, and writing into a part is writing into the whole."""
-    batch.old_logprobs = torch.arange(16.0)
+    batch = replace(batch, old_logprobs=torch.arange(16.0))
     for whole, part in zip(batch.slices, batch.microbatches(), strict=True):
         (piece,) = part.slices
         assert (piece.start, piece.stop) == (0, whole.stop - whole.start) and part.minibatch_sizes == [1]
@@ -92,7 +94,7 @@ def test_microbatches_are_aligned_views(batch: TrainBatch) -> None:
         assert torch.equal(part.tokens, batch.tokens[whole.start : whole.stop])
         assert torch.equal(part.loss_weights, batch.loss_weights[whole.start : whole.stop])
         assert part.ref_logprobs is None
-        part.old_logprobs += 100
+        part.old_logprobs.add_(100)
     assert batch.old_logprobs.tolist() == list(range(100, 116))
 
 

@@ -7,6 +7,7 @@ left out on both sides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def measure(actor: Actor) -> RoleBytes:
 def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[RoleBytes, list[list[str]]]:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     take_step(actor, batch, ALGORITHM)
     names = [[name for name, _ in stage.named_parameters()] for stage in actor.model.stages]
     return measure(actor), names

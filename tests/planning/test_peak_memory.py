@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,8 @@ def build_batch(actor: Actor) -> TrainBatch:
     weights = compute_sequence_weights("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH)
     batch = build_train_batch(sequences, weights, [(tuple(range(ROLLOUTS)), plan)], dp_rank=groups.at.dp,
                               padding=Padding(actor.model.pad_multiple), device=torch.device("cpu"))
-    batch.advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
-    batch.ref_logprobs = torch.full_like(batch.advantages, -7.0)
-    return batch
+    advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
+    return replace(batch, advantages=advantages, ref_logprobs=torch.full_like(advantages, -7.0))
 
 
 class StorageWatch(TorchDispatchMode):
@@ -132,7 +131,7 @@ def measure_peak(work: Callable[[], object]) -> int:
 def _measure_rank(rank: int, world_size: int, layout: Layout, path: Path) -> dict[str, int]:
     actor = build_actor(Case(world_size, layout.sizes, layout.actor | dict(max_tokens_per_microbatch=BUDGET)), path)
     batch = build_batch(actor)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     take_step(actor, batch, ALGORITHM)  # makes the optimizer's states
     return {"log-probs": measure_peak(lambda: actor.compute_logprobs(batch)),
             "actor update": measure_peak(lambda: take_step(actor, batch, ALGORITHM))}

@@ -217,7 +217,7 @@ def test_context_parallel_equals_one_rank(layout: str, family: str, wide: dict[s
 def _count_attention_calls(rank: int, world_size: int, case: Case, path: Path) -> tuple[int, int]:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     calls: list[int] = []
     for layer in actor.model.stages[0].decoder.layers:
         layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
@@ -236,7 +236,7 @@ def test_recomputation_happens(granularity: str, runs: int, paths: dict[str, Pat
 def _train_on_bad_advantage(rank: int, world_size: int, case: Case, path: Path, bad: float) -> dict[str, Any]:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     take_step(actor, batch, ALGORITHM)
     weights = [x.clone() for x in actor.model.params.values()]
     batch.advantages[batch.sequence_ids == 3] = bad
@@ -272,9 +272,9 @@ def _train_without_gradient(rank: int, world_size: int, path: Path, reason: str)
     case = Case(world_size)
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case, advantages=[abs(x) + 0.5 for x in ADVANTAGES])
-    batch.old_logprobs, batch.ref_logprobs = actor.compute_logprobs(batch), None
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch), ref_logprobs=None)
     if reason == "all clipped":
-        batch.old_logprobs -= 1.0  # every ratio is e, every advantage positive
+        batch.old_logprobs.sub_(1.0)  # every ratio is e, every advantage positive
     else:
         actor.model.stages.requires_grad_(False)
         actor.model.stages[-1].register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
@@ -319,7 +319,7 @@ def test_sft_starts_at_the_likelihood_of_transformers_and_lowers_it(
 def _train_on_zero_advantages(rank: int, world_size: int, case: Case, path: Path) -> Any:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case, advantages=[0.0] * len(LENGTHS))
-    batch.old_logprobs, batch.ref_logprobs = actor.compute_logprobs(batch), None
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch), ref_logprobs=None)
     before = list_pieces(actor.model)
     metrics = take_step(actor, batch, AlgorithmConfig())
     return before, list_pieces(actor.model), metrics

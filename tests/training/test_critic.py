@@ -86,9 +86,8 @@ def build_value_batch(critic: Critic, case: Case) -> TrainBatch:
     """The batch of this rank with returns and the values before the update."""
     batch = build_batch(critic.model, case)
     returns = torch.nn.utils.rnn.pad_sequence([*draw_returns(), torch.zeros(1)], batch_first=True)
-    batch.returns = returns[batch.sequence_ids, batch.position_ids]
-    batch.values = critic.compute_values(batch)
-    return batch
+    return replace(
+        batch, returns=returns[batch.sequence_ids, batch.position_ids], values=critic.compute_values(batch))
 
 
 def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
             actor.optimizer.release()
             released.append(grad_bytes(actor))
             states.append(actor.optimizer._host_memory.num_bytes)
-        batch.old_logprobs = actor.compute_logprobs(batch)
+        batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
         for minibatch in batch.minibatches():
             metrics = take_step(actor, minibatch, AlgorithmConfig())
     numel = sum(p.numel() for adam in actor.optimizer.adams for group in adam.param_groups for p in group["params"])

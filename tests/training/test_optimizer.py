@@ -7,6 +7,7 @@ What a step does to the weights is compared with torch's AdamW in test_actor.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_no_warm_up(path: Path) -> None:
 def _gradient_norm(rank: int, world_size: int, path: Path, case: Case) -> float:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     return take_step(actor, batch, ALGORITHM)["policy/grad_norm"]
 
 
@@ -92,7 +93,7 @@ def test_gradient_norm_is_reported_before_clipping_and_without_it(
 def _update_thrice(rank: int, world_size: int, path: Path, case: Case) -> Any:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     assert len(batch.slices) > 1
     return [take_step(actor, batch, ALGORITHM) for _ in range(3)], list_pieces(actor.model)
 

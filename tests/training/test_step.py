@@ -131,7 +131,7 @@ def test_static_inputs_stay_where_they_are(path: Path) -> None:
 def _raise_on_rank(rank: int, world_size: int, path: Path, bad: float) -> Any:
     actor = build_role(Setup(sizes={}), path, build_groups(ParallelLayout(world_size)), "static")
     batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     first, second = batch.minibatches()
     take_step(actor, first, AlgorithmConfig())
     weights = [x.clone() for x in actor.model.params.values()]

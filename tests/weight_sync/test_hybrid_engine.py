@@ -7,6 +7,7 @@ Real megatron-core, real vLLM, real transformers, gloo. Not covered here: bytes 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,9 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
                              count_multiple=actor.model.microbatch_count_multiple)
     batch = build_train_batch(sequences, np.full(10, 0.01), [(range(10), plan)], dp_rank=groups.at.dp,
                               padding=Padding(actor.model.pad_multiple), device=process.device)
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     result["gap"] = float((batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
-    batch.advantages = torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0)
+    batch = replace(batch, advantages=torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0))
     result["deviation"] = take_step(actor, batch, AlgorithmConfig())["policy/ratio_max_deviation"]
 
     actor_export(config, actor.model)(path.parent / "updated")

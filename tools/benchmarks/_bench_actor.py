@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,12 @@ def build_bench_batch(
         sequences, compute_sequence_weights(mode, responses, work.longest_response), [(range(len(sequences)), plan)],
         dp_rank=groups.at.dp, device=device, group_of=group_of,
         padding=Padding(actor.model.pad_multiple, buckets or actor.model.buckets))
-    batch.ledgers = [build_ledger(mode, responses, work.longest_response)]
     if pad_to:
         ends = torch.tensor([*work.lengths, 0], device=device)
-        batch.loss_mask &= batch.position_ids < ends[batch.sequence_ids]
-        batch.loss_weights *= batch.loss_mask
-    batch.advantages = _estimate_advantages(actor, work, batch)
-    return batch
+        batch.loss_mask.logical_and_(batch.position_ids < ends[batch.sequence_ids])
+        batch.loss_weights.mul_(batch.loss_mask)
+    return replace(batch, ledgers=[build_ledger(mode, responses, work.longest_response)],
+                   advantages=_estimate_advantages(actor, work, batch))
 
 
 def _join(prompt: np.ndarray, response: np.ndarray, pad_to: int) -> Branch:

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def take_step(actor: Actor, options: argparse.Namespace, step: int, device: torc
     work, times = draw_workload(options, step), [time.process_time()]
     batch = build_bench_batch(actor, work, max_tokens=options.max_tokens, share_prompts=True, device=device)
     times.append(time.process_time())
-    batch.old_logprobs = actor.compute_logprobs(batch)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     times.append(time.process_time())
     for _ in range(NUM_UPDATES):
         actor.forward_backward(batch, ALGORITHM)

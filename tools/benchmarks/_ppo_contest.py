@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,8 @@ class Contestant:
         batch = build_bench_batch(
             actor, work, max_tokens=draw.size, share_prompts=False, device=self._device, buckets=buckets)
         assert len(batch.slices) == draw.microbatches and len(batch.tokens) == draw.size * draw.microbatches
-        batch.old_logprobs = torch.full_like(batch.loss_weights, -math.log(actor.model.shape.vocab_size))
-        return batch
+        return replace(
+            batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(actor.model.shape.vocab_size)))
 
     def _update(self) -> None:
         self._actor.forward_backward(self._batch, ALGORITHM)

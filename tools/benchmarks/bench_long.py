@@ -112,7 +112,7 @@ class Bench:
     def measure_seconds(self, case: Case) -> float:
         """Seconds of one update, summed over ranks, after one of a single microbatch that is not measured."""
         actor, batch = self._build(case)
-        batch.old_logprobs = torch.full_like(batch.loss_weights, -math.log(case.vocab_size))
+        batch = replace(batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(case.vocab_size)))
         actor.forward_backward(replace(batch.microbatches()[0], ledgers=()), ALGORITHM)  # warm-up: one microbatch
         actor.optim_step()
         dist.barrier()
