@@ -72,7 +72,8 @@ class Checkpoints:
                                   "checkpoint.save_every_minutes): a crash loses the whole run")
         error = None
         try:
-            self._run.start(step if step is not None else -1 if self._opened.is_known else None)
+            self._run.start(step if step is not None else -1 if self._opened.is_known else None,
+                            self._opened.guard.positions)
         except (UserError, OSError) as caught:
             error = caught if isinstance(caught, UserError) else explain_os_error(caught, self._run.dir)
         raise_together(error, self._group)
@@ -87,12 +88,10 @@ class Checkpoints:
         resumed = load_training_state(
             directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own)
         self._state.load_small_parts(resumed.state)
-        if resumed.state.get("best_value") is not None:
-            self._run.best_value = resumed.state["best_value"]
+        self._run.resume(resumed.state.get("best_value"), resumed.state.get("failed_saves", []) if is_own else [])
         self._restored_record = resumed.state.get("record", {})
         if is_own:
             self._last = SaveOutcome(resumed.step, directory, 0.0, 0.0)
-            self._run.failed_saves = resumed.state.get("failed_saves", [])
         say = self._run.log.info
         say("resumed: %s, step %d, %d optimizer steps", directory, resumed.step, resumed.policy_version)
         if not resumed.same_layout:

@@ -8,7 +8,7 @@ exception goes on, marked as reported; a rank that fails alone ends its process,
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron_rl.lifecycle.collective_ledger import describe_collectives
 from megatron_rl.lifecycle.reports import append, show
 from megatron_rl.lifecycle.watchdog import Watchdog, Watched
 from megatron_rl.observability.failures import FindSilent, Scene, explain, is_lost_peer
+from megatron_rl.observability.positions import Position
 from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
 
 _TOGETHER_SECONDS = 3.0  # in which all ranks have come to the same failure, if they do
@@ -56,6 +57,10 @@ class Guard:
         except BaseException:
             self.close()
             raise
+
+    def positions(self) -> Sequence[Position | None]:
+        """The last heartbeat of every rank; nothing in a job of one."""
+        return self._watchdog.positions() if self._watchdog else ()
 
     def _report(self, error: Exception) -> None:
         watched, watchdog = self._watched, self._watchdog

@@ -146,7 +146,6 @@ def _start_guard(
         any_place=torch.cuda.is_available()), None
     if group.size() > 1:
         watchdog = Watchdog(watched, open_store("watchdog", group))
-        run.positions = watchdog.positions
     return Guard(watched, watchdog, release)
 
 

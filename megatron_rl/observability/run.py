@@ -84,7 +84,6 @@ class Run:
     Attributes:
         best_value: of `trainer.best_metric` so far.
         failed_saves: {"step", "error"} of each checkpoint that could not be written; for the summary.
-        positions: the last heartbeat of every rank, for the status page; set by whoever watches the ranks.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Run:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
         self.best_value = float("-inf")
         self.failed_saves: list[dict[str, Any]] = []
-        self.positions: Positions = tuple
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
         self._counts: dict[str, list[float]] = {}
         self._sinks: list[Sink] = []
@@ -116,12 +114,18 @@ class Run:
         """Directory of the checkpoints."""
         return self.dir / "checkpoints"
 
-    def start(self, after_step: int | None) -> None:
+    def resume(self, best_value: float | None, failed_saves: Sequence[dict[str, Any]]) -> None:
+        """Continue with what a checkpoint says of the run so far; comes before `start`."""
+        self.best_value = float("-inf") if best_value is None else best_value
+        self.failed_saves = list(failed_saves)
+
+    def start(self, after_step: int | None, positions: Positions = tuple) -> None:
         """Open the sinks.
 
         Args:
             after_step: continue the run that is there after this step (-1: from its beginning); what it wrote about
                 later steps goes to `attempt-<n>/`. None: a new run.
+            positions: the last heartbeat of every rank, for the status page.
 
         Raises:
             UserError: (rank 0) the directory holds another run's metrics, or a sink cannot be opened.
@@ -133,17 +137,17 @@ class Run:
                 self.log.info("records of steps that are done again are kept: %s", attempt)
             for name in (STOPPED_FILE, SUMMARY_FILE):
                 (self.dir / name).unlink(missing_ok=True)
-            self._open_sinks(after_step)
+            self._open_sinks(after_step, positions)
             replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
-    def _open_sinks(self, after_step: int | None) -> None:
+    def _open_sinks(self, after_step: int | None, positions: Positions) -> None:
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
         add(MetricsFile(self.dir, after_step is not None))
         if settings.status_port is not None:
             page = StatusPage(
                 self.dir.resolve().name, settings.status_host, settings.status_port,
-                has_token=settings.status_token, now=self._describe_now, positions=lambda: self.positions(),
+                has_token=settings.status_token, now=self._describe_now, positions=positions,
                 records=read_metrics(self.dir))
             add(page)
             self.log.info("status page: %s", page.url)

@@ -105,11 +105,10 @@ class PhaseTimers:
 
 
 class _Watched:
-    def __init__(self, role: Any, timers: PhaseTimers, phases: dict[str, str]) -> None:
-        vars(self).update(_role=role, _timers=timers, _phases=phases)
+    __slots__ = ("_phases", "_role", "_timers")  # setting another attribute is an error: it would not reach the role
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._role, name, value)
+    def __init__(self, role: Any, timers: PhaseTimers, phases: dict[str, str]) -> None:
+        self._role, self._timers, self._phases = role, timers, phases
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._role, name)

@@ -39,10 +39,9 @@ CONFIG = ObservabilityConfig(tensorboard=False, status_port=0)
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Run, str]]:
     """A run with a hostile name that serves its page, and the address that it printed."""
     run = Run(tmp_path / "<b>{{script}}", "", 4, CONFIG, 0)
-    run.positions = lambda: [
+    run.start(None, lambda: [
         Position(0, 2, "update", 9, None, None, "step.py:1 in f", 0.2, 5),
-        Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5), None]
-    run.start(None)
+        Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5), None])
     yield run, re.search(r"status page: (http://127\.0\.0\.1:\d+/[\w-]{22}/)\n", capsys.readouterr().out)[1]
     run.close()
     close_rank_log(logging.getLogger(LOGGER_NAME))
