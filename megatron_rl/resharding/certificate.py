@@ -103,10 +103,7 @@ class Certificate:
         source, destination: this rank's sides; a source of another type is compared after conversion.
         num_engines, engine: engines in the job, and the one of this rank.
         group: all ranks.
-        sample_share: share of the bytes that one `verify(sample=True)` looks at.
-
-    Attributes:
-        turn: samples taken so far, where the rotation stands.
+        sample_share: share of the bytes that one turn of `verify` looks at.
     """
 
     def __init__(
@@ -117,18 +114,14 @@ class Certificate:
         self._dtype = next(iter(destination.params.values())).dtype
         self._num_engines, self._engine, self._group = num_engines, engine, group
         self._rotation = _split_by_share(self._shapes, sample_share)
-        self.turn = 0
 
-    def verify(self, *, sample: bool) -> int:
-        """Compare all tensors, or the next of a rotating selection of them; returns how many.
+    def verify(self, turn: int | None = None) -> int:
+        """Compare all tensors, or those of one turn of a rotating selection; returns how many.
 
         Raises:
             CertificateError: on every rank.
         """
-        names = list(self._shapes)
-        if sample:
-            names = self._rotation[self.turn % len(self._rotation)]
-            self.turn += 1
+        names = list(self._shapes) if turn is None else self._rotation[turn % len(self._rotation)]
         digests = torch.zeros(1 + self._num_engines, len(names), dtype=torch.int64)
         column = {name: index for index, name in enumerate(names)}
         for row, side in ((0, self._source), (1 + self._engine, self._destination)):

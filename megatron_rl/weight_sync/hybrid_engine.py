@@ -119,6 +119,7 @@ class HybridEngine:
         self._certificate = self._build_certificate(source, process)
         self.reshard_stats = self._total_stats()
         self.policy_version = -1
+        self._certificate_turn = 0
         self.verified_tensors = 0
 
     def _build_resharder(self, source: Sequence[Shard], process: Process, config: HybridConfig) -> Resharder:
@@ -172,7 +173,9 @@ class HybridEngine:
             self._resharder.run()
             if self._verify != "off":
                 with self._timers.phase("verify"):
-                    self.verified_tensors = self._certificate.verify(sample=self._verify == "sample")
+                    samples = self._verify == "sample"
+                    self.verified_tensors = self._certificate.verify(self._certificate_turn if samples else None)
+                    self._certificate_turn += samples
             self._engine.end_weight_update()
         self.policy_version = self._actor.policy_version
 
@@ -192,8 +195,8 @@ class HybridEngine:
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs: which tensors the next sample of the certificate looks at."""
-        return {"certificate_turn": self._certificate.turn}
+        return {"certificate_turn": self._certificate_turn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a saved state."""
-        self._certificate.turn = state["certificate_turn"]
+        self._certificate_turn = state["certificate_turn"]

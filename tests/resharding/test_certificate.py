@@ -167,7 +167,7 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
              ["model.embed_tokens.weight", "lm_head.weight"]),
         num_engines=2, engine=rank // 2, group=dist.group.WORLD, sample_share=0.1)
     try:
-        return [certificate.verify(sample=sample) for _ in range(rounds)]
+        return [certificate.verify(turn if sample else None) for turn in range(rounds)]
     except CertificateError as error:
         return str(error)
 
