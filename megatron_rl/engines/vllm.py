@@ -81,12 +81,12 @@ class VllmEngine:
         vllm = prepare_vllm(spec.process.device)
         _register_model(vllm, spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
-        self.shared_params: frozenset[str] = frozenset()
         self.padded_params = VLLM_PADDED_PARAMETERS
-        self._register_loader(spec)
+        shared = self._register_loader(spec)
         os.environ |= _engine_environment(spec)
         with keep_random_streams():
             self._llm = vllm.LLM(**_engine_arguments(spec))
+        self.shared_params = frozenset(shared)
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
@@ -104,12 +104,16 @@ class VllmEngine:
             if name not in self.shared_params:
                 tensor.zero_()
 
-    def _register_loader(self, spec: EngineSpec) -> None:
-        """Let vLLM "load" by sharing the actor's storage, before anything is compiled or captured."""
+    def _register_loader(self, spec: EngineSpec) -> set[str]:
+        """Let vLLM "load" by sharing the actor's storage, before anything is compiled or captured.
+
+        Returns:
+            The names of the parameters that it shares, once it has loaded.
+        """
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        engine = self
+        shareable, shared = spec.shareable(self.placements(spec.process.rank)), set()
 
         @register_model_loader(_LOAD_FORMAT)
         class SharingLoader(BaseModelLoader):
@@ -118,8 +122,9 @@ class VllmEngine:
 
             def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
                 """Bind what can be shared; the rest is written by the first reshard."""
-                shareable = spec.shareable(engine.placements(spec.process.rank))
-                engine.shared_params = share_params(dict(model.named_parameters()), shareable)
+                shared.update(share_params(dict(model.named_parameters()), shareable))
+
+        return shared
 
     def shard_key(self, rank: int) -> int:
         """Ranks with equal keys have equal placement tables."""

@@ -184,7 +184,9 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
             clip_grad=role.clip_grad, bf16=model.config.bf16, params_dtype=model.config.params_dtype,
             use_distributed_optimizer=role.use_distributed_optimizer),
         [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection)
-    _use_fused_adam(optimizer, is_capturable=model.stream is not None)
+    for part in _list_parts(optimizer):
+        if not part.is_stub_optimizer:
+            _use_fused_adam(part, is_capturable=model.stream is not None)
     return optimizer
 
 
@@ -201,15 +203,12 @@ def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _use_fused_adam(optimizer: MegatronOptimizer, *, is_capturable: bool) -> None:
+def _use_fused_adam(part: MegatronOptimizer, *, is_capturable: bool) -> None:
     """Put torch's fused AdamW in the place of the one that megatron-core chose (apex's, TE's or torch's)."""
-    for part in _list_parts(optimizer):
-        if part.is_stub_optimizer:
-            continue
-        groups = part.optimizer.param_groups
-        # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
-        adam = torch.optim.AdamW([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
-        adam.param_groups = [
-            {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}}
-            for group in groups]
-        part.optimizer = adam
+    groups = part.optimizer.param_groups
+    # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
+    adam = torch.optim.AdamW([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
+    adam.param_groups = [
+        {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}}
+        for group in groups]
+    part.optimizer = adam
