@@ -8,9 +8,12 @@ tests/test_house.py holds the limits. Nothing here imports the package.
 
 An attribute is set from outside by `x.a = ...`, `x.y.a += ...` or `setattr(x, ...)` where x is not self or cls alone.
 It counts if a class of the package declares `a` (in its body, or as self.a); what an object does to its own parts
-counts too. Not counted: properties with a setter, which are calls; frozen dataclasses, which cannot be set; attributes
-that no class of ours declares, and those in LIBRARY, which libraries have under a name of ours; imported modules; the
-`ctx` of an autograd function; PATCHES, files that exist to change libraries; and an object that its own class makes by
+counts too. Not declarations: properties with a setter, which are calls; what is set once, by a descriptor of the
+package whose `__set__` asserts that; and fields of frozen dataclasses, which cannot be set. A name that another class
+declares in the plain way counts all the same, since the object's class is not known here. Not counted either:
+attributes that no class of ours declares, and those in LIBRARY, which libraries have under a name of ours; an argument
+whose annotation is a class of a library (the type check knows that it has the attribute); imported modules; the `ctx`
+of an autograd function; PATCHES, files that exist to change libraries; and an object that its own class makes by
 cls(...) or __new__. So an attribute that is added to an object and declared nowhere is not found.
 """
 
@@ -137,18 +140,28 @@ def find_circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 def count_outside_attributes(tree: Tree) -> Counter[str]:
     """Module -> attributes that it sets on objects of others; see the head of this file."""
-    declared, setters = set(), set()
-    for owner in tree.classes:
-        if any("frozen=True" in ast.unparse(decorator) for decorator in owner.decorator_list):
-            continue
-        declared |= {target.id for node in owner.body for target in _targets(node) if isinstance(target, ast.Name)}
-        for node in ast.walk(owner):
-            declared |= {t.attr for t in _targets(node) if isinstance(t, ast.Attribute) and _is_own(t.value)}
-            if isinstance(node, Function):
-                setters |= {node.name for mark in node.decorator_list if getattr(mark, "attr", "") == "setter"}
-    ours = declared - setters - LIBRARY
+    descriptors = {owner.name for owner in tree.classes if any(
+        isinstance(node, Function) and node.name == "__set__" and any(isinstance(x, ast.Assert) for x in ast.walk(node))
+        for node in owner.body)}
+    ours = set().union(*(_list_plain(owner, descriptors) for owner in tree.classes)) - LIBRARY
     return Counter({name: count for name, module in tree.modules.items()
                     if name not in PATCHES and (count := _count_in(module, ours))})
+
+
+def _list_plain(owner: ast.ClassDef, descriptors: set[str]) -> set[str]:
+    """Attributes that anyone may set on an object of a class."""
+    if any("frozen=True" in ast.unparse(decorator) for decorator in owner.decorator_list):
+        return set()
+    plain, guarded = set(), set()
+    for node in owner.body:
+        value = getattr(node, "value", None)
+        is_guarded = isinstance(value, ast.Call) and getattr(value.func, "id", "") in descriptors
+        (guarded if is_guarded else plain).update(t.id for t in _targets(node) if isinstance(t, ast.Name))
+    for node in ast.walk(owner):
+        plain |= {t.attr for t in _targets(node) if isinstance(t, ast.Attribute) and _is_own(t.value)}
+        if isinstance(node, Function):
+            guarded |= {node.name for mark in node.decorator_list if getattr(mark, "attr", "") == "setter"}
+    return plain - guarded
 
 
 def _count_in(module: ast.Module, ours: set[str]) -> int:
@@ -157,13 +170,34 @@ def _count_in(module: ast.Module, ours: set[str]) -> int:
     others |= {target.id for node in ast.walk(module) for target in _targets(node)
             if isinstance(target, ast.Name) and _is_construction(getattr(node, "value", None))}
     count = 0
-    for node in ast.walk(module):
+    for node, theirs in _walk_with_arguments(module, _list_library_classes(module)):
         for target in _targets(node):
             if isinstance(target, ast.Attribute) and target.attr in ours and not _is_own(target.value):
-                count += _root(target.value) not in others
+                count += _root(target.value) not in others and getattr(target.value, "id", "") not in theirs
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" and not _is_own(node.args[0]):
             count += _root(node.args[0]) not in others
     return count
+
+
+def _list_library_classes(module: ast.Module) -> set[str]:
+    """Names that come from elsewhere; those of typing say nothing of an object."""
+    return {alias.asname or alias.name for node in ast.walk(module)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in (PACKAGE, "typing")
+            for alias in node.names}
+
+
+def _walk_with_arguments(
+    node: ast.AST, classes: set[str], theirs: frozenset[str] = frozenset()
+) -> Iterator[tuple[ast.AST, frozenset[str]]]:
+    """All nodes below one, each with the arguments of its functions whose annotations are such classes."""
+    for child in ast.iter_child_nodes(node):
+        found = theirs
+        if isinstance(child, Function):
+            given = (*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs)
+            found = theirs.difference(a.arg for a in given) | {
+                a.arg for a in given if getattr(a.annotation, "id", "") in classes}
+        yield child, found
+        yield from _walk_with_arguments(child, classes, found)
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
