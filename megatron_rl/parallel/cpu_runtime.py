@@ -8,7 +8,7 @@ which `torch.cuda` is a null CUDA runtime that lives on the CPU and the factory 
 see `torch.cuda.is_available() == False`.
 
 What a view cannot reach (names bound at import, strings compared) is mended per module in `FIXES`.
-`PATCHED_NAMES` lists every private name this file relies on; a test asserts that they still exist.
+It lists every private name that this file relies on; a test asserts that they still exist.
 """
 
 from __future__ import annotations
@@ -29,38 +29,21 @@ _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
-PATCHED_NAMES: dict[str, tuple[str, ...]] = {
-    "megatron.core.jit": ("disable_jit_fuser",),
-    "megatron.core.tensor_parallel.mappings": ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"),
-    "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
-    "megatron.core.optimizer.optimizer": ("Float16OptimizerWithFloat16Params",),
-    "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
-    "megatron.core.optimizer.clip_grads": ("clip_grad_by_total_norm_fp32",),
-    "megatron.core.transformer.moe.moe_utils": ("maybe_move_tensor_to_cpu",),
-}
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 class _Stream:
     """A CUDA stream or event on a device that has one synchronous queue."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
+    __init__ = synchronize = wait_stream = wait_event = wait = record = _nothing
+
     def record_event(self, event: Any = None) -> Any:
         return event or self
 
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, other: Any) -> float:
         return 0.0
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _zero(*args: Any, **kwargs: Any) -> int:
@@ -182,17 +165,9 @@ def _fix_mappings(module: Any) -> None:
 
 
 def _fix_optimizer(module: Any) -> None:
-    cls = module.Float16OptimizerWithFloat16Params
-    cls.__init__ = _with_cuda_type_names(cls.__init__)
-
-
-def _fix_distrib_optimizer(module: Any) -> None:
-    cls = module.DistributedOptimizer
-    cls.__init__ = _with_cuda_type_names(cls.__init__)
-
-
-def _fix_clip_grads(module: Any) -> None:
-    module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
+    for name in FIXES[module.__name__][1]:
+        optimizer = getattr(module, name)
+        optimizer.__init__ = _with_cuda_type_names(optimizer.__init__)
 
 
 def _fix_moe_utils(module: Any) -> None:
@@ -207,14 +182,15 @@ def _fix_moe_utils(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
-FIXES: dict[str, Callable[[Any], None]] = {  # each is given its module
-    "megatron.core.jit": _fix_jit,
-    "megatron.core.tensor_parallel.mappings": _fix_mappings,
-    "megatron.core.tensor_parallel.random": _fix_random,
-    "megatron.core.optimizer.optimizer": _fix_optimizer,
-    "megatron.core.optimizer.distrib_optimizer": _fix_distrib_optimizer,
-    "megatron.core.optimizer.clip_grads": _fix_clip_grads,
-    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
+# By module: the fix, which is given the module, and the names that it relies on.
+FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
+    "megatron.core.jit": (_fix_jit, ("disable_jit_fuser",)),
+    "megatron.core.tensor_parallel.mappings": (
+        _fix_mappings, ("_gather_along_first_dim", "_reduce_scatter_along_first_dim")),
+    "megatron.core.tensor_parallel.random": (_fix_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
+    "megatron.core.optimizer.optimizer": (_fix_optimizer, ("Float16OptimizerWithFloat16Params",)),
+    "megatron.core.optimizer.distrib_optimizer": (_fix_optimizer, ("DistributedOptimizer",)),
+    "megatron.core.transformer.moe.moe_utils": (_fix_moe_utils, ("maybe_move_tensor_to_cpu",)),
 }
 
 
@@ -227,7 +203,8 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
         if getattr(module, "torch", None) is torch:
             vars(module)["torch"] = self.view
-        FIXES.get(module.__name__, _nothing)(module)
+        fix, _ = FIXES.get(module.__name__, (_nothing, ()))
+        fix(module)
 
 
 class _Finder:
