@@ -1,48 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention heads a rank has under context parallelism: arithmetic, without torch.
+"""Which context parallel sizes the attention heads of a model allow: arithmetic, without torch.
 
 `np` and `ng` of `ulysses.py` are heads of one TP rank here: tensor parallelism has divided them already.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 from megatron_rl.types import UserError
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """Which heads a rank has while it attends.
-
-    Attributes:
-        query_heads: per rank, the query heads of the TP rank that it takes.
-        kv_heads: per rank, the KV heads that those read; a head may be on several ranks.
-    """
-
-    query_heads: tuple[range, ...]
-    kv_heads: tuple[range, ...]
-
-    @property
-    def kv_copies(self) -> int:
-        """Ranks that have the same KV head."""
-        return self.kv_heads.count(self.kv_heads[0])
-
-
-@cache
-def plan_heads(num_heads: int, num_kv_heads: int, cp_size: int) -> HeadPlan:
-    """Divide the heads of one TP rank over `cp_size` ranks, evenly and in order.
-
-    Raises:
-        ValueError: they cannot be divided; `check_context_parallel` says so with the names of settings.
-    """
-    if not _divides(num_heads, num_kv_heads, cp_size):
-        raise ValueError(f"{num_heads} heads with {num_kv_heads} KV heads cannot be divided over {cp_size} ranks")
-    per_rank, per_kv_head = num_heads // cp_size, num_heads // num_kv_heads
-    queries = tuple(range(r * per_rank, (r + 1) * per_rank) for r in range(cp_size))
-    keys = tuple(range(q[0] // per_kv_head, q[-1] // per_kv_head + 1) for q in queries)
-    return HeadPlan(queries, keys)
 
 
 def _divides(num_heads: int, num_kv_heads: int, cp_size: int) -> bool:

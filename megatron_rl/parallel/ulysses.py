@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.heads import plan_heads
-
 
 def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
     """The rows of a packed row of `num_tokens` that a rank holds; `num_tokens` is a multiple of `cp_size`."""
@@ -57,10 +55,10 @@ def exchange_to_heads(
         group: the cp ranks; rank r holds rows `shard_rows(t, cp, r)`.
 
     Returns:
-        query [t, np/cp, d], key and value [t, max(ng/cp, 1), d], of this rank's heads (`plan_heads`).
+        query [t, np/cp, d], key and value [t, max(ng/cp, 1), d], of this rank's heads.
     """
     cp_size, (rows, _, d) = group.size(), query.shape
-    copies = plan_heads(query.shape[1], key.shape[1], cp_size).kv_copies
+    copies = max(cp_size // key.shape[1], 1)  # ranks that have the same KV head
     parts = [query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))]
     pieces = torch.cat([x.unflatten(1, (cp_size, -1)).transpose(0, 1) for x in parts], 2)  # [cp, t/cp, heads, d]
     sizes = [x.shape[1] // cp_size for x in parts]
