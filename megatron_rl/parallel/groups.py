@@ -30,8 +30,6 @@ class ParallelGroups:
         expert_at: its coordinates in expert layers.
         world: all ranks of the role.
         tp, pp, cp, dp: one axis each.
-        tp_pp: one model replica without CP ("mp" in Megatron's words): gradient norms.
-        dp_cp: everything that sees the same parameters: gradient reduction, loss denominators.
         collection: the same groups as megatron-core wants them.
     """
 
@@ -43,8 +41,6 @@ class ParallelGroups:
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
-    tp_pp: dist.ProcessGroup
-    dp_cp: dist.ProcessGroup
     collection: ProcessGroupCollection
 
     @property
@@ -116,7 +112,7 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     return ParallelGroups(
         layout=layout, at=layout.coordinates(rank), expert_at=layout.expert_coordinates(rank),
         world=world(), collection=collection,
-        **{name: own[name] for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp")})
+        **{name: own[name] for name in ("tp", "pp", "cp", "dp")})
 
 
 def _make_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:

@@ -55,7 +55,7 @@ def build_plain_model(shape: ModelShape, tp_size: int) -> tuple[torch.nn.Module,
         config, spec, vocab_size=padded_vocab_size(VOCAB_SIZE, tp_size), max_sequence_length=64,
         position_embedding_type="rope", rotary_base=shape.rope_theta, pg_collection=groups.collection,
         share_embeddings_and_output_weights=shape.tied_embeddings, parallel_output=False)
-    return model, dict(dp_cp_group=groups.dp_cp)
+    return model, dict(dp_cp_group=groups.collection.dp_cp)
 
 
 def _score_on_rank(rank: int, tp_size: int, shape: ModelShape, directory: Path, copy: Path) -> torch.Tensor:
