@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.trial import find_failure
+from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
@@ -43,8 +44,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.parallel.collectives import current_device
+
 
 def gather_for_vocab_shards(
     hidden: torch.Tensor, *, sequence_parallel: bool, tp_group: dist.ProcessGroup
@@ -37,9 +39,8 @@ class ScoreHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
         # A replica, of which TP rank 0's counts in the global gradient norm; its gradient is partial under TP-SP.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
