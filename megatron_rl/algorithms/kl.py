@@ -7,8 +7,6 @@ log r = ref_logprobs - logprobs.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
@@ -57,46 +55,28 @@ def compute_kl_penalty(
     return torch.where(loss_mask, compute_kl(old_logprobs, ref_logprobs, kl_type), 0.0)
 
 
-class KLController(Protocol):
-    """The coefficient of the KL term along a run.
+class KLController:
+    """The coefficient of the KL term along a run: this one keeps the configured one, also after a resume.
 
     Attributes:
         coef: current coefficient.
     """
 
-    coef: float
-
-    def update(self, measured_kl: float, num_responses: int) -> None:
-        """React to the KL measured on this step's responses, in the unit of the target."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
-        ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a saved state."""
-        ...
-
-
-class FixedKL:
-    """The configured coefficient, also after a resume."""
-
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, measured_kl: float, num_responses: int) -> None:
-        """Does nothing."""
+        """React to the KL measured on this step's responses, in the unit of the target."""
 
     def state_dict(self) -> dict[str, float]:
-        """Empty: the config says it all."""
+        """What a resumed run needs; nothing here, as the config says it all."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Does nothing: a run resumed with a fixed coefficient uses that of its config."""
+        """Continue from a saved state; a run resumed with a fixed coefficient uses that of its config."""
 
 
-class AdaptiveKL:
+class AdaptiveKL(KLController):
     """Proportional controller in log space (Ziegler et al., arXiv 1909.08593).
 
         error = clip(KL / target - 1, -0.2, 0.2)
@@ -112,7 +92,8 @@ class AdaptiveKL:
     """
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
-        self.coef, self.target, self.horizon = coef, target, horizon
+        super().__init__(coef)
+        self.target, self.horizon = target, horizon
 
     def update(self, measured_kl: float, num_responses: int) -> None:
         """Raise the coefficient when the KL is above the target, lower it when below."""
@@ -143,4 +124,4 @@ def build_kl_controller(config: AlgorithmConfig) -> KLController:
     """The controller that `kl_controller` names, starting at `kl_coef`."""
     if config.kl_controller == "adaptive":
         return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-    return FixedKL(config.kl_coef)
+    return KLController(config.kl_coef)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.kl import (
     AdaptiveKL,
-    FixedKL,
+    KLController,
     build_kl_controller,
     compute_kl,
     compute_kl_penalty,
@@ -137,7 +137,7 @@ def test_controllers_resume() -> None:
     resumed = AdaptiveKL(0.5, target=2.0, horizon=1000.0)
     resumed.load_state_dict(adaptive.state_dict())
     assert resumed.coef == adaptive.coef != 0.5
-    fixed = FixedKL(0.3)
+    fixed = KLController(0.3)
     fixed.update(100.0, 100)
     fixed.load_state_dict(adaptive.state_dict())
     assert fixed.coef == 0.3
@@ -163,6 +163,6 @@ def test_controller_of_the_config() -> None:
     fixed = build_kl_controller(AlgorithmConfig(kl_coef=0.2))
     adaptive = build_kl_controller(
         AlgorithmConfig(kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=50.0))
-    assert isinstance(fixed, FixedKL) and fixed.coef == 0.2
+    assert type(fixed) is KLController and fixed.coef == 0.2
     assert isinstance(adaptive, AdaptiveKL)
     assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 50.0)
