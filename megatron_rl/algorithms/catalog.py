@@ -105,13 +105,10 @@ def register_advantage_estimator(
         UserError: the name is taken, or `options` cannot be settings.
     """
 
-    def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
-        entry = RegisteredEstimator(
-            estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared)
-        _enter(ADVANTAGE_ESTIMATORS, name, entry, estimator, _ESTIMATOR, options)
-        return estimator
+    def make_entry(estimator: AdvantageEstimator) -> RegisteredEstimator:
+        return RegisteredEstimator(estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared)
 
-    return register
+    return _register(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR, options, make_entry)
 
 
 def find_advantage_estimator(name: str) -> RegisteredEstimator:
@@ -134,12 +131,7 @@ def register_policy_loss(name: str, *, options: type | None = None) -> Callable[
     Raises:
         UserError: the name is taken, or `options` cannot be settings.
     """
-
-    def register(loss: PolicyLoss) -> PolicyLoss:
-        _enter(POLICY_LOSSES, name, loss, loss, _LOSS, options)
-        return loss
-
-    return register
+    return _register(POLICY_LOSSES, name, _LOSS, options)
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
@@ -164,12 +156,7 @@ def register_loss_aggregation(
     Raises:
         UserError: the name is taken, or `options` cannot be settings.
     """
-
-    def register(aggregation: LossAggregation) -> LossAggregation:
-        _enter(LOSS_AGGREGATIONS, name, aggregation, aggregation, _AGGREGATION, options)
-        return aggregation
-
-    return register
+    return _register(LOSS_AGGREGATIONS, name, _AGGREGATION, options)
 
 
 def find_loss_aggregation(name: str) -> LossAggregation:
@@ -177,11 +164,18 @@ def find_loss_aggregation(name: str) -> LossAggregation:
     return find_entry(LOSS_AGGREGATIONS, name, _AGGREGATION)
 
 
-def _enter(
-    table: dict[str, Any], name: str, entry: Any, function: Callable[..., Any], setting: str, options: type | None
-) -> None:
-    if options is not None:
-        check_options(name, options, describe_place(function))
-    add_entry(table, name, entry, function, setting)
-    if options is not None:
-        OPTIONS[name] = options
+def _register(
+    table: dict[str, Any], name: str, setting: str, options: type | None,
+    make_entry: Callable[[Any], Any] = lambda function: function,
+) -> Callable[[Any], Any]:
+    """The decorator that enters a function, and its options, under a name."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if options is not None:
+            check_options(name, options, describe_place(function))
+        add_entry(table, name, make_entry(function), function, setting)
+        if options is not None:
+            OPTIONS[name] = options
+        return function
+
+    return register
