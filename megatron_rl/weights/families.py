@@ -134,41 +134,57 @@ class ModelShape:
     has_score_head: bool = False
     rope_scaling: RopeScaling | None = None
 
+    def kind_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes: dict[str, tuple[int, ...]] = {
+            "vocab": (self.vocab_size, h), "hidden": (h,), "head": (self.head_dim,), "score": (1, h), "o": (h, q),
+            "router": (self.num_experts, h), "gate": (self.ffn_hidden_size, h), "up": (self.ffn_hidden_size, h),
+            "down": (h, self.ffn_hidden_size)}
+        for name, size in (("q", q), ("k", kv), ("v", kv)):
+            sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,)}
+        return sizes
+
+    def layer_kinds(self) -> dict[str, str]:
+        """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
+        kinds = {"input_layernorm.weight": "hidden"}
+        for name in "qkv":
+            for what in ("weight", "bias") if self.qkv_bias else ("weight",):
+                kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
+        if self.qk_norm:
+            kinds |= {"self_attn.q_norm.weight": "head", "self_attn.k_norm.weight": "head"}
+        kinds |= {"self_attn.o_proj.weight": "o", "post_attention_layernorm.weight": "hidden"}
+        names = FAMILIES[self.family].experts
+        if names is not None:
+            return kinds | {f"{names.block}.gate.weight": "router"}
+        return kinds | {f"mlp.{kind}_proj.weight": kind for kind in ("gate", "up", "down")}
+
+    def expert_kinds(self, expert: int) -> dict[str, str]:
+        """The same for the matrices of one expert of a layer."""
+        names = FAMILIES[self.family].experts
+        assert names is not None, f"{self.family} is dense"
+        matrices = f"{names.block}.experts.{expert}."
+        return {f"{matrices}{getattr(names, kind)}.weight": kind for kind in ("gate", "up", "down")}
+
+    def tensor_kinds(self) -> dict[str, str]:
+        """HF tensor -> its kind, in checkpoint order."""
+        layer = self.layer_kinds()
+        for expert in range(self.num_experts):
+            layer |= self.expert_kinds(expert)
+        kinds = {"model.embed_tokens.weight": "vocab"}
+        for number in range(self.num_layers):
+            kinds |= {f"model.layers.{number}.{name}": kind for name, kind in layer.items()}
+        kinds["model.norm.weight"] = "hidden"
+        if self.has_score_head:
+            kinds[SCORE_HEAD] = "score"
+        elif not self.tied_embeddings:
+            kinds["lm_head.weight"] = "vocab"
+        return kinds
+
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every HF tensor, in checkpoint order."""
-        h, d = self.hidden_size, self.head_dim
-        q, kv = self.num_heads * d, self.num_kv_heads * d
-        tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, h)}
-        for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}."
-            block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,)}
-            for name, size in (("q", q), ("k", kv), ("v", kv)):
-                block[f"self_attn.{name}_proj.weight"] = (size, h)
-                if self.qkv_bias:
-                    block[f"self_attn.{name}_proj.bias"] = (size,)
-            if self.qk_norm:
-                block |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-            block["self_attn.o_proj.weight"] = (h, q)
-            block["post_attention_layernorm.weight"] = (h,)
-            block |= self._feed_forward_tensors()
-            tensors |= {prefix + name: size for name, size in block.items()}
-        tensors["model.norm.weight"] = (h,)
-        if self.has_score_head:
-            tensors[SCORE_HEAD] = (1, h)
-        elif not self.tied_embeddings:
-            tensors["lm_head.weight"] = (self.vocab_size, h)
-        return tensors
-
-    def _feed_forward_tensors(self) -> dict[str, tuple[int, ...]]:
-        into, out = (self.ffn_hidden_size, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)
-        names = FAMILIES[self.family].experts
-        if names is None:
-            return {"mlp.gate_proj.weight": into, "mlp.up_proj.weight": into, "mlp.down_proj.weight": out}
-        tensors: dict[str, tuple[int, ...]] = {f"{names.block}.gate.weight": (self.num_experts, self.hidden_size)}
-        for expert in range(self.num_experts):
-            for name, size in ((names.gate, into), (names.up, into), (names.down, out)):
-                tensors[f"{names.block}.experts.{expert}.{name}.weight"] = size
-        return tensors
+        sizes = self.kind_sizes()
+        return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
     def check_training_layout(
         self, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1, *, sequence_parallel: bool = True,

@@ -14,9 +14,11 @@ stacked in front (and the experts behind them), whatever the layout. Fused param
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.shard_box import Box, full_box, rows
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.megatron_layout import layer_parameter
+from megatron_rl.weights.shard_box import Box, rows
 
 Table = dict[str, tuple["GlobalPlacement", ...]]
 
@@ -40,88 +42,63 @@ class GlobalPlacement:
     hf_box: Box
 
 
+# Tensors whose place is not `layer_parameter`'s.
+_KEYS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+    SCORE_HEAD: SCORE_HEAD,  # megatron-core has no such head
+}
+
+
 def megatron_global_placements(shape: ModelShape) -> Table:
     """Logical tensor -> its placements, ascending in its rows; they cover it, each element once."""
-    table: Table = {}
-    layers = (shape.num_layers,)
-
-    def place_whole(hf_name: str, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()) -> None:
-        box = full_box(sizes[hf_name])
-        table[hf_name] = (GlobalPlacement(key, (*stack, *sizes[hf_name]), leading, box, box),)
-
-    sizes = shape.logical_tensors()
-    place_whole("model.embed_tokens.weight", "embedding.word_embeddings.weight")
-    place_whole("model.norm.weight", "decoder.final_layernorm.weight")
-    if "lm_head.weight" in sizes:
-        place_whole("lm_head.weight", "output_layer.weight")
-    if shape.has_score_head:
-        place_whole("score.weight", "score.weight")  # megatron-core has no such head
+    cuts, layer_keys = _cut_kinds(shape), dict(_KEYS)
+    if shape.num_experts:  # a norm before a router is fused into nothing
+        del layer_keys["post_attention_layernorm.weight"]
+    table = {name: _place(cuts[kind], _KEYS[name]) for name, kind in shape.tensor_kinds().items() if name in _KEYS}
     for layer in range(shape.num_layers):
-        hf, key = f"model.layers.{layer}.", "decoder.layers."
-        for name, megatron_name in _whole_tensors(shape).items():
-            place_whole(hf + name, key + megatron_name, layers, (layer,))
-        table |= _qkv(shape, layer, "weight", (shape.hidden_size,))
-        if shape.qkv_bias:
-            table |= _qkv(shape, layer, "bias", ())
-        names = FAMILIES[shape.family].experts
-        if names is None:
-            place_whole(f"{hf}mlp.down_proj.weight", f"{key}mlp.linear_fc2.weight", layers, (layer,))
-            table |= _gate_up(
-                shape, f"{key}mlp.linear_fc1.weight", (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight"),
-                layers, (layer,))
-            continue
-        stack = (shape.num_layers, shape.num_experts)
+        prefix = f"model.layers.{layer}."
+        for name, kind in shape.layer_kinds().items():
+            key = f"decoder.layers.{layer_keys.get(name) or layer_parameter(name, kind)}"
+            table[prefix + name] = _place(cuts[kind], key, (shape.num_layers,), (layer,))
         for expert in range(shape.num_experts):
-            block = f"{hf}{names.block}.experts.{expert}."
-            place_whole(f"{block}{names.down}.weight", f"{key}mlp.experts.experts.linear_fc2.weight", stack,
-                        (layer, expert))
-            table |= _gate_up(
-                shape, f"{key}mlp.experts.experts.linear_fc1.weight",
-                (f"{block}{names.gate}.weight", f"{block}{names.up}.weight"), stack, (layer, expert))
+            for name, kind in shape.expert_kinds(expert).items():
+                key = layer_parameter(name, kind).replace("mlp.", "decoder.layers.mlp.experts.experts.")
+                table[prefix + name] = _place(
+                    cuts[kind], key, (shape.num_layers, shape.num_experts), (layer, expert))
     return table
 
 
-def _whole_tensors(shape: ModelShape) -> dict[str, str]:
-    """Tensors of a layer that are a stacked tensor's slice as they are."""
-    names = {
-        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-        "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
-        "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    }
-    if shape.qk_norm:
-        names["self_attn.q_norm.weight"] = "self_attention.q_layernorm.weight"
-        names["self_attn.k_norm.weight"] = "self_attention.k_layernorm.weight"
-    experts = FAMILIES[shape.family].experts
-    if experts is not None:
-        names["post_attention_layernorm.weight"] = "pre_mlp_layernorm.weight"
-        names[f"{experts.block}.gate.weight"] = "mlp.router.weight"
-    return names
+class _Cut(NamedTuple):
+    """How the tensors of a kind lie in a fused one: `groups` parts of equal size, the first at row `first` of it."""
+
+    size: tuple[int, ...]
+    groups: int
+    first: int
+    group_rows: int
 
 
-def _qkv(shape: ModelShape, layer: int, what: str, rest: tuple[int, ...]) -> Table:
-    """The q, k and v projections of a layer; `rest` are the dimensions after the first (none for a bias)."""
-    d, groups = shape.head_dim, shape.num_kv_heads
+def _cut_kinds(shape: ModelShape) -> dict[str, _Cut]:
+    cuts = {kind: _Cut(size, 1, 0, size[0]) for kind, size in shape.kind_sizes().items()}
+    ffn, d, groups = shape.ffn_hidden_size, shape.head_dim, shape.num_kv_heads
     q_rows = shape.num_heads // groups * d
-    group_rows = q_rows + 2 * d
-    size = (shape.num_layers, groups * group_rows, *rest)
-    table: Table = {}
-    for name, first, count in (("q", 0, q_rows), ("k", q_rows, d), ("v", q_rows + d, d)):
-        table[f"model.layers.{layer}.self_attn.{name}_proj.{what}"] = tuple(
-            GlobalPlacement(
-                f"decoder.layers.self_attention.linear_qkv.{what}", size, (layer,),
-                rows(group * group_rows + first, group * group_rows + first + count, size[1:]),
-                rows(group * count, (group + 1) * count, size[1:]))
-            for group in range(groups))
-    return table
+    for name, first in (("q", 0), ("k", q_rows), ("v", q_rows + d)):
+        for kind in (f"{name}.weight", f"{name}.bias"):
+            cuts[kind] = cuts[kind]._replace(groups=groups, first=first, group_rows=q_rows + 2 * d)
+    for half, kind in enumerate(("gate", "up")):
+        cuts[kind] = cuts[kind]._replace(first=half * ffn, group_rows=2 * ffn)
+    return cuts
 
 
-def _gate_up(
-    shape: ModelShape, key: str, hf_names: tuple[str, str], stack: tuple[int, ...], leading: tuple[int, ...]
-) -> Table:
-    ffn, h = shape.ffn_hidden_size, shape.hidden_size
-    return {
-        hf_name: (GlobalPlacement(
-            key, (*stack, 2 * ffn, h), leading, rows(half * ffn, (half + 1) * ffn, (2 * ffn, h)),
-            full_box((ffn, h))),)
-        for half, hf_name in enumerate(hf_names)
-    }
+def _place(
+    cut: _Cut, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()
+) -> tuple[GlobalPlacement, ...]:
+    count, fused = cut.size[0] // cut.groups, (cut.groups * cut.group_rows, *cut.size[1:])
+    starts = range(cut.first, fused[0], cut.group_rows)
+    return tuple(
+        GlobalPlacement(key, (*stack, *fused), leading, rows(start, start + count, fused),
+                        rows(group * count, (group + 1) * count, cut.size))
+        for group, start in enumerate(starts))

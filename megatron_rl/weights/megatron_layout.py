@@ -6,7 +6,9 @@ then the name inside the GPTModel. Fused parameters:
 
 * `linear_qkv`: `[q; k; v]` of this rank's heads (megatron-core's own order interleaves them per KV group;
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
-* `linear_fc1`: `[gate; up]` of this rank's columns (experts: see `experts.py`);
+* `linear_fc1`: `[gate; up]` of this rank's columns;
+* experts (SequentialMLP): EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a
+  dense one (expert tensor parallelism = TP);
 * embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
 * tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`;
 * a score head is `score.weight` on every TP rank of the last stage, in place of an output layer.
@@ -18,7 +20,6 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megatron_rl.weights.experts import megatron_expert_rows
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.tables import PlacementTable, Row, Rows, split_boxes
 
@@ -56,7 +57,7 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
     found: list[Row] = []
     pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-    layer_rows = _list_attention(shape) + (megatron_expert_rows(shape, experts) if shape.num_experts else _DENSE)
+    layer_rows = _list_layer(shape, experts)
     for chunk in range(vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
@@ -75,20 +76,25 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
     return Rows(found)
 
 
-_DENSE: list[Row] = [
-    ("mlp.linear_fc2.weight", "mlp.down_proj.weight", "down"),
-    ("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "gate"),
-    ("mlp.linear_fc1.weight", "mlp.up_proj.weight", "up")]
+def _list_layer(shape: ModelShape, experts: range) -> list[Row]:
+    """A layer with these experts."""
+    found: list[Row] = [(layer_parameter(name, kind), name, kind) for name, kind in shape.layer_kinds().items()]
+    for local, expert in enumerate(experts):
+        found += [(layer_parameter(name, kind).replace("mlp.", f"mlp.experts.local_experts.{local}."), name, kind)
+                  for name, kind in shape.expert_kinds(expert).items()]
+    return found
 
 
-def _list_attention(shape: ModelShape) -> list[Row]:
-    """Self-attention and both norms of a layer."""
-    found: list[Row] = [
-        ("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-        ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden")]
-    if shape.qk_norm:
-        found += [(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", "head") for name in "qk"]
-    for what in ("weight", "bias") if shape.qkv_bias else ("weight",):
-        found += [(f"self_attention.linear_qkv.{what}", f"self_attn.{name}_proj.{what}", f"{name}.{what}")
-                  for name in "qkv"]
-    return [*found, ("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "o")]
+_NORMS = {"input_layernorm.weight": "input_layernorm.weight",
+          "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+          "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+          "self_attn.k_norm.weight": "self_attention.k_layernorm.weight"}
+_MATRICES = {"o": "self_attention.linear_proj.weight", "router": "mlp.router.weight", "gate": "mlp.linear_fc1.weight",
+             "up": "mlp.linear_fc1.weight", "down": "mlp.linear_fc2.weight"}
+
+
+def layer_parameter(hf_name: str, kind: str) -> str:
+    """Megatron's parameter of a layer that a tensor is a part of, as if there was one expert, the MLP."""
+    if hf_name in _NORMS:
+        return _NORMS[hf_name]
+    return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"

@@ -2,8 +2,9 @@
 """Where the rollout engines keep every logical tensor.
 
 vLLM, per TP rank: `qkv_proj = [q; k; v]` with the KV heads replicated when tp > KV heads,
-`gate_up_proj = [gate; up]` (experts: see `experts.py`), vocabulary rows padded to a multiple of 64, tied
-embeddings as one parameter. Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
+`gate_up_proj = [gate; up]`, vocabulary rows padded to a multiple of 64, tied embeddings as one parameter; all experts
+on every rank, fused per layer as `w13_weight` [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp].
+Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.experts import vllm_expert_rows
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, full_box
-from megatron_rl.weights.tables import PlacementTable, Row, Rows, split_boxes
+from megatron_rl.weights.tables import PlacementTable, Rows, split_boxes
 
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -43,31 +43,18 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
 @lru_cache(maxsize=1)
 def _list_rows(shape: ModelShape) -> Rows:
     """What every rank of an engine holds a part of."""
-    layer_rows = _list_attention(shape) + (vllm_expert_rows(shape) if shape.num_experts else _DENSE)
-    found: list[Row] = [_under_its_own_name("model.embed_tokens.weight", "vocab")]
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        found += [(prefix + param, prefix + hf_name, kind) for param, hf_name, kind in layer_rows]
-    found.append(_under_its_own_name("model.norm.weight", "hidden"))
-    if not shape.tied_embeddings:
-        found.append(_under_its_own_name("lm_head.weight", "vocab"))
-    return Rows(found)
+    return Rows((_find_param(name, kind), name, kind) for name, kind in shape.tensor_kinds().items())
 
 
-def _under_its_own_name(name: str, kind: str) -> Row:
-    return name, name, kind
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+          "up_proj": "gate_up_proj"}
 
 
-_DENSE: list[Row] = [
-    ("mlp.gate_up_proj.weight", "mlp.gate_proj.weight", "gate"),
-    ("mlp.gate_up_proj.weight", "mlp.up_proj.weight", "up"), _under_its_own_name("mlp.down_proj.weight", "down")]
-
-
-def _list_attention(shape: ModelShape) -> list[Row]:
-    """Self-attention and both norms of a layer."""
-    found = [_under_its_own_name(f"{name}_layernorm.weight", "hidden") for name in ("input", "post_attention")]
-    if shape.qk_norm:
-        found += [_under_its_own_name(f"self_attn.{name}_norm.weight", "head") for name in "qk"]
-    for what in ("weight", "bias") if shape.qkv_bias else ("weight",):
-        found += [(f"self_attn.qkv_proj.{what}", f"self_attn.{name}_proj.{what}", f"{name}.{what}") for name in "qkv"]
-    return [*found, _under_its_own_name("self_attn.o_proj.weight", "o")]
+def _find_param(hf_name: str, kind: str) -> str:
+    """The parameter that a logical tensor is a part of; those of experts as `split_experts` names them."""
+    block, _, of_expert = hf_name.partition(".experts.")
+    if of_expert:
+        fused = "w2_weight" if kind == "down" else "w13_weight"
+        return f"{block}.experts.routed_experts.{fused}.{of_expert.partition('.')[0]}"
+    *block, name, what = hf_name.split(".")
+    return ".".join([*block, _FUSED.get(name, name), what])

@@ -76,7 +76,7 @@ def rows(start: int, stop: int, shape: tuple[int, ...]) -> Box:
     return ((start, stop), *full_box(shape[1:]))
 
 
-def columns(start: int, stop: int, shape: tuple[int, int]) -> Box:
+def columns(start: int, stop: int, shape: tuple[int, ...]) -> Box:
     """Box of the columns [start, stop) of a matrix of `shape`."""
     return ((0, shape[0]), (start, stop))
 

@@ -90,23 +90,21 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         tp_size, tp_rank: of the rank.
         vocab_rows: rows of the vocabulary per rank, padding included.
     """
-    h, d, ffn = shape.hidden_size, shape.head_dim, shape.ffn_hidden_size // tp_size
+    sizes, d, ffn = shape.kind_sizes(), shape.head_dim, shape.ffn_hidden_size // tp_size
     start, stop = (min((tp_rank + end) * vocab_rows, shape.vocab_size) for end in (0, 1))
-    vocab, into = (shape.vocab_size, h), (shape.ffn_hidden_size, h)
-    whole = {"hidden": (h,), "head": (d,), "router": (shape.num_experts, h), "score": (1, h)}
-    boxes = {kind: (full_box(size), full_box(size)) for kind, size in whole.items()}
-    boxes["vocab"] = rows(0, stop - start, vocab), rows(start, stop, vocab)
+    boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in ("hidden", "head", "router", "score")}
+    boxes["vocab"] = rows(0, stop - start, sizes["vocab"]), rows(start, stop, sizes["vocab"])
     q_size, kv_size = shape.num_heads // tp_size * d, max(shape.num_kv_heads // tp_size, 1) * d
     kv_start, base = tp_rank * shape.num_kv_heads // tp_size * d, 0
     for kind, first, size in (("q", tp_rank * q_size, q_size), ("k", kv_start, kv_size), ("v", kv_start, kv_size)):
-        for what, rest in (("weight", (h,)), ("bias", ())):
-            boxes[f"{kind}.{what}"] = rows(base, base + size, (0, *rest)), rows(first, first + size, (0, *rest))
+        for name in (f"{kind}.weight", f"{kind}.bias"):
+            boxes[name] = rows(base, base + size, sizes[name]), rows(first, first + size, sizes[name])
         base += size
-    for kind, width, size in (("o", q_size, (h, shape.num_heads * d)), ("down", ffn, (h, shape.ffn_hidden_size))):
-        boxes[kind] = columns(0, width, size), columns(tp_rank * width, (tp_rank + 1) * width, size)
+    for kind, width in (("o", q_size), ("down", ffn)):
+        boxes[kind] = columns(0, width, sizes[kind]), columns(tp_rank * width, (tp_rank + 1) * width, sizes[kind])
     for half, kind in enumerate(("gate", "up")):
         boxes[kind] = (
-            rows(half * ffn, (half + 1) * ffn, into), rows(tp_rank * ffn, (tp_rank + 1) * ffn, into))
+            rows(half * ffn, (half + 1) * ffn, sizes[kind]), rows(tp_rank * ffn, (tp_rank + 1) * ffn, sizes[kind]))
     return boxes
 
 
