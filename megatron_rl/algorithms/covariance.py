@@ -10,8 +10,6 @@ chooses again in each microbatch, from the current log-probs and with the means 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms.inputs import PolicyLossInputs
 from megatron_rl.algorithms.policy_losses import bounded_ratio, clip_surrogate
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.parallel.collectives import gather_objects
 
 _CHOOSING = ("clip_cov", "kl_cov")
 
@@ -86,8 +85,7 @@ def choose_tokens(
 def _find_first(columns: np.ndarray, wanted: int, group: dist.ProcessGroup) -> np.ndarray:
     """Which rows of this rank are among the first `wanted` rows of all ranks, in lexicographic order; collective."""
     order = np.lexsort(columns.T[::-1])[:wanted]
-    shares: list[Any] = [None] * group.size()
-    dist.all_gather_object(shares, columns[order], group=group)
+    shares = gather_objects(columns[order], group)
     owners = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
     first = np.lexsort(np.concatenate(shares).T[::-1])[:wanted]
     return order[: int((owners[first] == group.rank()).sum())]  # a rank's rows keep their order

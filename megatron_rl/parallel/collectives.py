@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -24,6 +24,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.parallel.driver import explain_unusable_gpus
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     Collective. Without it the ranks that are well would wait for the failed one until the timeout. What is raised is
     marked with its global rank (`raised_on`); there it is the error itself, with its traceback.
     """
-    errors: list[Exception | None] = [None] * group.size()
-    dist.all_gather_object(errors, error and _make_portable(error), group=group)
+    errors = gather_objects(error and _make_portable(error), group)
     first = next((index for index, found in enumerate(errors) if found is not None), None)
     if first is not None:
         raised = error if first == group.rank() else errors[first]
@@ -242,6 +243,13 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int, group: dist.
     if group.size() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, source, group=group)
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The small Python objects of all ranks, by rank; collective."""
+    found = [value] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def share_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:

@@ -22,6 +22,7 @@ from itertools import takewhile
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
 from megatron_rl.weights.tables import as_table
@@ -152,9 +153,7 @@ class Certificate:
     def _raise_if_wrong(
         self, wrong: list[list[int]], digests: torch.Tensor, names: list[str], padding: list[str]
     ) -> None:
-        dirty: list[list[str]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(dirty, padding, group=self._group)
-        lines = [line for rank_lines in dirty for line in rank_lines]
+        lines = [line for rank_lines in gather_objects(padding, self._group) for line in rank_lines]
         for engine, index in wrong[:3]:
             name = names[index]
             lines.append(f"{name}: training {_hex(digests[0, index])}, rollout engine {engine} "
@@ -168,8 +167,7 @@ class Certificate:
         mine = {key: [(p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
                       for p in side.counted if p.hf_name == name]
                 for key, side in (("source", self._source), ("destination", self._destination))}
-        everyone: list[dict[str, list]] = [{}] * self._group.size()
-        dist.all_gather_object(everyone, mine, group=self._group)  # one tensor, on the way to an error
+        everyone = gather_objects(mine, self._group)  # one tensor, on the way to an error
         truth = torch.empty(self._shapes[name], dtype=self._dtype)
         for rank_pieces in everyone:
             for box, _, _, piece in rank_pieces["source"]:

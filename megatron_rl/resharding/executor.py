@@ -9,13 +9,13 @@ the rest. No rank ever holds a tensor that it does not need. Views of every piec
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.collectives import connect
+from megatron_rl.parallel.collectives import connect, gather_objects
 from megatron_rl.resharding.buckets import BucketTransport
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
@@ -91,21 +91,20 @@ class Resharder:
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} is {tensor.dtype}; all destination parameters are to be {dtype}")
         self._group = group
-        self.transport, mapped = _map_peers(plan, source, group, transport)
+        self.transport, mapped, near = _map_peers(plan, source, group, transport)
         copies = [(source, op) for op in plan.local]
         copies += [(mapped[peer], op) for peer, ops in plan.receives.items() if peer in mapped for op in ops]
         self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
         self._origins = [params[op.src_param][box_slices(op.src_box)] for params, op in copies]
         self._is_pulling = self.transport != "buckets"
-        pulled_by = _pullers(plan.rank, mapped.keys(), group)
-        receives = {peer: ops for peer, ops in plan.receives.items() if peer not in mapped}
-        sends = {peer: ops for peer, ops in plan.sends.items() if peer not in pulled_by}
+        receives, sends = ({peer: ops for peer, ops in side.items() if peer not in near}
+                           for side in (plan.receives, plan.sends))
         self._device = device = next(iter(source.values())).device
         if self.transport != "pull":
             connect(group, device)
         self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
         self.stats = ReshardStats(
-            bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in mapped for op in ops], dtype),
+            bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in near for op in ops], dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
             bytes_copied=_num_bytes(plan.local, dtype))
 
@@ -148,45 +147,37 @@ def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
 
 def _map_peers(
     plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
-) -> tuple[str, dict[int, dict[str, torch.Tensor]]]:
-    """The transport that is really used, and the parameters of the peers that this rank pulls from."""
+) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
+    """The transport that is really used, the parameters of the peers that this rank pulls from, and all near ranks.
+
+    A rank and those near to it pull from each other, and need no bucket.
+    """
     if transport.name == "buckets" or group.size() == 1:
-        return "buckets", {}
-    missing: list[int] = [0] * group.size()
-    dist.all_gather_object(missing, missing_shared_memory(source, transport.ranks_per_node), group=group)
+        return "buckets", {}, set()
+    missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)
     if max(missing):
         if transport.name == "auto":
-            return "buckets", {}
+            return "buckets", {}, set()
         raise UserError(
             f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
             source="hybrid.transport=pull", expected="room for the parameters of all ranks of the host",
             hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets")
-    own = export_params(source)
-    exports = [own] * group.size()
-    dist.all_gather_object(exports, own, group=group)
-    here, device = exports[group.rank()].host, next(iter(source.values())).device
+    exports, device = gather_objects(export_params(source), group), next(iter(source.values())).device
+    near = {peer for peer, export in enumerate(exports) if export.host == exports[group.rank()].host}
     mapped, failure = {}, ""
     try:
-        mapped = {peer: map_params(exports[peer], device) for peer in plan.receives if exports[peer].host == here}
+        mapped = {peer: map_params(exports[peer], device) for peer in plan.receives if peer in near}
     except RuntimeError as error:  # no link between two GPUs
         failure = f"rank {group.rank()} cannot map a peer's memory: {str(error).splitlines()[0]}"
-    found: list[tuple[bool, str]] = [(False, "")] * group.size()
-    dist.all_gather_object(found, (len(mapped) < len(plan.receives), failure), group=group)
+    found = gather_objects((len(mapped) < len(plan.receives), failure), group)
     failure = next((said for _, said in found if said), "")
     if failure and transport.name == "auto":
         if group.rank() == 0:
             log.warning("weights travel in buckets: %s", failure)
-        return "buckets", {}
+        return "buckets", {}, set()
     is_remote = any(remote for remote, _ in found)
     if transport.name == "pull" and (failure or is_remote):
         raise UserError(failure or "weights must come from another host", source="hybrid.transport=pull",
                         expected="all ranks on one host, and a link between any two of its GPUs",
                         hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere")
-    return ("pull+buckets" if is_remote else "pull"), mapped
-
-
-def _pullers(rank: int, pulled_from: Iterable[int], group: dist.ProcessGroup) -> set[int]:
-    """The ranks that pull from `rank`, and so need no bucket from it."""
-    everyone: list[list[int]] = [[]] * group.size()
-    dist.all_gather_object(everyone, list(pulled_from), group=group)
-    return {peer for peer, origins in enumerate(everyone) if rank in origins}
+    return ("pull+buckets" if is_remote else "pull"), mapped, near

@@ -7,9 +7,9 @@ Looks at the inputs of the step, which nobody does while all is well: no device 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 
@@ -45,9 +45,7 @@ def explain_unsound(
     """
     found = _find_bad_inputs(minibatch) if groups.is_last_stage_leader else {}
     bad = [index for index, loss in enumerate(losses) if not abs(loss) < float("inf")]
-    shares: list[tuple[dict[str, list[int]], list[int], int]] = [({}, [], 0)] * groups.world.size()
-    mine = found, bad if groups.is_last_stage_leader else [], groups.at.dp
-    dist.all_gather_object(shares, mine, group=groups.world)
+    shares = gather_objects((found, bad if groups.is_last_stage_leader else [], groups.at.dp), groups.world)
     name = next((name for name in _INPUTS if any(name in inputs for inputs, _, _ in shares)), None)
     where = [f"microbatches {', '.join(map(str, indices))} of DP rank {dp}" for _, indices, dp in shares if indices]
     if name is not None:
