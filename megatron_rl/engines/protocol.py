@@ -90,8 +90,19 @@ class EngineSpec:
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
 
 
+class AnyEngine(Protocol):
+    """What every engine has beside its requests and its weights."""
+
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for requests that are not finished; asked by another thread."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine; process groups of the job stay alive."""
+
+
 @runtime_checkable
-class RolloutEngine(Protocol):
+class RolloutEngine(AnyEngine, Protocol):
     """One rank's share of an engine that is stepped; its ranks make the same calls in the same order."""
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -108,13 +119,6 @@ class RolloutEngine(Protocol):
     def has_requests(self) -> bool:
         """True if a step has something to do."""
         ...
-
-    def tokens_in_flight(self) -> int:
-        """Tokens sampled so far for requests that are not finished; asked by another thread."""
-        ...
-
-    def close(self) -> None:
-        """Release the engine; process groups of the job stay alive."""
 
 
 class EngineWeights(Protocol):
@@ -142,25 +146,14 @@ class EngineWeights(Protocol):
         """Give back memory until the next weight update."""
 
 
-OnFinished = Callable[[int, Sampled], None]
-
-
-class ClosedBatches(EngineWeights, Protocol):
+class ClosedBatches(AnyEngine, EngineWeights, Protocol):
     """The least that an engine of the user's must have: whole batches and weights; see `engines.build.OneTurn`."""
 
     def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig,
-        on_finished: OnFinished | None = None,
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
     ) -> list[Sampled]:
         """One response per prompt, in order, the same on every rank of the engine; their keys do not matter."""
         ...
-
-    def tokens_in_flight(self) -> int:
-        """Tokens sampled so far for responses that are not finished; asked by another thread."""
-        ...
-
-    def close(self) -> None:
-        """Release the engine."""
 
 
 class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
