@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,27 +11,8 @@ from megatron_rl.engines.protocol import Sampled
 from megatron_rl.types import UserError
 
 
-@dataclass(frozen=True)
-class EngineName:
-    """An engine in messages.
-
-    Attributes:
-        index: of the engine.
-        ranks: that it spans.
-        kind: its class.
-    """
-
-    index: int
-    ranks: range
-    kind: str
-
-    def __str__(self) -> str:
-        ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]}-{self.ranks[-1]}"
-        return f"rollout engine {self.index} ({self.kind}, {ranks})"
-
-
 def check_sampled(
-    responses: Sequence[Sampled], requests: Sequence[str], *, max_tokens: int, vocab_size: int, engine: EngineName
+    responses: Sequence[Sampled], requests: Sequence[str], *, max_tokens: int, vocab_size: int, engine: str
 ) -> None:
     """Compare the responses of one engine with its requests.
 
@@ -41,14 +21,14 @@ def check_sampled(
         requests: what each request is called in a message.
         max_tokens: longest response.
         vocab_size: token ids are below.
-        engine: that made them.
+        engine: that made them, as a message calls it.
 
     Raises:
         UserError: their number, a length, a token id or a log-prob is not what it must be; names the first such one.
     """
     if len(responses) != len(requests):
         raise UserError(
-            f"{len(responses)} responses to {len(requests)} requests", source=str(engine),
+            f"{len(responses)} responses to {len(requests)} requests", source=engine,
             expected="one response per request, in their order",
             hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf")
     for response, request in zip(responses, requests, strict=True):
@@ -69,9 +49,7 @@ def check_sampled(
     _check_values(responses, requests, vocab_size, engine)
 
 
-def _check_values(
-    responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: EngineName
-) -> None:
+def _check_values(responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: str) -> None:
     if not responses:
         return
     owners = np.repeat(np.arange(len(responses)), [len(g.tokens) for g in responses])

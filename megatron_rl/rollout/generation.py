@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import BuiltEngine
-from megatron_rl.engines.checking import EngineName, check_sampled
+from megatron_rl.engines.checking import check_sampled
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
@@ -104,6 +104,7 @@ class RolloutGenerator:
     ) -> UserError | None:
         """What is wrong with the responses of this engine."""
         first, unasked = self._engine_index * self._tp_size, dict(stream.sampled)
+        ranks = f"rank {first}" if self._tp_size == 1 else f"ranks {first}-{first + self._tp_size - 1}"
         asked = [unasked.pop(request.key) for request in requests if request.key in unasked]
         names = [f"prompt_id {prompts[request.key // group_size].prompt_id}, sample {request.key % group_size}"
                  for request in requests]
@@ -111,7 +112,7 @@ class RolloutGenerator:
         try:
             check_sampled(
                 [*asked, *unasked.values()], names, max_tokens=longest, vocab_size=self._weights.shape.vocab_size,
-                engine=EngineName(self._engine_index, range(first, first + self._tp_size), self._engine.kind))
+                engine=f"rollout engine {self._engine_index} ({self._engine.kind}, {ranks})")
         except UserError as error:
             return error
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.engines.checking import EngineName, check_sampled
+from megatron_rl.engines.checking import check_sampled
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.types import UserError
 
@@ -26,12 +26,12 @@ GOOD = response([1, 2, 15, 0])
 
 def check(*responses: Sampled) -> None:
     check_sampled(responses, REQUESTS[: max(len(responses), 1)], max_tokens=4, vocab_size=16,
-                  engine=EngineName(2, range(4, 6), "VllmEngine"))
+                  engine="rollout engine 2 (VllmEngine, ranks 4-5)")
 
 
 def test_good_responses_pass() -> None:
     check(GOOD, response([0]))
-    check_sampled([], [], max_tokens=4, vocab_size=16, engine=EngineName(0, range(1), "VllmEngine"))
+    check_sampled([], [], max_tokens=4, vocab_size=16, engine="rollout engine 0 (VllmEngine, rank 0)")
 
 
 @pytest.mark.parametrize(("bad", "found", "expected"), [
