@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -29,13 +28,8 @@ from megatron_rl.rewards.validation import compute_validation_metrics, estimate_
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.types import Prompt, Rollout, UserError
 
-
-class ResponseModel(Protocol):
-    """A reward model; collective, the same on every rank."""
-
-    def __call__(self, samples: Experience) -> Sequence[float] | np.ndarray:
-        """One score per rollout."""
-        ...
+# A reward model: one score per rollout; collective, the same on every rank.
+ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,12 @@ class Collector:
             mine = held if place == 0 else []
         else:
             mine = held[place :: self._tp_size]
-        scored = _run_together(lambda: scorer.finish([rollout for _, rollout in mine], step), self._group)
+        scored, error = [], None
+        try:
+            scored = scorer.finish([rollout for _, rollout in mine], step)
+        except Exception as caught:  # the other ranks must learn of it before they wait for this one
+            error = caught
+        raise_together(error, self._group)
         headers = build_headers(
             zip((index for index, _ in mine), scored, strict=True), holder=engine,
             mask_truncated=self._config.algorithm.mask_truncated, with_answers=with_answers)
@@ -247,14 +246,3 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
 def correctness_of(headers: Headers) -> np.ndarray:
     """What responses are worth by themselves: the overlong punishment shapes training only."""
     return headers["reward"] - np.nan_to_num(headers.component(OVERLONG))
-
-
-def _run_together(work: Callable[[], list[Rollout]], group: dist.ProcessGroup) -> list[Rollout]:
-    """Do this rank's share, and raise on every rank what it raised on any."""
-    found, error = [], None
-    try:
-        found = work()
-    except Exception as caught:  # the other ranks must learn of it before they wait for this one
-        error = caught
-    raise_together(error, group)
-    return found
