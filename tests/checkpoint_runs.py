@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.checkpoint.side_files import list_side_files
 from megatron_rl.roles.actor import Actor
 from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import box_slices
 
 State = dict[str, Any]  # {"epoch": 1, ...}
@@ -99,7 +100,7 @@ def _resume_on_rank(rank: int, world_size: int, case: Case, path: Path, director
         for param in actor.model.params.values():
             param.fill_(7.0)  # all of it comes from the checkpoint
     for name, param in actor.model.params.items():
-        if name.endswith(actor.model.padded_params):
+        if name.endswith(PADDED_PARAMETERS):
             param.zero_()
     run = resume(actor, path, directory)
     loaded = snapshot(actor)

@@ -53,10 +53,7 @@ class PackedModel:
         stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
         params: this rank's parameters by name.
         buckets: the shapes that its training step takes; None: any.
-        padded_params: ends of the names of parameters with rows that pad the vocabulary.
     """
-
-    padded_params: tuple[str, ...] = PADDED_PARAMETERS
 
     def __init__(self, setup: RoleSetup) -> None:
         spec, groups = setup.spec, setup.groups

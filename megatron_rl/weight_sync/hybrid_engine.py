@@ -11,7 +11,7 @@ that both sides hold the same bits, and drops what the engine computed with olde
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Protocol
@@ -29,6 +29,7 @@ from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.executor import Resharder, ReshardStats, Transport
 from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import ShardBox
 from megatron_rl.weights.tables import as_table
 
@@ -36,20 +37,8 @@ from megatron_rl.weights.tables import as_table
 class SourceModel(Protocol):
     """The weights that the engine gets."""
 
-    @property
-    def shape(self) -> ModelShape:
-        """The architecture."""
-        ...
-
-    @property
-    def params(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters by name."""
-        ...
-
-    @property
-    def padded_params(self) -> tuple[str, ...]:
-        """Ends of the names of parameters with rows that pad the vocabulary."""
-        ...
+    shape: ModelShape
+    params: dict[str, torch.Tensor]  # of this rank, by name
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
@@ -148,7 +137,7 @@ class HybridEngine:
         destination = group_shards(
             lambda rank: engine.placements(first + rank), lambda rank: engine.shard_key(first + rank),
             self._engine_tp_size)
-        padded = [name for name in actor.params if name.endswith(actor.padded_params)]
+        padded = [name for name in actor.params if name.endswith(PADDED_PARAMETERS)]
         return Certificate(
             actor.shape.logical_tensors(), Side(actor.params, count_once(source, process.rank), padded),
             Side(engine.params, count_once(destination, self._engine_rank),
