@@ -14,7 +14,7 @@ segments of their own: position and predecessor of their first token go on from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -128,13 +128,14 @@ class TrainBatch:
 
     def _part(self, slices: list[MicrobatchSlice]) -> TrainBatch:
         start, stop = slices[0].start, slices[-1].stop
-        cut = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, torch.Tensor):
-                cut[item.name] = value[start:stop]
         moved = [replace(s, start=s.start - start, stop=s.stop - start) for s in slices]
-        return replace(self, **cut, slices=moved, minibatch_sizes=[len(slices)])
+        return replace(self.map_tensors(lambda x: x[start:stop]), slices=moved, minibatch_sizes=[len(slices)])
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
+        """The same with other tensors [t]; slices stay as they are."""
+        return replace(self, **{
+            item.name: function(value) for item in fields(self)
+            if isinstance(value := getattr(self, item.name), torch.Tensor)})
 
 
 def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:

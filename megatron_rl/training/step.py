@@ -200,10 +200,8 @@ def _map_tensors(microbatch: TrainBatch, function: Callable[[torch.Tensor], torc
     piece, keys = microbatch.slices[0], microbatch.slices[0].keys
     if keys is not None:
         keys = replace(keys, index=function(keys.index), cu_seqlens=function(keys.cu_seqlens))
-    tensors = {
-        item.name: function(value) for item in fields(microbatch)
-        if isinstance(value := getattr(microbatch, item.name), torch.Tensor)}
-    return replace(microbatch, **tensors, slices=[replace(piece, cu_seqlens=function(piece.cu_seqlens), keys=keys)])
+    static = microbatch.map_tensors(function)
+    return replace(static, slices=[replace(piece, cu_seqlens=function(piece.cu_seqlens), keys=keys)])
 
 
 def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
