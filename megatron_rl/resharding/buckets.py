@@ -60,11 +60,6 @@ def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucke
     return buckets
 
 
-def bucket_elements(bucket: Sequence[TransferOp]) -> int:
-    """Number of elements in a bucket."""
-    return sum(op.num_elements for op in bucket)
-
-
 @dataclass(frozen=True)
 class _Exchange:
     """One receive and one send under way."""
@@ -197,8 +192,5 @@ def _first(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> torch.Tensor
 
 def _carve(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a flat buffer with the shapes of the pieces, one after the other."""
-    views, at = [], 0
-    for piece in pieces:
-        views.append(buffer[at : at + piece.numel()].view(piece.shape))
-        at += piece.numel()
-    return views
+    parts = _first(buffer, pieces).split([piece.numel() for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=False)]  # the split of nothing is one

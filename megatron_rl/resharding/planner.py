@@ -125,14 +125,6 @@ def plan_rank(
     return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
 
 
-def plan_all(
-    source: Sequence[Shard], destination: Sequence[Shard], *, num_ranks: int, ranks_per_node: int
-) -> list[RankPlan]:
-    """Plan every rank, for tests and small jobs; see `plan_rank`."""
-    planner = Planner(source, destination, ranks_per_node=ranks_per_node)
-    return [planner.plan(rank) for rank in range(num_ranks)]
-
-
 class Planner:
     """The index of one pair of layouts, from which any rank's plan can be read; see `plan_rank`."""
 

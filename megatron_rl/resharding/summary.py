@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan costs: bytes per link class, balance, staging memory, and seconds on links of given speed.
 
-Everything is counted from *flows*, arrays of (source rank, destination rank, elements): `plan_flows` reads them off
-rank plans, `Planner.flows` makes them per class of pieces without making operations, so that thousands of
-ranks are counted exactly, not sampled. Both give the same summary (a test).
+Everything is counted from *flows*, arrays of (source rank, destination rank, elements): `Planner.flows` makes them
+per class of pieces without making operations, so that thousands of ranks are counted exactly, not sampled.
 
 Predictions are lower bounds from bandwidth alone: no latency, no packing, no contention between ranks
 that share a link, every rank with a link of its own per class.
@@ -11,13 +10,13 @@ that share a link, every rank with a link of its own per class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
-from megatron_rl.resharding.planner import Flow, RankPlan
+from megatron_rl.resharding.planner import Flow
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import box_volume
 
@@ -100,21 +99,13 @@ class Prediction:
     critical: str
 
 
-def plan_flows(plans: Iterable[RankPlan]) -> Iterator[Flow]:
-    """Flows of rank plans, each counted where it arrives."""
-    for plan in plans:
-        counts = {plan.rank: plan.local} | plan.receives
-        yield (np.array(list(counts), np.int64), np.full(len(counts), plan.rank, np.int64),
-               np.array([sum(op.num_elements for op in ops) for ops in counts.values()], np.int64))
-
-
 def summarize(
     flows: Iterable[Flow], *, num_ranks: int, itemsize: int, ranks_per_node: int, bucket_bytes: int
 ) -> ReshardSummary:
     """Count the flows of all ranks.
 
     Args:
-        flows: of `plan_flows` or `Planner.flows`; a pair may come several times.
+        flows: of `Planner.flows`; a pair may come several times.
         num_ranks: ranks of the job.
         itemsize: bytes per element on the wire.
         ranks_per_node: consecutive ranks that share a node.

@@ -17,10 +17,11 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning import switch
 from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
 from megatron_rl.resharding.planner import Planner
-from megatron_rl.resharding.summary import plan_flows, summarize
+from megatron_rl.resharding.summary import summarize
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
 from megatron_rl.weights.tables import PlacementTable, as_table
+from rank_plans import plan_flows
 from shards import make_shape, place_megatron, place_vllm
 
 SHAPES = (make_shape("llama"), make_shape("qwen3", tied_embeddings=True), make_shape("qwen3_moe", num_experts=4))

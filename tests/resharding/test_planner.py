@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.planner import Planner, RankPlan, TransferOp, group_shards, plan_all, plan_rank
+from megatron_rl.resharding.planner import Planner, RankPlan, TransferOp, group_shards, plan_rank
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
+from rank_plans import plan_all
 from shards import (
     as_shards,
     cut_shards,

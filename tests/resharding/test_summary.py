@@ -7,11 +7,10 @@ import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.planner import Planner, plan_all
+from megatron_rl.resharding.planner import Planner
 from megatron_rl.resharding.summary import (
     Bandwidths,
     ReshardSummary,
-    plan_flows,
     predict_gather_seconds,
     predict_seconds,
     summarize,
@@ -20,6 +19,7 @@ from megatron_rl.resharding.summary import (
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, rows
+from rank_plans import plan_all, plan_flows
 from shards import as_shards, make_shape, place_megatron, place_vllm
 
 BUCKET = 1 << 20

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of all ranks, and the flows that they amount to: what planning per class of tensors is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from megatron_rl.resharding.classes import Shard
+from megatron_rl.resharding.planner import Flow, Planner, RankPlan
+
+
+def plan_all(
+    source: Sequence[Shard], destination: Sequence[Shard], *, num_ranks: int, ranks_per_node: int
+) -> list[RankPlan]:
+    """Plan every rank."""
+    planner = Planner(source, destination, ranks_per_node=ranks_per_node)
+    return [planner.plan(rank) for rank in range(num_ranks)]
+
+
+def plan_flows(plans: Iterable[RankPlan]) -> Iterator[Flow]:
+    """Flows of rank plans, each counted where it arrives."""
+    for plan in plans:
+        counts = {plan.rank: plan.local} | plan.receives
+        yield (np.array(list(counts), np.int64), np.full(len(counts), plan.rank, np.int64),
+               np.array([sum(op.num_elements for op in ops) for ops in counts.values()], np.int64))
