@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
@@ -48,18 +48,8 @@ class PlacementTable(Sequence[ShardBox]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> ShardBox: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ShardBox]: ...
-
-    def __getitem__(self, index: int | slice) -> ShardBox | list[ShardBox]:
-        if isinstance(index, slice):
-            return list(self)[index]
-        param, hf_name, kind = self.rows[index]
-        local_box, hf_box = self.boxes[kind]
-        return ShardBox(param, local_box, hf_name, hf_box)
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
     def __iter__(self) -> Iterator[ShardBox]:
         for param, hf_name, kind in self.rows:
