@@ -20,6 +20,8 @@ from megatron_rl.types import UserError
 
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
+_MUST_BE_OFF = ("use_bidirectional_attention", "use_sliding_window", "attention_bias", "mlp_bias", "mlp_only_layers",
+                "router_jitter_noise")
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -305,13 +307,8 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
     refused = {
         "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
-        "use_bidirectional_attention": bool(config.get("use_bidirectional_attention")),
-        "use_sliding_window": bool(config.get("use_sliding_window")),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "mlp_only_layers": bool(config.get("mlp_only_layers")),
+        **{name: bool(config.get(name)) for name in _MUST_BE_OFF},
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "router_jitter_noise": bool(config.get("router_jitter_noise")),
         "sliding_window": family.honours_sliding_window and _cuts_attention(config),
         "rope_scaling": _rope_type(rope) not in ("default", "llama3"),
     }
