@@ -113,9 +113,11 @@ def _check_fast_paths() -> Iterator[Finding]:
     from megatron_rl.training.fast_path import find_kernels
 
     for path in find_kernels("bfloat16", "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-        missing = "" if path.is_fast else f"; missing: {path.brings}"
-        yield Finding(
-            f"fast path: {path.part}", "ok" if path.is_fast else "warning", path.active + missing, path.advice)
+        if path.is_fast:
+            yield Finding(f"fast path: {path.part}", "ok", path.active)
+        else:
+            yield Finding(
+                f"fast path: {path.part}", "warning", f"{path.active}; missing: {path.brings}", path.advice)
     has_vllm = importlib.util.find_spec("vllm") is not None
     yield Finding("rollout engine", "ok" if has_vllm else "warning", "vLLM" if has_vllm else "vLLM is not installed",
                   "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it")

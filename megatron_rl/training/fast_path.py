@@ -29,8 +29,8 @@ class FastPath:
         part: of the step.
         active: what is in use.
         is_fast: nothing better is known here.
-        brings: what the missing one would do; empty where it is active.
-        advice: how to get it; empty where it cannot be had here.
+        brings: where it is not fast, what the missing one would do.
+        advice: and how to get it; empty where it cannot be had here.
     """
 
     part: str
@@ -58,14 +58,11 @@ def find_fast_paths(
 
 def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
     if device.type == "cpu":
-        yield FastPath(
-            "arithmetic", dtype, dtype == "float32", "" if dtype == "float32" else "float32 is much faster on CPU",
-            "" if dtype == "float32" else "model.dtype=float32")
-    elif dtype == "bfloat16":
-        yield FastPath("arithmetic", "bfloat16, gradients and Adam in float32", True)
+        yield FastPath("arithmetic", dtype, dtype == "float32", "float32 is much faster on CPU", "model.dtype=float32")
     else:
-        yield FastPath("arithmetic", dtype, False, "matrix products on tensor cores, half the memory",
-                       "model.dtype=bfloat16")
+        is_fast = dtype == "bfloat16"
+        yield FastPath("arithmetic", f"{dtype}, gradients and Adam in float32" if is_fast else dtype, is_fast,
+                       "matrix products on tensor cores, half the memory", "model.dtype=bfloat16")
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
@@ -73,14 +70,12 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     is_cpu = device.type == "cpu"
     attention = choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
-    brings = "" if is_cpu or attention not in ("sdpa", "efficient") else (
-        "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads")
-    yield FastPath("attention", attention, not brings, brings,
-                   brings and "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn")
-    layers = choose_transformer_impl(transformer_impl)
-    brings = "" if is_cpu or layers != "local" else "fused norms and SwiGLU, and the way to FP8"
-    yield FastPath("layers", "megatron-core's own" if layers == "local" else "Transformer Engine", not brings, brings,
-                   brings and "pip install 'transformer-engine[pytorch]'")
+    yield FastPath("attention", attention, is_cpu or attention not in ("sdpa", "efficient"),
+                   "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads",
+                   "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn")
+    is_local = choose_transformer_impl(transformer_impl) == "local"
+    yield FastPath("layers", "megatron-core's own" if is_local else "Transformer Engine", is_cpu or not is_local,
+                   "fused norms and SwiGLU, and the way to FP8", "pip install 'transformer-engine[pytorch]'")
     yield FastPath("optimizer", "torch's fused AdamW (one kernel per group, rate and soundness on the device)", True)
     yield FastPath("log-probs", "from hidden states in chunks, logits never held", True)
 
@@ -103,10 +98,9 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
 
 
 def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[FastPath]:
-    is_fast = device.type == "cpu" or config.step_mode == "graph"
-    yield FastPath(
-        "step", config.step_mode, is_fast, "" if is_fast else "no launch per kernel, which binds small microbatches",
-        "" if is_fast else "step_mode=graph (one pipeline stage, dense models)")
+    yield FastPath("step", config.step_mode, device.type == "cpu" or config.step_mode == "graph",
+                   "no launch per kernel, which binds small microbatches",
+                   "step_mode=graph (one pipeline stage, dense models)")
     if device.type == "cuda":
         yield FastPath("batches", "copied from pinned memory while the host goes on", True)
 
@@ -114,11 +108,10 @@ def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[Fast
 def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:
     if dp_size == 1:
         return
-    is_possible = config.step_mode == "eager"
     yield FastPath(
         "gradient reduction", "during backward" if config.overlap_grad_reduce else "after backward",
         config.overlap_grad_reduce or device.type == "cpu", "hidden behind the last backward",
-        "overlap_grad_reduce=true" if is_possible else "")
+        "overlap_grad_reduce=true" if config.step_mode == "eager" else "")
     if config.use_distributed_optimizer:
         yield FastPath(
             "weight gathering", "after the update", device.type == "cpu", "hidden behind the next forward; not built: "
