@@ -6,18 +6,17 @@ The ranks of an engine stay equal only if they see the same requests between the
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import Request
-from megatron_rl.engines.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class GroupChannel:
         """The message of the first rank."""
         payload = torch.empty(0, dtype=torch.uint8)
         if message is not None and not message.is_empty():
-            payload = torch.from_numpy(encode(message))
+            payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         size = torch.tensor([len(payload)])
         dist.broadcast(size, self._source, group=self._group)
         if not size:
@@ -91,7 +90,7 @@ class GroupChannel:
         if message is None:
             payload = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(payload, self._source, group=self._group)
-        return message or decode(payload.numpy())
+        return message or pickle.loads(payload.numpy().tobytes())
 
 
 def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timedelta | None = None) -> Channel:
@@ -105,38 +104,6 @@ def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timed
     mine = dist.new_group(ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True)
     assert isinstance(mine, dist.ProcessGroup)
     return GroupChannel(mine)
-
-
-_REQUEST_FIELDS = 7
-
-
-def encode(message: ControlMessage) -> np.ndarray:
-    """A message as bytes [n] uint8: 64-bit numbers, then tokens in 32 bits."""
-    requests = message.requests
-    weights = -1 if message.weights is None else message.weights
-    numbers = [message.stop, weights, len(message.interrupts), len(requests), *message.interrupts]
-    for r in requests:
-        temperature = int(np.float64(r.sampling.temperature).view(np.int64))
-        numbers += [r.key, r.turn, r.seed, temperature, r.sampling.max_tokens, len(r.sampling.stop_token_ids),
-                    len(r.tokens)]
-    tokens = [np.asarray(part, np.int32) for r in requests for part in (r.sampling.stop_token_ids, r.tokens)]
-    parts = [np.array(numbers, np.int64), *tokens]
-    return np.concatenate([part.view(np.uint8) for part in parts])
-
-
-def decode(payload: np.ndarray) -> ControlMessage:
-    """What was encoded."""
-    stop, weights, num_interrupts, num_requests = payload[:32].view(np.int64).tolist()
-    end = 32 + 8 * (num_interrupts + _REQUEST_FIELDS * num_requests)
-    numbers = payload[32:end].view(np.int64)
-    tokens, requests = payload[end:].view(np.int32), []
-    for row in numbers[num_interrupts:].reshape(num_requests, _REQUEST_FIELDS):
-        key, turn, seed, _, max_tokens, num_stop, num_tokens = row.tolist()
-        stop_ids, prompt, tokens = np.split(tokens, [num_stop, num_stop + num_tokens])
-        sampling = SamplingConfig(float(row[3:4].view(np.float64)[0]), max_tokens, tuple(stop_ids.tolist()))
-        requests.append(Request(key, prompt.copy(), seed, sampling, turn))
-    return ControlMessage(
-        numbers[:num_interrupts].tolist(), None if weights < 0 else weights, requests, bool(stop))
 
 
 class Inbox:

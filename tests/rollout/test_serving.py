@@ -26,7 +26,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.rollout.control import ControlMessage, Inbox, decode, encode, open_channel
+from megatron_rl.rollout.control import ControlMessage, Inbox, open_channel
 from megatron_rl.rollout.serving import close_batch, generate, serve
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
@@ -49,19 +49,24 @@ def describe(sampled: Sampled) -> tuple[int, list[int], list[float], str]:
     return sampled.key, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finish_reason
 
 
-def test_messages_travel_as_arrays() -> None:
-    """What is decoded is what was encoded, the temperature's bits and a seed of 63 bits included."""
+def share_messages(rank: int, world_size: int) -> list[ControlMessage]:
     message = ControlMessage(
         interrupts=[4, 2**40], weights=7, stop=True, requests=[
             Request(3, np.array([5, 6], np.int32), 2**62 + 1, SamplingConfig(0.1, 9, ()), turn=2),
             Request(-1, np.array([], np.int32), 0, SamplingConfig(0.0, 1, (2, 5)))])
-    found = decode(encode(message))
-    assert (found.interrupts, found.weights, found.stop) == (message.interrupts, 7, True)
+    channel = open_channel(dist.group.WORLD, 2)
+    return [channel.share(sent if channel.is_first else None) for sent in (message, ControlMessage())]
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    """The temperature's bits and a seed of 63 bits included."""
+    (message, _), (found, empty) = run_ranks(share_messages, 2)
+    assert (found.interrupts, found.weights, found.stop) == ([4, 2**40], 7, True)
     for one, expected in zip(found.requests, message.requests, strict=True):
         assert one.tokens.tolist() == expected.tokens.tolist() and one.tokens.dtype == np.int32
         assert (one.key, one.seed, one.sampling, one.turn) == (
             expected.key, expected.seed, expected.sampling, expected.turn)
-    assert decode(encode(ControlMessage())).is_empty()
+    assert len(found.requests) == 2 and empty.is_empty()
 
 
 def test_a_batch_comes_back_in_its_order() -> None:
