@@ -10,7 +10,7 @@ Phases (rollout, update, ...) are ranges in both, and NVTX ranges for Nsight Sys
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,14 +43,8 @@ class StepProfiler:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A named range."""
-        with torch.profiler.record_function(name):
-            if self._is_cuda:
-                torch.cuda.nvtx.range_push(name)
-            try:
-                yield
-            finally:
-                if self._is_cuda:
-                    torch.cuda.nvtx.range_pop()
+        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self._is_cuda else nullcontext():
+            yield
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
