@@ -79,36 +79,29 @@ class Collector:
 
         With `algorithm.dynamic_sampling`, rounds of `train_batch_size` prompts are drawn until that many groups have
         responses that differ in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2); surplus groups are
-        dropped. After
-        `max_sampling_rounds` groups without a signal fill the batch, so that its size never changes.
+        dropped. After `max_sampling_rounds` groups without a signal fill the batch, so that its size never changes.
         """
         config, algorithm = self._config, self._config.algorithm
-        wanted = config.data.train_batch_size
+        wanted, resamples = config.data.train_batch_size, algorithm.dynamic_sampling
         parts: list[Experience] = []
-        informative: list[int] = []
-        uninformative: list[int] = []
-        while len(informative) < wanted and len(parts) < (algorithm.max_sampling_rounds if self._resamples else 1):
+        informative: list[bool] = []  # of each group
+        while sum(informative) < wanted and len(parts) < (algorithm.max_sampling_rounds if resamples else 1):
             part = self.generate(
                 next(self._prompts), config.rollout.n, config.rollout.temperature, step, round=len(parts))
-            is_kept = (find_informative(part.headers, algorithm.dynamic_sampling_metric) if self._resamples
-                       else [True] * len(part.prompts))
-            for group, kept in enumerate(is_kept, len(informative) + len(uninformative)):
-                (informative if kept else uninformative).append(group)
+            informative += (find_informative(part.headers, algorithm.dynamic_sampling_metric) if resamples
+                            else [True] * len(part.prompts))
             parts.append(part)
+        found = sum(informative)
         metrics = {
-            "sampling/rounds": len(parts), "sampling/generated_groups": len(informative) + len(uninformative),
-            "sampling/informative_groups": len(informative),
-            "sampling/filled_groups": max(0, wanted - len(informative)),
-            "sampling/dropped_groups": max(0, len(informative) - wanted),
-        } if self._resamples else {}
-        samples = Experience.join(parts, (informative + uninformative)[:wanted], metrics)
+            "sampling/rounds": len(parts), "sampling/generated_groups": len(informative),
+            "sampling/informative_groups": found, "sampling/filled_groups": max(0, wanted - found),
+            "sampling/dropped_groups": max(0, found - wanted),
+        } if resamples else {}
+        in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
+        samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
             samples.add_baselines(self.generate(samples.prompts, 1, 0.0, step))
         return samples
-
-    @property
-    def _resamples(self) -> bool:
-        return self._config.algorithm.dynamic_sampling
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
