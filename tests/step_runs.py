@@ -170,8 +170,8 @@ def compare_modes(
         found += [] if metrics == other_metrics else [f"metrics {metrics} and {other_metrics}"]
         if found:
             differences[step] = found
-    return dict(differences=differences, shapes=other.step.num_shapes, sizes=len(other.model.buckets.sizes),
-                metrics=metrics[-1])
+    shapes = {shape for shape, _ in other.step._inputs._buffers}
+    return dict(differences=differences, shapes=len(shapes), sizes=len(other.model.buckets.sizes), metrics=metrics[-1])
 
 
 def measure_padding(setup: Setup, path: Path, world_size: int) -> dict[str, float]:

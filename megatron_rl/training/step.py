@@ -114,11 +114,6 @@ class StaticStep(EagerStep):
         super().__init__(model, head, optimizer)
         self._inputs = StaticInputs()
 
-    @property
-    def num_shapes(self) -> int:
-        """Different shapes of microbatches that it has seen."""
-        return self._inputs.num_shapes
-
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
         microbatches = minibatch.microbatches()
@@ -153,11 +148,6 @@ class StaticInputs:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Shape, int], TrainBatch] = {}
-
-    @property
-    def num_shapes(self) -> int:
-        """Different shapes that were loaded."""
-        return len({shape for shape, _ in self._buffers})
 
     def load(self, microbatch: TrainBatch, slot: int = 0) -> TrainBatch:
         """Copy a microbatch into the buffers of its shape; returns them."""
