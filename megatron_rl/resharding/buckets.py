@@ -67,8 +67,7 @@ class _Exchange:
     to: int
     origin: int
     works: list[dist.Work]
-    scattered: list[torch.Tensor]  # where the pieces of `arrived` belong; empty if they arrive in place
-    arrived: torch.Tensor
+    scattered: list[tuple[torch.Tensor, torch.Tensor]]  # (arrived, where it belongs); empty if it arrives in place
 
 
 class BucketTransport:
@@ -154,24 +153,27 @@ class BucketTransport:
         origin: int, incoming: list[torch.Tensor], in_buffer: torch.Tensor,
     ) -> _Exchange:
         """Post one receive and one send (either may be empty); it travels while the next one is packed."""
-        operations, scattered, arrived = [], [], in_buffer
+        operations, scattered = [], []
         if incoming:
-            direct = self._direct(incoming)
-            arrived = _first(in_buffer, incoming) if direct is None else direct
-            scattered = incoming if direct is None else []
-            operations.append(dist.P2POp(dist.irecv, arrived, group=self._group, group_peer=origin))
+            flat, scattered = self._stage(incoming, in_buffer)
+            operations.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=origin))
         if outgoing:
-            packed = self._pack(outgoing, out_buffer)
-            operations.append(dist.P2POp(dist.isend, packed, group=self._group, group_peer=to))
-        return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered, arrived)
+            flat, packed = self._stage(outgoing, out_buffer)
+            for view, piece in packed:
+                view.copy_(piece)
+            operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
+        return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
-    def _pack(self, pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    def _stage(
+        self, pieces: list[torch.Tensor], buffer: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What travels for a bucket, flat; and the places of its pieces in the buffer, where it needs that."""
         direct = self._direct(pieces)
         if direct is not None:
-            return direct
-        for view, piece in zip(_carve(buffer, pieces), pieces, strict=True):
-            view.copy_(piece)
-        return _first(buffer, pieces)
+            return direct, []
+        sizes = [piece.numel() for piece in pieces]
+        flat = buffer[: sum(sizes)]
+        return flat, [(part.view(piece.shape), piece) for part, piece in zip(flat.split(sizes), pieces, strict=True)]
 
     def _finish(self, exchange: _Exchange) -> None:
         try:
@@ -181,16 +183,5 @@ class BucketTransport:
             raise RuntimeError(
                 f"rank {self._group.rank()} waited in vain for a bucket of a reshard "
                 f"(to rank {exchange.to}, from rank {exchange.origin}): {error}") from error
-        for view, piece in zip(_carve(exchange.arrived, exchange.scattered), exchange.scattered, strict=True):
+        for view, piece in exchange.scattered:
             piece.copy_(view)
-
-
-def _first(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As much of a flat buffer as the pieces need."""
-    return buffer[: sum(piece.numel() for piece in pieces)]
-
-
-def _carve(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat buffer with the shapes of the pieces, one after the other."""
-    parts = _first(buffer, pieces).split([piece.numel() for piece in pieces])
-    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=False)]  # the split of nothing is one
