@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 
 import numpy as np
@@ -132,12 +133,12 @@ class Planner:
         self._source, self._destination = source, destination
         self._ranks_per_node = ranks_per_node
         self._source_of, self._destination_of = _shard_of_rank(source), _shard_of_rank(destination)
-        self._parts: dict[tuple[Box, Box], Box | None] = {}  # a model has few distinct pairs of boxes
+        self._intersect = cache(intersect)  # a model has few distinct pairs of boxes
         self._held, self._wanted = TensorIndex(source), TensorIndex(destination)
         self._classes = find_classes(self._held, self._wanted)
         self._ordinals = {name: number for number, name in enumerate(self._classes)}
         self._routes: dict[Piece, _Route] = {}  # pieces that nobody needs have none
-        self._choices: dict[_Route, tuple[SourceChoice, _Spread]] = {}
+        self._choose = cache(self._make_choice)  # of routes that `plan` asks for
         self._index_routes()
 
     def plan(self, rank: int) -> RankPlan:
@@ -246,13 +247,8 @@ class Planner:
         choice, leftover = self._choose(self._routes[piece])
         return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
 
-    def _choose(self, route: _Route) -> tuple[SourceChoice, _Spread]:
-        """Sources of a route, made when they are first asked for."""
-        if route not in self._choices:
-            self._choices[route] = self._make_choice(route)
-        return self._choices[route]
-
     def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
+        """Sources of a route."""
         owners = _merge_ranks(self._source, route.holders)
         choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
         if not choice.leftover:
@@ -274,11 +270,6 @@ class Planner:
                     route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
                     route.pieces.append((tensors, piece))
                     self._routes[piece] = route
-
-    def _intersect(self, a: Box, b: Box) -> Box | None:
-        if (a, b) not in self._parts:
-            self._parts[a, b] = intersect(a, b)
-        return self._parts[a, b]
 
     def _demand(self, tensors: TensorClass, piece: Piece) -> dict[int, int]:
         """Destination shard -> elements of the piece that each of its ranks needs."""

@@ -94,12 +94,8 @@ def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: 
         far += demanding[done:start]
         done = stop
         themselves = set(local)
-        near = []
-        for rank in demanding[start:stop]:
-            if rank in themselves:
-                choice.fixed[rank] = rank
-            else:
-                near.append(rank)
+        choice.fixed |= {rank: rank for rank in demanding[start:stop] if rank in themselves}
+        near = [rank for rank in demanding[start:stop] if rank not in themselves]
         even = len(near) - len(near) % len(local)
         _assign(choice, near[:even], cycle(local))
         if near[even:]:

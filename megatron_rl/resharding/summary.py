@@ -121,15 +121,14 @@ def summarize(
         np.add.at(egress, (across, origins), elements)
         np.add.at(ingress, (across, ranks), elements)
     sent = egress.sum(0)
-    within, outside = (dict(total=int(out.sum()) * itemsize, egress=int(out.max()) * itemsize,
-                            ingress=int(into.max()) * itemsize) for out, into in zip(egress, ingress, strict=True))
+    (within, across), (egress_within, egress_across), (ingress_within, ingress_across) = (
+        (elements * itemsize).tolist() for elements in (egress.sum(1), egress.max(1), ingress.max(1)))
     return ReshardSummary(
-        num_ranks=num_ranks, bytes_kept=kept * itemsize,
-        bytes_within_node=within["total"], bytes_across_nodes=outside["total"],
-        max_egress_within=within["egress"], max_egress_across=outside["egress"],
-        max_ingress_within=within["ingress"], max_ingress_across=outside["ingress"],
+        num_ranks, kept * itemsize, bytes_within_node=within, bytes_across_nodes=across,
+        max_egress_within=egress_within, max_egress_across=egress_across, max_ingress_within=ingress_within,
+        max_ingress_across=ingress_across,
         egress_balance=int(sent.max()) * num_ranks / int(sent.sum()) if sent.any() else 1.0,
-        transient_bytes=2 * bucket_bytes if outside["total"] else 0)
+        transient_bytes=2 * bucket_bytes if across else 0)
 
 
 def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:
