@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,64 +45,47 @@ class ControlMessage:
             [*self.requests, *later.requests], self.stop or later.stop)
 
 
-class Channel(Protocol):
-    """Brings the message of an engine's first rank to its other ranks."""
+class Channel:
+    """Brings the message of an engine's first rank to its other ranks: 8 bytes for an empty one.
 
-    is_first: bool
+    Args:
+        group: of the engine's ranks, moves CPU tensors; its first rank is the engine's. None: an engine of one rank, or
+            every rank has the same messages by itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.is_first = group is None or group.rank() == 0
 
     def share(self, message: ControlMessage | None) -> ControlMessage:
         """The message of the first rank; the others give None. Collective over the engine."""
-        ...
-
-
-class NoChannel:
-    """For an engine of one rank, or where every rank has the same messages by itself."""
-
-    is_first = True
-
-    def share(self, message: ControlMessage | None) -> ControlMessage:
-        """The message."""
-        assert message is not None
-        return message
-
-
-class GroupChannel:
-    """Broadcasts in the group of an engine's ranks: 8 bytes for an empty message.
-
-    Args:
-        group: moves CPU tensors; its first rank is the engine's.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._source = group, dist.get_global_rank(group, 0)
-        self.is_first = group.rank() == 0
-
-    def share(self, message: ControlMessage | None) -> ControlMessage:
-        """The message of the first rank."""
+        if self._group is None:
+            assert message is not None
+            return message
         payload = torch.empty(0, dtype=torch.uint8)
         if message is not None and not message.is_empty():
             payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         size = torch.tensor([len(payload)])
-        dist.broadcast(size, self._source, group=self._group)
+        dist.broadcast(size, group=self._group, group_src=0)
         if not size:
             return ControlMessage()
         if message is None:
             payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(payload, self._source, group=self._group)
+        dist.broadcast(payload, group=self._group, group_src=0)
         return message or pickle.loads(payload.numpy().tobytes())
 
 
 def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timedelta | None = None) -> Channel:
     """The channel of this rank's engine; collective over `group`, whose consecutive ranks form the engines."""
     if ranks_per_engine == 1:
-        return NoChannel()
+        return Channel()
     if ranks_per_engine == group.size():
-        return GroupChannel(group)
+        return Channel(group)
     ranks = dist.get_process_group_ranks(group)
     first = group.rank() // ranks_per_engine * ranks_per_engine
     mine = dist.new_group(ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True)
     assert isinstance(mine, dist.ProcessGroup)
-    return GroupChannel(mine)
+    return Channel(mine)
 
 
 class Inbox:

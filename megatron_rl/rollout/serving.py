@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_rl.engines.protocol import Request, RolloutEngine, Sampled
-from megatron_rl.rollout.control import Channel, ControlMessage, NoChannel
+from megatron_rl.rollout.control import Channel, ControlMessage
 
 Listener = Callable[[Sampled], None]
 
@@ -34,7 +34,7 @@ def serve(
         Exception: what the engine or `receive_weights` raised; no request is left in the engine.
     """
     loop = _Loop(engine, on_sampled)
-    channel = channel or NoChannel()
+    channel = channel or Channel()
     try:
         while True:
             message = channel.share(loop.take(take) if channel.is_first else None)

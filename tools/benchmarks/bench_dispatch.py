@@ -101,7 +101,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     import torch.distributed as dist
 
     from megatron_rl.observability.rollout_progress import RolloutProgress
-    from megatron_rl.rollout.control import NoChannel
+    from megatron_rl.rollout.control import Channel
     from megatron_rl.rollout.generation import RolloutGenerator
     from megatron_rl.types import Prompt
 
@@ -114,7 +114,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
                    for number, request in enumerate(requests[:: args.group_size])]
         engine = ScriptedEngine(dict(enumerate(lengths.tolist())), args.slots, COST, time.sleep)
         generator = RolloutGenerator(
-            BuiltEngine(engine, None, "ScriptedEngine"), weights, NoChannel(), config=RolloutConfig(dispatch=dispatch),
+            BuiltEngine(engine, None, "ScriptedEngine"), weights, Channel(), config=RolloutConfig(dispatch=dispatch),
             run_seed=seed, group=dist.group.WORLD, progress=RolloutProgress())
         dist.barrier()
         start = time.perf_counter()
