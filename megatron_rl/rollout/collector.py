@@ -70,10 +70,6 @@ class Collector:
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
         self._tp_size = config.rollout.tensor_model_parallel_size
 
-    def sampling(self, temperature: float) -> SamplingConfig:
-        """The sampling contract at a temperature."""
-        return SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
-
     def collect(self, step: int) -> Experience:
         """`train_batch_size` scored groups; collective.
 
@@ -143,9 +139,10 @@ class Collector:
             with_answers: the headers tell equal answers.
         """
         scorer = self._rewards.scorer
+        sampling = SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
         with self._timers.phase("rollout"):
             generated = self._generator.generate(
-                prompts, group_size=group_size, sampling=self.sampling(temperature), step=step, round=round,
+                prompts, group_size=group_size, sampling=sampling, step=step, round=round,
                 on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None)
         engine = self._group.rank() // self._tp_size
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
