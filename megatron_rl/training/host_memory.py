@@ -26,11 +26,6 @@ class HostMemory:
         self._device = device
         self._block = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that it holds."""
-        return len(self._block)
-
     def store(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the host, complete on return; they last until the next call."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
