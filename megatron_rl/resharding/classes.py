@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume
 from megatron_rl.weights.tables import BoxPair, PlacementTable, Row, Rows, as_table
 
-Cut = tuple[int, Hashable]  # rows of the table, kind
+Cut = tuple[Rows, Hashable]  # rows of the table, kind
 Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
 
 
@@ -74,39 +74,30 @@ class TensorIndex:
         self.tables: list[PlacementTable] = [as_table(shard.placements) for shard in shards]
         self.cuts: dict[str, list[Cut]] = defaultdict(list)
         self.places: dict[str, list[int]] = defaultdict(list)
-        self._rows: list[Rows] = []
-        self._sharing: list[list[int]] = []  # by rows: the shards with them
-        self._rows_of: list[int] = []  # by shard
-        known: dict[Rows, int] = {}
+        self._sharing: dict[Rows, list[int]] = defaultdict(list)  # the shards with these rows
         for shard, table in enumerate(self.tables):
-            number = known.setdefault(table.rows, len(self._rows))
-            if number == len(self._rows):
-                self._rows.append(table.rows)
-                self._sharing.append([])
-                self._add(number, table.rows)
-            self._sharing[number].append(shard)
-            self._rows_of.append(number)
-
-    def _add(self, number: int, rows: Rows) -> None:
-        shared: dict[Hashable, Cut] = {}
-        for place, (_, name, kind) in enumerate(rows):
-            self.cuts[name].append(shared.setdefault(kind, (number, kind)))
-            self.places[name].append(place)
+            self._sharing[table.rows].append(shard)
+        for rows in self._sharing:
+            shared: dict[Hashable, Cut] = {}
+            for place, (_, name, kind) in enumerate(rows):
+                self.cuts[name].append(shared.setdefault(kind, (rows, kind)))
+                self.places[name].append(place)
 
     def param(self, name: str, place: int) -> str:
         """Parameter of a place of a tensor."""
-        return self._rows[self.cuts[name][place][0]][self.places[name][place]][0]
+        rows, _ = self.cuts[name][place]
+        return rows[self.places[name][place]][0]
 
     def list_rows(self, shard: int, names: Iterable[str]) -> list[Row]:
         """A shard's rows of these tensors, in the order of its table."""
-        number, rows = self._rows_of[shard], self.tables[shard].rows
+        rows = self.tables[shard].rows
         found = sorted(row for name in names for (of, _), row in zip(self.cuts[name], self.places[name], strict=True)
-                       if of == number)
+                       if of is rows)
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
         """Shard, place and boxes of a tensor that is cut like this, shard by shard."""
-        found = sorted((shard, place) for place, (number, _) in enumerate(cuts) for shard in self._sharing[number])
+        found = sorted((shard, place) for place, (rows, _) in enumerate(cuts) for shard in self._sharing[rows])
         for shard, place in found:
             yield shard, place, self.tables[shard].boxes[cuts[place][1]]
 
