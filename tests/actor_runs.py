@@ -16,7 +16,7 @@ import torch
 from role_setups import make_setup, take_step
 
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
@@ -34,7 +34,7 @@ LENGTHS = [10, 7, 23, 5, 16, 9, 12, 30]
 NUM_PROMPT_TOKENS = 3
 RESPONSE_LENGTHS = [n - NUM_PROMPT_TOKENS for n in LENGTHS]
 ADVANTAGES = [1.5, -1.0, 0.5, -0.25, 0.0, 2.0, -2.0, -0.75]
-WEIGHTS = compute_sequence_weights("seq-mean-token-mean", RESPONSE_LENGTHS, max(LENGTHS))
+WEIGHTS = aggregate("seq-mean-token-mean", RESPONSE_LENGTHS, max(LENGTHS)).weights
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
 ACTOR: dict[str, Any] = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5)
 CPU = torch.device("cpu")

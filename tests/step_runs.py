@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from role_setups import make_setup, take_step
 
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
@@ -82,7 +82,7 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
             part, dp_size=model.groups.layout.dp_size, max_tokens=BUDGET,
             count_multiple=model.microbatch_count_multiple, shared=shared)))
         responses = [n - PROMPT for n in part]
-        weights.append(compute_sequence_weights("token-mean", responses, LONGEST))
+        weights.append(aggregate("token-mean", responses, LONGEST).weights)
         ledgers.append(build_ledger("token-mean", responses, LONGEST))
     device = model.device
     batch = build_train_batch(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.covariance import choose_tokens
 from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
@@ -216,7 +216,7 @@ def _compare_loss(
         PolicyLossInputs(new, new, batch.pack(batch.advantages), batch.packed_mask, batch.sequence_ids), config,
         dist.group.WORLD)
     assert chosen is None or 0 < chosen.sum() < batch.packed_mask.sum(), "the comparison needs both kinds of tokens"
-    weights = compute_sequence_weights(config.loss_agg_mode, batch.lengths.tolist(), _WIDTH)
+    weights = aggregate(config.loss_agg_mode, batch.lengths.tolist(), _WIDTH).weights
     factor = len(weights) if config.loss_agg_mode == "constant" else 1
     loss, _ = compute_policy_loss(
         batch.loss_inputs(ours, chosen), torch.zeros_like(ours), None, None,

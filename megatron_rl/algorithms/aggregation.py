@@ -66,10 +66,3 @@ def aggregate(
             hint="return one number per entry of inputs.lengths, and divide by no length that may be 0")
     return SequenceWeights(
         np.where(lengths > 0, weights.astype(np.float64), 0.0), {name: float(value) for name, value in metrics.items()})
-
-
-def compute_sequence_weights(
-    mode: str, response_lengths: Sequence[int] | np.ndarray, max_response_length: int | float, options: Any = None
-) -> np.ndarray:
-    """The weights of `aggregate`."""
-    return aggregate(mode, response_lengths, max_response_length, options).weights

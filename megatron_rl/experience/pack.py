@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.options import find_options
@@ -135,7 +135,7 @@ class Packer:
         in_loss, size = headers.sum_per_rollout(headers.num_loss_tokens), self.plan.rollouts_per_minibatch
         options = find_options(self.algorithm, mode)
         parts = [in_loss[first : first + size].tolist() for first in range(0, len(in_loss), size)]
-        weights = np.concatenate([compute_sequence_weights(mode, part, constant, options) for part in parts])
+        weights = np.concatenate([aggregate(mode, part, constant, options).weights for part in parts])
         return weights[headers.rows["rollout"]], [
             build_ledger(mode, part, constant, options) for part in parts]
 

@@ -11,7 +11,6 @@ import pytest
 from megatron_rl.algorithms.aggregation import (
     AggregationInputs,
     aggregate,
-    compute_sequence_weights,
     register_loss_aggregation,
 )
 from megatron_rl.algorithms.ledger import LedgerError, build_ledger, check_ledger, ledger_metrics
@@ -49,7 +48,7 @@ def aggregate_by_loop(mode: str, losses: list[list[float]]) -> float:
 @pytest.mark.parametrize("mode", MODES)
 def test_mode_equals_its_definition(mode: str) -> None:
     losses = make_losses(LENGTHS)
-    weights = compute_sequence_weights(mode, LENGTHS, MAX_RESPONSE_LENGTH)
+    weights = aggregate(mode, LENGTHS, MAX_RESPONSE_LENGTH).weights
     found = sum(w * loss for w, sequence in zip(weights, losses, strict=True) for loss in sequence)
     assert found == pytest.approx(aggregate_by_loop(mode, losses), rel=1e-12)
 
@@ -62,7 +61,7 @@ def test_sum_is_independent_of_the_split(mode: str, dp_size: int, max_tokens: in
     Does not cover the tensors of a batch (tests/packing/test_batch.py) nor real ranks (tests/training).
     """
     losses = make_losses(LENGTHS)
-    weights = compute_sequence_weights(mode, LENGTHS, MAX_RESPONSE_LENGTH)
+    weights = aggregate(mode, LENGTHS, MAX_RESPONSE_LENGTH).weights
     plan = plan_microbatches(LENGTHS, dp_size=dp_size, max_tokens=max_tokens)
     parts = [sum(weights[i] * sum(losses[i]) for i in members) for rank in plan for members in rank]
     assert sum(parts) == pytest.approx(aggregate_by_loop(mode, losses), rel=1e-12)
@@ -79,17 +78,17 @@ def test_sum_is_independent_of_the_split(mode: str, dp_size: int, max_tokens: in
 )
 def test_sequence_without_a_token_in_the_loss(mode: str, expected: list[float]) -> None:
     """It has weight 0, and it still counts as one of the three sequences."""
-    np.testing.assert_allclose(compute_sequence_weights(mode, [2, 6, 0], MAX_RESPONSE_LENGTH), expected, rtol=1e-12)
+    np.testing.assert_allclose(aggregate(mode, [2, 6, 0], MAX_RESPONSE_LENGTH).weights, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_token_in_the_loss_at_all(mode: str) -> None:
-    assert compute_sequence_weights(mode, [0, 0], MAX_RESPONSE_LENGTH).tolist() == [0.0, 0.0]
+    assert aggregate(mode, [0, 0], MAX_RESPONSE_LENGTH).weights.tolist() == [0.0, 0.0]
 
 
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(UserError, match='"token-maen" is not known(.|\n)*did you mean "token-mean"'):
-        compute_sequence_weights("token-maen", LENGTHS, MAX_RESPONSE_LENGTH)
+        aggregate("token-maen", LENGTHS, MAX_RESPONSE_LENGTH).weights
 
 
 @dataclass(frozen=True)
@@ -126,4 +125,4 @@ def test_an_aggregation_of_the_user() -> None:
 def test_weights_of_the_user_that_are_none_are_refused(result: object) -> None:
     register_loss_aggregation("odd")(lambda inputs: result)
     with pytest.raises(UserError, match='the aggregation "odd" returned(.|\n)*for each of 3 sequences'):
-        compute_sequence_weights("odd", [1, 2, 3], MAX_RESPONSE_LENGTH)
+        aggregate("odd", [1, 2, 3], MAX_RESPONSE_LENGTH).weights

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import LedgerError, LossLedger, build_ledger, check_ledger, ledger_metrics
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.value_loss import compute_value_loss
@@ -69,7 +69,7 @@ def _totals_on_rank(rank: int, world_size: int, weights: np.ndarray) -> dict[str
 def test_losses_on_several_ranks_agree_with_the_ledger(mode: str, world_size: int) -> None:
     """And the quotients are the terms by their definitions, whatever the split."""
     ledger = build_ledger(mode, LENGTHS, MAX_RESPONSE_LENGTH)
-    weights = compute_sequence_weights(mode, LENGTHS, MAX_RESPONSE_LENGTH)
+    weights = aggregate(mode, LENGTHS, MAX_RESPONSE_LENGTH).weights
     [totals, *others] = run_ranks(_totals_on_rank, world_size, weights)
     assert all(other == totals for other in others)
     check_ledger(ledger, totals["tokens"], totals["weights"])
@@ -91,7 +91,7 @@ def test_a_local_denominator_is_found(mode: str) -> None:
     ledger, totals = build_ledger(mode, LENGTHS, MAX_RESPONSE_LENGTH), {"tokens": 0.0, "weights": 0.0}
     for share in ([1, 2], [0, 3, 4]):
         weights = np.zeros(len(LENGTHS))
-        weights[share] = compute_sequence_weights(mode, [LENGTHS[i] for i in share], MAX_RESPONSE_LENGTH)
+        weights[share] = aggregate(mode, [LENGTHS[i] for i in share], MAX_RESPONSE_LENGTH).weights
         local = compute_totals(share, weights)
         totals = {key: totals[key] + local[key] for key in totals}
     assert totals["tokens"] == ledger.num_tokens
@@ -103,7 +103,7 @@ def test_a_local_denominator_is_found(mode: str) -> None:
 @pytest.mark.parametrize("share", [[0, 1, 2, 3], [0, 1, 2, 3, 4, 4]], ids=["dropped", "repeated"])
 def test_a_dropped_or_repeated_sequence_is_found(mode: str, share: list[int]) -> None:
     ledger = build_ledger(mode, LENGTHS, MAX_RESPONSE_LENGTH)
-    totals = compute_totals(share, compute_sequence_weights(mode, LENGTHS, MAX_RESPONSE_LENGTH))
+    totals = compute_totals(share, aggregate(mode, LENGTHS, MAX_RESPONSE_LENGTH).weights)
     with pytest.raises(LedgerError):
         check_ledger(ledger, totals["tokens"], totals["weights"])
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from actor_runs import ALGORITHM, Case, build_actor
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
@@ -86,7 +86,7 @@ def build_batch(actor: Actor) -> TrainBatch:
                  for tokens in draw_tokens(lengths)]
     plan = plan_microbatches(lengths, dp_size=groups.layout.dp_size, max_tokens=BUDGET,
                              count_multiple=actor.model.microbatch_count_multiple)
-    weights = compute_sequence_weights("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH)
+    weights = aggregate("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH).weights
     batch = build_train_batch(sequences, weights, [(tuple(range(ROLLOUTS)), plan)], dp_rank=groups.at.dp,
                               padding=Padding(actor.model.pad_multiple), device=torch.device("cpu"))
     advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)

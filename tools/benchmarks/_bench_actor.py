@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, compute_token_rewards
-from megatron_rl.algorithms.aggregation import compute_sequence_weights
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
@@ -79,7 +79,7 @@ def build_bench_batch(
         shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]) if share_prompts else None)
     mode = ALGORITHM.loss_agg_mode
     batch = build_train_batch(
-        sequences, compute_sequence_weights(mode, responses, work.longest_response), [(range(len(sequences)), plan)],
+        sequences, aggregate(mode, responses, work.longest_response).weights, [(range(len(sequences)), plan)],
         dp_rank=groups.at.dp, device=device, group_of=group_of,
         padding=Padding(actor.model.pad_multiple, buckets or actor.model.buckets))
     if pad_to:
