@@ -94,7 +94,7 @@ def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: 
         far += demanding[done:start]
         done = stop
         themselves = set(local)
-        choice.fixed |= {rank: rank for rank in demanding[start:stop] if rank in themselves}
+        choice.fixed.update({rank: rank for rank in demanding[start:stop] if rank in themselves})
         near = [rank for rank in demanding[start:stop] if rank not in themselves]
         even = len(near) - len(near) % len(local)
         _assign(choice, near[:even], cycle(local))
