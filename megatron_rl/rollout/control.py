@@ -7,7 +7,6 @@ The ranks of an engine stay equal only if they see the same requests between the
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,12 +36,6 @@ class ControlMessage:
     def is_empty(self) -> bool:
         """True if there is nothing to do."""
         return not self.interrupts and self.weights is None and not self.requests and not self.stop
-
-    def joined(self, later: ControlMessage) -> ControlMessage:
-        """Both in one."""
-        return ControlMessage(
-            [*self.interrupts, *later.interrupts], self.weights if later.weights is None else later.weights,
-            [*self.requests, *later.requests], self.stop or later.stop)
 
 
 class Channel:
@@ -86,28 +79,3 @@ def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timed
     mine = dist.new_group(ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True)
     assert isinstance(mine, dist.ProcessGroup)
     return Channel(mine)
-
-
-class Inbox:
-    """Orders for an engine, put here by any thread of its first rank and taken by `serve`."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._messages: list[ControlMessage] = []
-
-    def put(self, message: ControlMessage) -> None:
-        """Order something; joined to what waits, unless it interrupts a request that waits itself."""
-        with self._changed:
-            waiting = {request.key for request in self._messages[-1].requests} if self._messages else set()
-            if self._messages and waiting.isdisjoint(message.interrupts):
-                self._messages[-1] = self._messages[-1].joined(message)
-            else:
-                self._messages.append(message)
-            self._changed.notify()
-
-    def take(self, wait: bool) -> ControlMessage:
-        """What has come, maybe nothing; with `wait` not before something has."""
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._messages)
-            return self._messages.pop(0) if self._messages else ControlMessage()

@@ -20,7 +20,7 @@ def serve(
     Args:
         engine: this rank's share.
         take: called before each step on the first rank of the engine (without a channel on every rank, and must return
-            the same there), `Inbox.take` for one; its argument: whether to wait, as nothing runs.
+            the same there); its argument: whether to wait, as nothing runs.
         on_sampled: told of everything that is finished or interrupted, in the order of the engine, on every rank.
         channel: to the other ranks of the engine.
         receive_weights: brings the weights of a version into the engine; collective, called on every rank of it.

@@ -26,7 +26,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.rollout.control import ControlMessage, Inbox, open_channel
+from megatron_rl.rollout.control import ControlMessage, open_channel
 from megatron_rl.rollout.serving import close_batch, generate, serve
 from megatron_rl.weights.families import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
@@ -35,6 +35,35 @@ from tools.benchmarks._scripted_engine import ScriptedEngine, StepCost
 SAMPLED = SamplingConfig(temperature=0.7, max_tokens=40, stop_token_ids=(2, 5))
 COST = StepCost(fixed=1.0, per_request=0.1)
 Stream = list[tuple[int, list[int], list[float], str]]
+
+
+class Inbox:
+    """Orders for an engine, put here by any thread of its first rank and taken by `serve`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: list[ControlMessage] = []
+
+    def put(self, message: ControlMessage) -> None:
+        """Order something; joined to what waits, unless it interrupts a request that waits itself."""
+        with self._changed:
+            waiting = {request.key for request in self._messages[-1].requests} if self._messages else set()
+            if self._messages and waiting.isdisjoint(message.interrupts):
+                waits = self._messages[-1]
+                self._messages[-1] = ControlMessage(
+                    [*waits.interrupts, *message.interrupts],
+                    waits.weights if message.weights is None else message.weights,
+                    [*waits.requests, *message.requests], waits.stop or message.stop)
+            else:
+                self._messages.append(message)
+            self._changed.notify()
+
+    def take(self, wait: bool) -> ControlMessage:
+        """What has come, maybe nothing; with `wait` not before something has."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._messages)
+            return self._messages.pop(0) if self._messages else ControlMessage()
 
 
 def make_request(key: int, turn: int = 0, num_tokens: int = 3) -> Request:
