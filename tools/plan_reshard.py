@@ -24,14 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.planner import Planner
-from megatron_rl.resharding.summary import (
-    Bandwidths,
-    predict_gather_seconds,
-    predict_seconds,
-    summarize,
-    summarize_gather,
-)
+from megatron_rl.resharding.summary import Bandwidths, predict_seconds, summarize
 from megatron_rl.types import UserError
+from tools._gather_path import predict_gather_seconds, summarize_gather
 from tools._layouts import read_layouts, read_shape
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -8,19 +8,13 @@ import pytest
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.planner import Planner
-from megatron_rl.resharding.summary import (
-    Bandwidths,
-    ReshardSummary,
-    predict_gather_seconds,
-    predict_seconds,
-    summarize,
-    summarize_gather,
-)
+from megatron_rl.resharding.summary import Bandwidths, ReshardSummary, predict_seconds, summarize
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, rows
 from rank_plans import plan_all, plan_flows
 from shards import as_shards, make_shape, place_megatron, place_vllm
+from tools._gather_path import predict_gather_seconds, summarize_gather
 
 BUCKET = 1 << 20
 SHAPES = {"dense": make_shape("qwen2", tied_embeddings=True), "experts": make_shape("qwen3_moe")}

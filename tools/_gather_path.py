@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is compared with: the path of trainers that gather full tensors on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
+from megatron_rl.resharding.summary import Bandwidths
+from megatron_rl.weights.shard_box import box_volume
+
+
+@dataclass(frozen=True)
+class GatherSummary:
+    """The path of trainers that gather: per tensor, broadcast over PP, all-gather over TP (and EP), load.
+
+    Attributes:
+        bytes_within_node: what the busiest rank receives from its node: the model but for what it holds.
+        bytes_across_nodes: what that rank receives from other nodes.
+        transient_bytes: the gathered parts of the largest tensor, and the tensor that is made of them.
+    """
+
+    bytes_within_node: int
+    bytes_across_nodes: int
+    transient_bytes: int
+
+    @property
+    def bytes_received(self) -> int:
+        """By one rank."""
+        return self.bytes_within_node + self.bytes_across_nodes
+
+
+def summarize_gather(
+    source: Sequence[Shard], *, num_ranks: int, stage_ranks: int, block_ranks: int, itemsize: int,
+    ranks_per_node: int
+) -> GatherSummary:
+    """What a rank receives when the full model passes through it.
+
+    A tensor comes first from the rank at the same place in the pipeline stage that holds it, then its
+    other parts from the rest of the block, each having received its own like this. The first rank of every
+    stage is looked at, and the one that receives the most from other nodes is reported.
+
+    Args:
+        source: shards of the training layout; every rank is in one.
+        num_ranks: ranks of the job.
+        stage_ranks: consecutive ranks that form a pipeline stage.
+        block_ranks: consecutive ranks of a stage that hold all of it together (tp * ep).
+        itemsize: bytes per element on the wire.
+        ranks_per_node: consecutive ranks that share a node.
+    """
+    shard_of = {rank: index for index, shard in enumerate(source) for rank in shard.ranks}
+    classes = list(dict.fromkeys(find_classes(TensorIndex(source), TensorIndex([])).values()))
+    pieces = [(list(piece.holders), box_volume(piece.box) * len(tensors.names))
+              for tensors in classes for piece in tensors.pieces]
+    received = []
+    for first in range(0, num_ranks, stage_ranks):
+        block = range(first, first + block_ranks)
+        # First the own line through the stages, beginning with what the rank holds, then its neighbors'.
+        arrivals = [(at, at) for at in (first, *range(0, num_ranks, stage_ranks))]
+        arrivals += [(q, q % stage_ranks + stage) for q in block[1:] for stage in range(0, num_ranks, stage_ranks)]
+        order: dict[int, int] = {}  # shard -> its first arrival
+        for turn, (_, holder) in enumerate(arrivals):
+            order.setdefault(shard_of[holder], turn)
+        volumes = [0, 0]
+        for holders, volume in pieces:
+            turn = min((order[shard] for shard in holders if shard in order), default=None)
+            if turn is not None and (sender := arrivals[turn][0]) != first:
+                volumes[sender // ranks_per_node != first // ranks_per_node] += volume
+        received.append(volumes)
+    within, across = max(received, key=lambda volumes: (volumes[1], volumes[0]))
+    largest = max((sum(box_volume(piece.box) for piece in tensors.pieces) for tensors in classes), default=0)
+    return GatherSummary(within * itemsize, across * itemsize, 2 * largest * itemsize)
+
+
+def predict_gather_seconds(gather: GatherSummary, bandwidths: Bandwidths) -> float:
+    """Receiving alone; a tensor crosses the nodes and is then gathered, so the two do not overlap."""
+    return (gather.bytes_within_node / bandwidths.within_node
+            + gather.bytes_across_nodes / bandwidths.across_nodes)
