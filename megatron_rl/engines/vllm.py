@@ -17,7 +17,7 @@ What in-process vLLM needs (each guarded by a test):
 * it must not reseed or advance the trainer's random numbers;
 * the prefix cache is dropped after every weight update.
 
-`PATCHED_NAMES` lists the private names that this file relies on.
+A test lists the private names that this file relies on.
 """
 
 from __future__ import annotations
@@ -43,12 +43,6 @@ from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
-PATCHED_NAMES: dict[str, tuple[str, ...]] = {
-    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory",),
-    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
-    "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
-    "vllm.logging_utils.dump_input": ("logger",),
-}
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
 _LOAD_FORMAT = "megatron_rl"

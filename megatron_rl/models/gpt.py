@@ -167,7 +167,7 @@ def build_gpt_stages(
             block,
             vocab_size=padded_vocab_size(shape.vocab_size, layout.tp_size),
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=groups.is_first_stage and chunk == 0,
+            pre_process=groups.at.pp == 0 and chunk == 0,
             post_process=groups.is_last_stage and chunk == layout.vpp_size - 1,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="none",  # PackedAttention rotates, by positions of its own

@@ -44,11 +44,6 @@ class ParallelGroups:
     collection: ProcessGroupCollection
 
     @property
-    def is_first_stage(self) -> bool:
-        """True on ranks of the first pipeline stage."""
-        return self.at.pp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """True on ranks of the last pipeline stage (the one with the logits)."""
         return self.at.pp == self.layout.pp_size - 1

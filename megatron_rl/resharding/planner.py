@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 
@@ -165,13 +165,10 @@ class Planner:
                     total[index] += elements * len(tensors.names)
             yield (np.array(list(choice.fixed.values()), np.int64), np.array(list(choice.fixed), np.int64),
                    np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64))
-            yield from self._leftover_flows(leftover)
-
-    def _leftover_flows(self, leftover: _Spread) -> Iterator[Flow]:
-        for (name, piece), sources in leftover.items():
-            demand = self._demand(self._classes[name], piece)
-            yield (np.array(list(sources.values()), np.int64), np.array(list(sources), np.int64),
-                   np.array([demand[self._destination_of[rank]] for rank in sources], np.int64))
+            for (name, piece), sources in leftover.items():
+                demand = self._demand(self._classes[name], piece)
+                yield (np.array(list(sources.values()), np.int64), np.array(list(sources), np.int64),
+                       np.array([demand[self._destination_of[rank]] for rank in sources], np.int64))
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
         """Operations that fill this rank, in plan order."""
@@ -208,8 +205,7 @@ class Planner:
                             name, _Part(piece, part, localize(part, table.boxes[kind])), rank, ranks[index][0], param)
                         yield first
                         for other in ranks[index][1:]:
-                            yield TransferOp(first.hf_name, rank, first.src_param, first.src_box,
-                                             other, first.dst_param, first.dst_box)
+                            yield replace(first, dst_rank=other)
 
     def _serve(self, rank: int) -> dict[str, list[tuple[Piece, dict[int, list[int]]]]]:
         """Tensor name -> pieces that this rank sends, each with destination shard -> ranks."""

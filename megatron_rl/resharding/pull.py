@@ -22,15 +22,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _HEADROOM = 64 << 20
 
 
-@dataclass(frozen=True)
-class ExportedParam:
-    """Where one parameter lies: number of its storage, and the view on it."""
-
-    storage: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+# Where one parameter lies: number of its storage; offset, shape and stride of the view on it; its type.
+ExportedParam = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ def export_params(params: Mapping[str, torch.Tensor]) -> Export:
     storages = _unique_storages(params)
     numbers = {storage.data_ptr(): number for number, storage in enumerate(storages)}
     described = {
-        name: ExportedParam(
+        name: (
             numbers[tensor.untyped_storage().data_ptr()], int(tensor.storage_offset()), tuple(tensor.shape),
             tuple(tensor.stride()), tensor.dtype)
         for name, tensor in params.items()
@@ -95,10 +88,9 @@ def map_params(export: Export, device: torch.device) -> dict[str, torch.Tensor]:
     """
     storages = [_map(recipe, device) for recipe in export.storages]
     mapped = {}
-    for name, param in export.params.items():
-        storage = storages[param.storage]
-        empty = torch.empty(0, dtype=param.dtype, device=storage.device)
-        mapped[name] = empty.set_(storage, param.offset, param.shape, param.stride)
+    for name, (number, offset, shape, stride, dtype) in export.params.items():
+        empty = torch.empty(0, dtype=dtype, device=storages[number].device)
+        mapped[name] = empty.set_(storages[number], offset, shape, stride)
     return mapped
 
 

@@ -17,7 +17,6 @@ from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm import (
     CPU_HEAD_DIMS,
-    PATCHED_NAMES,
     _check_device_limits,
     _cpu_cache_bytes,
     _engine_arguments,
@@ -37,6 +36,13 @@ SPEC = EngineSpec(
     model_path="", shape=SHAPE, dtype="float32", max_prompt_length=40, max_response_length=24,
     config=RolloutConfig(max_num_seqs=8), process=Process(0, 1, 0, 1, torch.device("cpu")), seed=0)
 
+# Names that are replaced, by module.
+PATCHED_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory",),
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
+    "vllm.logging_utils.dump_input": ("logger",),
+}
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
 

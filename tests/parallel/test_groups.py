@@ -31,7 +31,7 @@ def describe(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any
     found: dict[str, Any] = {name: members(getattr(groups, name)) for name in OURS}
     found["collection"] = {name: members(getattr(groups.collection, name)) for name in MEGATRONS}
     found["num_made"] = len(dist.distributed_c10d._world.pg_names) - 1  # besides the default group
-    found["stage"] = groups.is_first_stage, groups.is_last_stage, groups.last_stage_rank
+    found["stage"] = groups.at.pp == 0, groups.is_last_stage, groups.last_stage_rank
     total = torch.tensor(float(rank))
     dist.all_reduce(total, group=groups.pp)
     found["sum_over_pp"] = total.item()
