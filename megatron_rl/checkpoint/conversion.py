@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,17 +28,17 @@ from megatron_rl.checkpoint.conversion_checks import (
     read_dtypes,
 )
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems, resolve_weights
-from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, publish, write_file
-from megatron_rl.checkpoint.huggingface import check_checkpoint, make_scoring_config
+from megatron_rl.checkpoint.files import DIGESTS_FILE, explain_write_error
+from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import finish_role, list_packages, seal
 from megatron_rl.checkpoint.pieces import locate
-from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
+from megatron_rl.checkpoint.safetensors_index import index_safetensors
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
-from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files, list_side_files, make_model_config
-from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter, dtype_name
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, list_side_files
+from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import SCORE_HEAD, ModelShape, load_model_shape
+from megatron_rl.weights.families import SCORE_HEAD, load_model_shape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
 
@@ -151,21 +150,11 @@ def convert_to_huggingface(
         workers, progress)
 
     def finish() -> None:
-        if len(units) > 1:
-            weight_map = {name: unit.file for unit in units for name in unit.tensors}
-            total = {"total_size": sum(unit.num_bytes for unit in units)}
-            text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
-            write_file(partial / INDEX_FILE, text.encode())
-        _write_side_files(config, partial, shape, dtypes)
-        publish(partial, out)
+        main = max(set(dtypes.values()), key=list(dtypes.values()).count)
+        finish_model(partial, out, units, config, shape, main)
         forget_notes(out)
 
     return _finish(out, finish, workers)
-
-
-def name_safetensors(index: int, count: int) -> str:
-    """Name of a file of weights in HF format; `index` counts from 0."""
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
 def _claim(out: Path, force: bool) -> Path:
@@ -239,15 +228,3 @@ def _write_safetensors(
         return Finished(writer.close())
     finally:
         writer.abandon()
-
-
-def _write_side_files(
-    config: Path, partial: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype]
-) -> list[FileRecord]:
-    files = list_side_files(config)
-    main = max(set(dtypes.values()), key=list(dtypes.values()).count)
-    described = make_model_config(files.pop("config.json"), dtype_name(main))
-    if shape.has_score_head:
-        described = make_scoring_config(described, shape)
-    records = copy_side_files(files, partial)
-    return [*records, write_file(partial / "config.json", (json.dumps(described, indent=2) + "\n").encode())]

@@ -22,8 +22,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.files import publish
+from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
+from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, make_model_config
+from megatron_rl.checkpoint.torch_dist import dtype_name
+from megatron_rl.checkpoint.units import Unit, split_units
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.executor import Resharder, Transport
@@ -33,8 +36,6 @@ from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
 
 T = TypeVar("T")
-_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
-               "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
@@ -157,19 +158,49 @@ def save_huggingface(
         Exception: rank 0 could not write; on every rank, and an existing directory stays.
     """
     directory, shape, group, some = Path(directory), model.shape, model.group, next(iter(model.params.values()))
-    partial = directory.with_name(directory.name + ".partial")
-    batches = _split_by_bytes(shape.logical_tensors(), some.element_size(), max_file_bytes)
-    weight_map: dict[str, str] = {}
+    partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
+    sizes = {name: torch.Size(size).numel() * some.element_size() for name, size in shapes.items()}
+    units = split_units(sizes, max_file_bytes, name_safetensors)
     _do_on_first(group, _make_empty, partial)
-    for number, batch in enumerate(batches, start=1):
-        name = f"model-{number:05d}-of-{len(batches):05d}.safetensors" if len(batches) > 1 else "model.safetensors"
+    for unit in units:
+        batch = {name: shapes[name] for name in unit.tensors}
         tensors = _do_on_first(group, _allocate, batch, some) or {}
         _collect(batch, tensors, model, bucket_bytes)
-        _do_on_first(group, _write_tensors, tensors, partial / name)
-        weight_map |= dict.fromkeys(batch, name)
-    _do_on_first(
-        group, _finish_directory, partial, directory, shape, weight_map, len(batches), Path(side_files_from))
+        _do_on_first(group, _write_tensors, tensors, partial / unit.file)
+    _do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, some.dtype)
     return directory
+
+
+def name_safetensors(index: int, count: int) -> str:
+    """Name of a file of weights in HF format; `index` counts from 0."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+
+
+def finish_model(
+    partial: Path, directory: Path, units: Sequence[Unit], config: Path, shape: ModelShape, dtype: torch.dtype
+) -> None:
+    """Write what belongs beside the weights of a model in HF format, and give its directory the name.
+
+    Args:
+        partial: holds the files of `units`.
+        directory: its name; an existing one is replaced.
+        units: the files of weights.
+        config: where config and tokenizer files are copied from.
+        shape: of the model; one with a score head becomes a `*ForSequenceClassification`.
+        dtype: of the weights; config.json says it.
+    """
+    if len(units) > 1:
+        weight_map = {name: unit.file for unit in units for name in unit.tensors}
+        total = {"total_size": sum(unit.num_bytes for unit in units)}
+        write_file(partial / INDEX_FILE, json.dumps({"metadata": total, "weight_map": weight_map}, indent=2).encode())
+    files = list_side_files(config)
+    described = make_model_config(files.pop("config.json"), dtype_name(dtype))
+    if shape.has_score_head:  # transformers counts `id2label`
+        described |= {"architectures": [FAMILIES[shape.family].scoring_architecture], "num_labels": 1,
+                      "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    copy_side_files(files, partial)
+    write_file(partial / "config.json", (json.dumps(described, indent=2) + "\n").encode())
+    publish(partial, directory)
 
 
 def _do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any) -> T | None:
@@ -197,19 +228,6 @@ def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _split_by_bytes(tensors: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> list[dict[str, tuple[int, ...]]]:
-    batches: list[dict[str, tuple[int, ...]]] = [{}]
-    filled = 0
-    for name, size in tensors.items():
-        num_bytes = torch.Size(size).numel() * itemsize
-        if batches[-1] and filled + num_bytes > limit:
-            batches.append({})
-            filled = 0
-        batches[-1][name] = size
-        filled += num_bytes
-    return batches
-
-
 def _collect(
     batch: dict[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], model: ShardedModel, bucket_bytes: int
 ) -> None:
@@ -219,27 +237,3 @@ def _collect(
     group, dtype = model.group, next(iter(model.params.values())).dtype
     plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
     Resharder(plan, model.params, tensors, group, Transport(bucket_bytes), dtype=dtype).run()
-
-
-def _finish_directory(
-    partial: Path, directory: Path, shape: ModelShape, weight_map: dict[str, str], num_files: int,
-    side_files_from: Path,
-) -> None:
-    if num_files > 1:
-        (partial / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-    for name in _SIDE_FILES:
-        if (side_files_from / name).is_file():
-            shutil.copy(side_files_from / name, partial / name)
-    if shape.has_score_head:
-        file = partial / "config.json"
-        config = make_scoring_config(json.loads(file.read_text()), shape)
-        file.write_text(json.dumps(config, indent=2) + "\n")
-    publish(partial, directory)
-
-
-def make_scoring_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """A language model's config.json -> that of the same model with one score (transformers counts `id2label`)."""
-    return config | {
-        "architectures": [FAMILIES[shape.family].scoring_architecture], "num_labels": 1,
-        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
-    }

@@ -30,13 +30,15 @@ from megatron_rl.checkpoint.huggingface import (
     ShardedModel,
     check_checkpoint,
     load_huggingface,
+    name_safetensors,
     save_huggingface,
 )
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
+from megatron_rl.checkpoint.units import split_units
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, Head, ModelShape, load_model_shape
+from megatron_rl.weights.families import FAMILIES, Head, load_model_shape
 from megatron_rl.weights.shard_box import box_volume
 from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 
@@ -358,7 +360,7 @@ def fail_copying() -> None:
     def copy(*args: Any) -> None:
         raise PermissionError("no right to copy")
 
-    huggingface.shutil.copy = copy
+    huggingface.copy_side_files = copy
 
 
 def fail_renaming() -> None:
@@ -423,11 +425,12 @@ def test_a_place_that_cannot_be_written_raises_everywhere(checkpoints: dict[str,
 
 
 def test_the_split_into_files_keeps_order_and_bound(checkpoints: dict[str, Path]) -> None:
-    shape: ModelShape = load_model_shape(checkpoints["qwen2"])
-    tensors = shape.logical_tensors()
+    shapes = load_model_shape(checkpoints["qwen2"]).logical_tensors()
+    sizes = {name: 4 * torch.Size(size).numel() for name, size in shapes.items()}
     for limit in (1, 5000, SMALL_FILE, 1 << 30):
-        batches = huggingface._split_by_bytes(tensors, 4, limit)
-        assert [name for batch in batches for name in batch] == list(tensors)
-        for batch in batches:
-            assert len(batch) == 1 or sum(4 * torch.Size(size).numel() for size in batch.values()) <= limit
-    assert len(huggingface._split_by_bytes(tensors, 4, 1)) == len(tensors)
+        units = split_units(sizes, limit, name_safetensors)
+        assert [name for unit in units for name in unit.tensors] == list(sizes)
+        for unit in units:
+            assert unit.num_bytes == sum(sizes[name] for name in unit.tensors)
+            assert len(unit.tensors) == 1 or unit.num_bytes <= limit
+    assert len(split_units(sizes, 1, name_safetensors)) == len(sizes)

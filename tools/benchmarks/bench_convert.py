@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import torch
 
-from megatron_rl.checkpoint.conversion import DTYPES, name_safetensors
+from megatron_rl.checkpoint.conversion import DTYPES
+from megatron_rl.checkpoint.huggingface import name_safetensors
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
 from megatron_rl.checkpoint.units import split_units
 from megatron_rl.types import UserError
