@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -18,67 +17,33 @@ from torch.distributed.distributed_c10d import GroupName
 
 # gloo's recorder, and NCCL's in builds that have it; names of torch 2.13, absent in builds without them.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_SHOWN = 16
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective of this process.
-
-    Attributes:
-        operation: "all_reduce", ...
-        number: of the collective in its group, the same on all of its ranks.
-        ranks: of the group; None where that is not known (any more).
-        began: seconds since the epoch.
-        is_done: False: it is under way.
-    """
-
-    operation: str
-    number: int
-    ranks: tuple[int, ...] | None
-    began: float
-    is_done: bool
-
-
-def read_collectives(limit: int = 16) -> list[Collective]:
-    """The last ones, the oldest first; empty where torch does not record.
-
-    Args:
-        limit: how many.
-    """
+def describe_collectives() -> list[str]:
+    """The last ones in words, the oldest first, one line each; empty where torch does not record."""
     entries: list[dict[str, Any]] = []
-    for name in _DUMPS:
-        dump = getattr(_distributed_c10d, name, None)
-        if dump is not None:
-            entries += json.loads(dump()).get("entries", [])
-    entries.sort(key=lambda entry: entry["time_created_ns"])
-    return [
-        Collective(
-            entry["profiling_name"].partition(":")[2], entry["collective_seq_id"], _ranks_of(entry["process_group"][0]),
-            entry["time_created_ns"] / 1e9, entry["retired"] or entry["state"] == "completed")
-        for entry in entries[-limit:]
-    ]
-
-
-def describe_collectives(limit: int = 16) -> list[str]:
-    """`read_collectives` in words, one line each."""
-    now = time.time()
     try:
-        collectives = read_collectives(limit)
+        for name in _DUMPS:
+            dump = getattr(_distributed_c10d, name, None)
+            if dump is not None:
+                entries += json.loads(dump()).get("entries", [])
+        entries.sort(key=lambda entry: entry["time_created_ns"])
+        return [_describe(entry) for entry in entries[-_SHOWN:]]
     except Exception as error:  # not an interface that torch promises to keep; a report must not fail for it
         return [f"torch's flight recorder cannot be read: {type(error).__name__}: {error}"]
-    return [
-        f"{found.operation} #{found.number}{_describe_ranks(found.ranks)}, begun {now - found.began:.1f} s ago, "
-        f"{'done' if found.is_done else 'under way'}" for found in collectives]
 
 
-def _describe_ranks(ranks: tuple[int, ...] | None) -> str:
-    if ranks is None:
+def _describe(entry: dict[str, Any]) -> str:
+    name, ranks = entry["profiling_name"].partition(":")[2], _describe_ranks(entry["process_group"][0])
+    state = "done" if entry["retired"] or entry["state"] == "completed" else "under way"
+    seconds = time.time() - entry["time_created_ns"] / 1e9
+    return f"{name} #{entry['collective_seq_id']}{ranks}, begun {seconds:.1f} s ago, {state}"
+
+
+def _describe_ranks(group_name: str) -> str:
+    try:
+        ranks = dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(GroupName(group_name)))
+    except (KeyError, RuntimeError, ValueError):  # a group that is gone
         return ""
     return f" of ranks {','.join(map(str, ranks)) if len(ranks) <= 4 else f'{ranks[0]}..{ranks[-1]}'}"
-
-
-def _ranks_of(name: str) -> tuple[int, ...] | None:
-    try:
-        return tuple(dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(GroupName(name))))
-    except (KeyError, RuntimeError, ValueError):  # a group that is gone
-        return None

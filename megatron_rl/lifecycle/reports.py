@@ -13,30 +13,12 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+
+import torch.distributed as dist
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 15.0  # from a claim to its report
 _SHOWN_SECONDS = 10.0  # until rank 0 has seen the report, has waited for its own program, and has shown it
-
-
-class Store(Protocol):
-    """What is used of the job's key-value store; must be safe to use while the program waits in a collective."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write."""
-
-    def get(self, key: str) -> bytes:
-        """Read what is there; waits where nothing is."""
-        ...
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a number (0 at first) and return it."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +45,7 @@ class ReportBoard:
         log_file: of this rank; whatever it shows goes there, too.
     """
 
-    def __init__(self, store: Store, rank: int, log_file: Path) -> None:
+    def __init__(self, store: dist.Store, rank: int, log_file: Path) -> None:
         self._store, self._rank, self._log_file = store, rank, log_file
         self._lock, self._is_concluded = threading.Lock(), False
 

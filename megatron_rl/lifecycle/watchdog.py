@@ -22,8 +22,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron_rl.lifecycle.collective_ledger import describe_collectives
-from megatron_rl.lifecycle.reports import ReportBoard, Store
+from megatron_rl.lifecycle.reports import ReportBoard
 from megatron_rl.observability.failures import Scene, explain_lost
 from megatron_rl.observability.positions import Position, explain, find_position
 from megatron_rl.observability.timers import PhaseTimers
@@ -60,17 +62,6 @@ class Watched:
     any_place: bool = False
 
 
-def read_heartbeats(store: Store, world_size: int) -> list[Position | None]:
-    """Where every rank was when its watchdog last looked; None: it has not looked yet.
-
-    Args:
-        store: that the watchdogs write to, under the same prefix.
-        world_size: number of ranks.
-    """
-    names = [f"beat/{rank}" for rank in range(world_size)]
-    return [Position.decode(store.get(name)) if store.check([name]) else None for name in names]
-
-
 class Watchdog:
     """Watches the thread that builds it until `close`.
 
@@ -83,7 +74,7 @@ class Watchdog:
         board: where the report of a failure is agreed on.
     """
 
-    def __init__(self, watched: Watched, store: Store, end: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, watched: Watched, store: dist.Store, end: Callable[[int], None] = os._exit) -> None:
         self._watched, self._store, self._end = watched, store, end
         self.board = ReportBoard(store, watched.rank, watched.log_file)
         self._program, self._position, self._since = threading.get_ident(), None, time.monotonic()
@@ -104,8 +95,8 @@ class Watchdog:
             self._thread.join(_ANSWER_SECONDS)
 
     def positions(self) -> list[Position | None]:
-        """`read_heartbeats` of this job; may be called from any thread."""
-        return read_heartbeats(self._store, self._watched.world_size)
+        """Where every rank was when its watchdog last looked; None: it has not looked yet. For any thread."""
+        return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
         """Last positions of the ranks that have left, or give no sign of life for so long; none if all do.
@@ -179,6 +170,11 @@ class Watchdog:
     def _publish(self, key: str, position: Position) -> None:
         self._store.set(f"{key}/{self._watched.rank}", position.encode())
 
+    def _collect(self, key: str) -> list[Position | None]:
+        """What the ranks have published; None: nothing yet."""
+        names = [f"{key}/{rank}" for rank in range(self._watched.world_size)]
+        return [Position.decode(self._store.get(name)) if self._store.check([name]) else None for name in names]
+
     def _answer_stall(self, position: Position) -> None:
         """Say where this rank is; the first to notice the stall collects the answers and explains it."""
         is_first = self._store.add("stalled", 1) == 1
@@ -191,10 +187,8 @@ class Watchdog:
 
     def _explain_stall(self) -> UserError:
         """Collect the answers of all ranks, as far as they come."""
-        ranks = range(self._watched.world_size)
-        keys = [f"answer/{rank}" for rank in ranks]
-        self.board.wait_for(keys, _ANSWER_SECONDS)
-        answers = [Position.decode(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+        self.board.wait_for([f"answer/{rank}" for rank in range(self._watched.world_size)], _ANSWER_SECONDS)
+        answers = self._collect("answer")
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         limit, logs = self._watched.limit, self._watched.log_file.parent
         return UserError(
