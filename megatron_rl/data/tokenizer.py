@@ -29,8 +29,8 @@ class Tokenizer(Protocol):
     pad_token_id: int
     vocab_size: int
 
-    def encode(self, text: str, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`, with the BOS token first if `add_bos`."""
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens around it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,16 +61,13 @@ class SentencePieceTokenizer:
             raise UserError(f"sentencepiece cannot read the tokenizer: {error}", source=self.source,
                             expected="a trained sentencepiece model", hint="check the path and the file") from error
         self.vocab_size: int = self._model.vocab_size()
-        self.bos_token_id: int | None = _defined(self._model.bos_id())
-        self.eos_token_id, self.pad_token_id = _require_eos(
-            _defined(self._model.eos_id()), _defined(self._model.pad_id()), self.source)
+        self.eos_token_id, self.pad_token_id = _require_eos(self._model.eos_id(), self._model.pad_id(), self.source)
         special = {i for i in range(self.vocab_size) if self._model.is_control(i)}
         self._special = special | {self.eos_token_id, self.pad_token_id}
 
-    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        ids = self._model.encode(text)
-        return _bos(self.bos_token_id, self.source) + ids if add_bos else ids
+        return self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -95,14 +92,12 @@ class HuggingFaceTokenizer:
         self.source = str(directory)
         self._tokenizer = _read_hugging_face(Path(directory))
         self.vocab_size: int = len(self._tokenizer)
-        self.bos_token_id: int | None = self._tokenizer.bos_token_id
         self.eos_token_id, self.pad_token_id = _require_eos(
             self._tokenizer.eos_token_id, self._tokenizer.pad_token_id, self.source)
 
-    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        return _bos(self.bos_token_id, self.source) + ids if add_bos else ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -188,24 +183,13 @@ def _special_tokens(directory: Path) -> dict[str, str]:
     return {name: texts[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if name in texts}
 
 
-def _defined(token_id: int) -> int | None:
-    """Sentencepiece says -1 for a token that the model does not define."""
-    return token_id if token_id >= 0 else None
-
-
 def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:
-    if eos is None:
+    """EOS, and padding or else EOS; sentencepiece says -1 for a token that the model does not define."""
+    if eos is None or eos < 0:
         raise UserError("the tokenizer defines no end-of-sequence token", source=source,
                         expected="an EOS token, which ends a response",
                         hint="add eos_token to tokenizer_config.json, or train sentencepiece with eos_id")
-    return eos, eos if pad is None else pad
-
-
-def _bos(bos: int | None, source: str) -> list[int]:
-    if bos is None:
-        raise UserError("a BOS token was asked for, but the tokenizer defines none", source=source,
-                        expected="a tokenizer with a BOS token", hint="encode without BOS")
-    return [bos]
+    return eos, eos if pad is None or pad < 0 else pad
 
 
 def _first_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ class LetterTokenizer:
 
     eos_token_id, pad_token_id, vocab_size = 0, 0, 0x110000
 
-    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
     def decode(self, ids) -> str:
@@ -40,7 +40,7 @@ class LetterTokenizer:
 class PairTokenizer(LetterTokenizer):
     """Two letters to a token, counted from the start of a text: a cut changes all tokens behind it."""
 
-    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [ord(text[i]) << 8 | ord((text + "\0")[i + 1]) for i in range(0, len(text), 2)]
 
     def decode(self, ids) -> str:
