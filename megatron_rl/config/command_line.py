@@ -18,17 +18,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
-from megatron_rl.config.loading import (
-    LoadedConfig,
-    config_to_dict,
-    dump_yaml,
-    format_help,
-    load_config,
-    read_settings,
-)
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.loading import LoadedConfig, load_config, read_settings
+from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.types import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -59,16 +55,7 @@ _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [sec
 _PATIENCE_SECONDS = 20.0
 
 
-class Plan(Protocol):
-    """Batch arithmetic of an entry point."""
-
-    def formulas(self) -> list[str]:
-        """The derived numbers, one line each."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        ...
+Plan = BatchPlan | SftPlan
 
 
 class Inputs(Protocol):

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
+from megatron_rl.config.rendering import render
 
 _INTRODUCTION = """\
 # Settings
@@ -44,7 +42,7 @@ def format_page() -> str:
 
 
 def _format_row(info: FieldInfo) -> str:
-    default = "**required**" if info.required else f"`{_yaml(info.default)}`"
+    default = "**required**" if info.required else f"`{render(info.default)}`"
     cells = (f'<a id="{info.name}"></a>`{info.name}`', _format_type(info), default, info.unit, _escape(info.doc))
     return f"| {' | '.join(cells)} |\n"
 
@@ -53,13 +51,6 @@ def _format_type(info: FieldInfo) -> str:
     if not info.choices:
         return info.describe_type()
     return ", ".join(f"`{choice}`" for choice in info.choices) + (" or null" if info.accepts_none else "")
-
-
-def _yaml(value: Any) -> str:
-    """A default as a recipe would say it."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
 
 
 def _escape(text: str) -> str:

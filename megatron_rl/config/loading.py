@@ -50,12 +50,6 @@ class LoadedConfig:
     num_ranks: int | None = None
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    value: Any
-    setting: Setting
-
-
 def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a recipe, put the command line over it, and check the result.
 
@@ -73,7 +67,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     translated, notes = translate(settings, fields)
     chosen = _choose(translated, fields)
     _require_all(chosen, fields, recipe)
-    sources = {name: choice.setting.source for name, choice in chosen.items()}
+    sources = {name: choice.source for name, choice in chosen.items()}
     sections = {
         section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
     }
@@ -141,20 +135,20 @@ def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -
     return others + list(gathered.values())
 
 
-def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dict[str, _Chosen]:
+def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dict[str, Setting]:
     """Pick the valid one of several settings of one name.
 
     A higher layer wins; inside a layer a weak setting yields; on the command line the later one
     wins, while two different values in the recipe (our name and verl's) are refused.
     """
-    chosen: dict[str, _Chosen] = {}
+    chosen: dict[str, Setting] = {}
     for setting in settings:
-        value = coerce(fields[setting.name], setting.value, setting.source, setting.text)
-        new, old = _Chosen(value, setting), chosen.get(setting.name)
-        if old is None or _strength(setting) >= _strength(old.setting):
-            if old is not None:
-                _refuse_conflict(old, new)
-            chosen[setting.name] = new
+        new = replace(setting, value=coerce(fields[setting.name], setting.value, setting.source, setting.text))
+        old = chosen.get(new.name)
+        if old is not None and _strength(old) == _strength(new):
+            _refuse_conflict(old, new)
+        if old is None or _strength(old) <= _strength(new):
+            chosen[new.name] = new
     return chosen
 
 
@@ -162,19 +156,18 @@ def _strength(setting: Setting) -> tuple[int, bool]:
     return setting.layer, not setting.weak
 
 
-def _refuse_conflict(old: _Chosen, new: _Chosen) -> None:
-    same_place = _strength(old.setting) == _strength(new.setting) and new.setting.layer <= RECIPE
-    if same_place and old.value != new.value:
+def _refuse_conflict(old: Setting, new: Setting) -> None:
+    if new.layer <= RECIPE and old.value != new.value:
         raise UserError(
-            f"{new.setting.name} is given twice, as {old.value!r} and as {new.value!r}",
-            source=f"{old.setting.source} and {new.setting.source}",
+            f"{new.name} is given twice, as {old.value!r} and as {new.value!r}",
+            source=f"{old.source} and {new.source}",
             expected="one value (a verl name and our name of the same setting must agree)",
             hint="remove one of the two",
         )
 
 
 def _require_all(
-    chosen: Mapping[str, _Chosen], fields: Mapping[str, FieldInfo], recipe: Path | Mapping[str, Any] | None
+    chosen: Mapping[str, Setting], fields: Mapping[str, FieldInfo], recipe: Path | Mapping[str, Any] | None
 ) -> None:
     missing = [info for name, info in fields.items() if info.required and name not in chosen]
     if missing:
@@ -193,6 +186,6 @@ def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:
     return f"{recipe} and the command line" if recipe else "command line (no recipe)"
 
 
-def _values_of(section: str, chosen: Mapping[str, _Chosen]) -> dict[str, Any]:
+def _values_of(section: str, chosen: Mapping[str, Setting]) -> dict[str, Any]:
     pairs = ((name.partition("."), choice.value) for name, choice in chosen.items())
     return {leaf: value for (owner, _, leaf), value in pairs if owner == section and "." not in leaf}

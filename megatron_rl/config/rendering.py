@@ -82,13 +82,14 @@ def format_help(width: int = 100) -> str:
 
 
 def _describe(info: FieldInfo, width: int) -> list[str]:
-    default = "required" if info.required else f"default: {_render(info.default)}"
+    default = "required" if info.required else f"default: {render(info.default)}"
     unit = f"  [{info.unit}]" if info.unit else ""
     doc = textwrap.wrap(info.doc, width - 6)
     return [f"  {info.name}  ({info.describe_type()}; {default}){unit}", *(f"      {line}" for line in doc)]
 
 
-def _render(value: Any) -> str:
+def render(value: Any) -> str:
+    """A value as a recipe would say it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

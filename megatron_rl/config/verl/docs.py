@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.fields import list_fields
+from megatron_rl.config.rendering import render
 from megatron_rl.config.verl.groups import GROUPS
 from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
 
@@ -65,7 +66,7 @@ def format_page() -> str:
         elif isinstance(alias, SameAs):
             accepted.append((f"`{name}`", f"the value of `{alias.target}`", "both mean the same here"))
         elif isinstance(alias, Only):
-            values = ", ".join(f"`{_yaml(value)}`" for value in alias.allowed) or "`null`"
+            values = ", ".join(f"`{render(value)}`" for value in alias.allowed) or "`null`"
             accepted.append((f"`{name}`", values, alias.reason))
         else:
             assert isinstance(alias, Ignored)
@@ -79,15 +80,9 @@ def format_page() -> str:
 
 
 def _describe_values(alias: Renamed) -> str:
-    pairs = [f"`{_yaml(theirs)}`" if theirs == ours and isinstance(theirs, bool) == isinstance(ours, bool)
-             else f"`{_yaml(theirs)}` is `{_yaml(ours)}`" for theirs, ours in alias.values]
+    pairs = [f"`{render(theirs)}`" if theirs == ours and isinstance(theirs, bool) == isinstance(ours, bool)
+             else f"`{render(theirs)}` is `{render(ours)}`" for theirs, ours in alias.values]
     return ", ".join(pairs) + ("; others are refused" if alias.closed else "")
-
-
-def _yaml(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _rows(rows: list[tuple[str, ...]]) -> str:
