@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ import torch
 
 from megatron_rl.capsule.record import Section, StepObserver, encode_sections
 from megatron_rl.capsule.rollouts import write_rollouts
-from megatron_rl.checkpoint.directory import FORMAT_VERSION
 from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, write_file
-from megatron_rl.checkpoint.manifest import list_packages, seal
+from megatron_rl.checkpoint.manifest import begin_manifest, seal
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict
@@ -113,12 +112,10 @@ class CapsuleRecorder:
         return num_bytes + seal(partial, self._describe(step, entries), records)
 
     def _describe(self, step: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "format": FORMAT_VERSION, "kind": CAPSULE_KIND,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"), "step": step,
+        return begin_manifest(CAPSULE_KIND, step) | {
             "state": f"{STATE}/step_{step - 1}", "world_size": self._plan.world_size,
-            "device": "cuda" if torch.cuda.is_available() else "cpu", "packages": list_packages(),
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
             "layouts": {name: role.model.groups.layout.describe() for name, role in self._roles.items()},
-            "config": config_to_dict(self._config), "plan": self._plan.to_dict(), "metrics": self._run.counted(),
+            "config": config_to_dict(self._config), "plan": asdict(self._plan), "metrics": self._run.counted(),
             "sections": entries,
         }

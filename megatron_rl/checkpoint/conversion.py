@@ -13,7 +13,6 @@ import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from megatron_rl.checkpoint.conversion_checks import (
     check_surplus,
     read_dtypes,
 )
-from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems, resolve_weights
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
 from megatron_rl.checkpoint.files import DIGESTS_FILE, explain_write_error
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
-from megatron_rl.checkpoint.manifest import finish_role, list_packages, seal
+from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
 from megatron_rl.checkpoint.pieces import locate
 from megatron_rl.checkpoint.safetensors_index import index_safetensors
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
@@ -79,11 +78,9 @@ def convert_to_megatron(
         "dtypes": sorted(set(map(str, dtypes.values()))), "file_bytes": file_bytes, "shape": dataclasses.asdict(shape)}
     finished = run_units(
         units, bind(_write_distcp, files=files, dtypes=dtypes, table=table), partial, fingerprint, workers, progress)
-    manifest = {
-        "format": FORMAT_VERSION, "kind": "weights", "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "step": 0, "policy_version": 0, "has_optimizer": False, "packages": list_packages(),
-        "source": source.resolve().name, "model": dataclasses.asdict(shape),
-    }
+    manifest = begin_manifest("weights", step=0) | {
+        "policy_version": 0, "has_optimizer": False, "source": source.resolve().name,
+        "model": dataclasses.asdict(shape)}
 
     def finish() -> None:
         chunks = [chunk for unit in finished for chunk in unit.chunks]

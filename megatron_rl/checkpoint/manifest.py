@@ -53,12 +53,17 @@ def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_o
     Raises:
         TypeError: `content.state` cannot be written as JSON.
     """
-    return json.loads(json.dumps({
-        "format": FORMAT_VERSION, "kind": "training", "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "step": content.step, "policy_version": content.policy_version, "has_optimizer": with_optimizer,
-        "is_passing": content.is_passing, "packages": list_packages(), "state": content.state,
+    return json.loads(json.dumps(begin_manifest("training", content.step) | {
+        "policy_version": content.policy_version, "has_optimizer": with_optimizer, "is_passing": content.is_passing,
+        "state": content.state,
         "roles": {name: describe_role(role) for name, role in roles.items()},
     }))
+
+
+def begin_manifest(kind: str, step: int) -> dict[str, Any]:
+    """What every manifest says."""
+    return {"format": FORMAT_VERSION, "kind": kind, "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": step, "packages": list_packages()}
 
 
 def describe_role(role: SavedRole) -> dict[str, Any]:

@@ -9,10 +9,8 @@ prompt is used.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
@@ -99,7 +97,7 @@ class BatchPlan:
         mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
         minibatches = data.train_batch_size // mini_batch_size
         _check_minibatch(cfg, mini_batch_size * group_size, dp_size)
-        total_steps = _total_steps(cfg, num_train_prompts)
+        total_steps = count_steps(cfg, num_train_prompts)
         optimizer_steps = minibatches * actor.ppo_epochs
         return cls(
             world_size=world_size, tp_size=tp_size, pp_size=pp_size, cp_size=actor.context_parallel_size,
@@ -120,10 +118,6 @@ class BatchPlan:
             total_steps=total_steps,
             total_optimizer_steps=None if total_steps is None else total_steps * optimizer_steps,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers by name, for JSON."""
-        return dataclasses.asdict(self)
 
     def formulas(self) -> list[str]:
         """Each derived number as "name = formula = formula with numbers = value"."""
@@ -181,14 +175,15 @@ class BatchPlan:
         return lines
 
 
-def _total_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
+def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
+    """Steps of a run; None while the data decides and is not known."""
     if cfg.trainer.total_steps is not None or num_train_prompts is None:
         return cfg.trainer.total_steps
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def check_ranks(layout: LayoutConfig, world_size: int, section: str) -> None:
-    """Refuse a world size that the layout of a section does not divide (UserError)."""
+def check_ranks(layout: LayoutConfig, world_size: int, section: str) -> int:
+    """The number of replicas of a section's model; refuses a world size that its layout does not divide (UserError)."""
     sizes = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size)
     model_size = math.prod(sizes)
     if world_size % model_size:
@@ -200,6 +195,7 @@ def check_ranks(layout: LayoutConfig, world_size: int, section: str) -> None:
             expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
             hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbours",
         )
+    return world_size // model_size
 
 
 def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:

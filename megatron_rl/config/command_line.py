@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -214,7 +215,7 @@ def _gpus(flags: dict[str, str]) -> tuple[float, int | None]:
 
 def _render_plan(loaded: LoadedConfig, plan: Plan, memory: str | None, as_json: bool) -> str:
     if as_json:
-        return json.dumps({"config": config_to_dict(loaded.config), "batch_plan": plan.to_dict(), "memory": memory,
+        return json.dumps({"config": config_to_dict(loaded.config), "batch_plan": asdict(plan), "memory": memory,
                            "notes": loaded.notes}, indent=2)
     lines = [dump_yaml(loaded.config), "batch plan:", *(f"  {line}" for line in plan.formulas())]
     return "\n".join([*lines, *([memory] if memory else [])])

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_rl.config.batch_plan import check_data_size, check_longest_sequence, check_ranks
+from megatron_rl.config.batch_plan import check_data_size, check_longest_sequence, check_ranks, count_steps
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
@@ -38,28 +36,20 @@ class SftPlan:
         if cfg.trainer.val_only:
             raise UserError("trainer.val_only = True, and supervised fine-tuning has no validation",
                             source="trainer.val_only", expected="false", hint="evaluate by tools/evaluate.py")
-        check_ranks(cfg.actor, world_size, "actor")
+        dp_size = check_ranks(cfg.actor, world_size, "actor")
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)
-        actor, steps = cfg.actor, cfg.trainer.total_steps
-        if steps is None and num_examples is not None:
-            steps = -(-cfg.trainer.total_epochs * num_examples // cfg.data.train_batch_size)
-        model_size = (actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
-                      * actor.context_parallel_size)
         return cls(
-            world_size=world_size, dp_size=world_size // model_size, train_batch_size=cfg.data.train_batch_size,
-            max_tokens_per_microbatch=actor.max_tokens_per_microbatch,
+            world_size=world_size, dp_size=dp_size, train_batch_size=cfg.data.train_batch_size,
+            max_tokens_per_microbatch=cfg.actor.max_tokens_per_microbatch,
             longest_sequence=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            max_response_length=cfg.data.max_response_length, num_examples=num_examples, total_steps=steps)
+            max_response_length=cfg.data.max_response_length, num_examples=num_examples,
+            total_steps=count_steps(cfg, num_examples))
 
     @property
     def rollouts_per_minibatch(self) -> int:
         """Examples per optimizer step."""
         return self.train_batch_size
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers by name, for JSON."""
-        return dataclasses.asdict(self)
 
     def formulas(self) -> list[str]:
         """Each derived number with its formula."""

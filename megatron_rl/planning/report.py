@@ -94,7 +94,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.problem is None,
         "problem": None if plan.problem is None else asdict(plan.problem),
         "nearest": None if plan.nearest is None else plan.nearest.choice.overrides(plan.job),
-        "batch_plan": plan.batch.to_dict(), "packing": plan.packing,
+        "batch_plan": asdict(plan.batch), "packing": plan.packing,
         "memory": [{"rank": rank.rank, "pipeline_stage": plan.job.layout.coordinates(rank.rank).pp,
                     "kv_cache_bytes": rank.kv_cache_bytes, "kv_bytes_per_token": rank.kv_bytes_per_token,
                     "host_bytes": rank.host_bytes,

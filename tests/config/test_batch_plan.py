@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -126,7 +126,7 @@ def test_formulas_without_data_say_so() -> None:
 
 def test_plan_is_json() -> None:
     plan = build_plan(make_config(), 1, 20)
-    assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
+    assert json.loads(json.dumps(asdict(plan))) == asdict(plan)
 
 
 @settings(max_examples=200, deadline=None)
