@@ -27,7 +27,6 @@ def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path
         UserError: a run without metrics, or a metric that no run has.
     """
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = {label: read_metrics(directory) for label, directory in runs.items()}
@@ -39,7 +38,6 @@ def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path
     rows = math.ceil(len(metrics) / _COLUMNS)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.5 * min(len(metrics), _COLUMNS), 3.5 * rows), dpi=130, layout="constrained")
-        FigureCanvasAgg(figure)
         panels = figure.subplots(rows, min(len(metrics), _COLUMNS), squeeze=False).flat
         for axes, key in zip(panels, metrics):
             axes.set_title(key)

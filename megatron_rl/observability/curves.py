@@ -43,20 +43,18 @@ def plot_curves(run_dir: Path) -> Path:
         UserError: there is no readable metrics.jsonl.
     """
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = read_metrics(run_dir)
     path = Path(run_dir) / CURVES_FILE
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
-        FigureCanvasAgg(figure)
-        (reward, validation), (distance, seconds) = figure.subplots(2, 2)
-        _draw_reward(reward, records)
-        _draw_validation(validation, records)
-        _draw_distance(distance, records)
-        _draw_seconds(seconds, records)
-        for axes in (reward, validation, distance, seconds):
+        panels = figure.subplots(2, 2).flat
+        for axes, draw in zip(panels, (_draw_reward, _draw_validation, _draw_distance, _draw_seconds), strict=True):
+            draw(axes, records)
+            if not axes.has_data():
+                axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="#8a8f98")
+                axes.set_yticks([])
             axes.set_xlabel("step")
             axes.xaxis.get_major_locator().set_params(integer=True)
         figure.savefig(path)
@@ -69,11 +67,6 @@ def read_points(records: Sequence[Record], key: str) -> tuple[list[int], list[fl
     return [step for step, _ in pairs], [float(value or 0.0) for _, value in pairs]
 
 
-def _say_empty(axes: Any) -> None:
-    axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="#8a8f98")
-    axes.set_yticks([])
-
-
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Mean of the last `window` values, or of as many as there are."""
     tails = (values[max(0, end - window):end] for end in range(1, len(values) + 1))
@@ -84,22 +77,21 @@ def _draw_reward(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("Training reward (mean)")
     steps, values = read_points(records, "reward/mean")
     if not steps:
-        return _say_empty(axes)
+        return
     window = max(1, len(values) // 20)
     if window == 1:
         axes.plot(steps, values, color=_BLUE, lw=2, marker="o", ms=4)
-        return None
+        return
     axes.plot(steps, values, color=_BLUE, alpha=0.3, lw=1)
     axes.plot(steps, smooth(values, window), color=_BLUE, lw=2, label=f"mean of {window} steps")
     axes.legend(loc="best")
-    return None
 
 
 def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("Validation accuracy")
     keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
     if not keys:
-        return _say_empty(axes)
+        return
     for index, key in enumerate(keys):
         steps, values = read_points(records, key)
         colour = _SETS[index % len(_SETS)]
@@ -111,7 +103,6 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
             )
     axes.margins(y=0.15)
     axes.legend(loc="best")
-    return None
 
 
 def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
@@ -127,11 +118,10 @@ def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
             axes.plot(steps, values, color=colour, lw=1.8, label=label)
             drawn += values
     if not drawn:
-        return _say_empty(axes)
+        return
     smallest = min((value for value in drawn if value > 0), default=1e-8)
     axes.set_yscale("symlog", linthresh=smallest) if min(drawn) <= 0 else axes.set_yscale("log")
     axes.legend(loc="best")
-    return None
 
 
 def _draw_seconds(axes: Any, records: Sequence[Record]) -> None:
@@ -139,7 +129,7 @@ def _draw_seconds(axes: Any, records: Sequence[Record]) -> None:
     timed = [(step_of(record), phase_seconds(record), record.get("time/step")) for record in records]
     timed = [entry for entry in timed if entry[0] > 0 and (entry[1] or entry[2] is not None)]
     if not timed:
-        return _say_empty(axes)
+        return
     found = {name for _, phases, _ in timed for name in phases}
     names = [name for name in _PHASES if name in found] + sorted(found - set(_PHASES))
     steps = [step for step, _, _ in timed]
@@ -152,4 +142,3 @@ def _draw_seconds(axes: Any, records: Sequence[Record]) -> None:
         axes.bar(steps, layer, bottom=base, width=1.0, color=_PHASES.get(name, _GREY), label=name, linewidth=0)
         base = [low + high for low, high in zip(base, layer, strict=True)]
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
-    return None
