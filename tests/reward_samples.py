@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.rewards.rules import score_math
 from megatron_rl.types import Prompt, Rollout
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
@@ -20,6 +21,11 @@ def make_rollout(response: str = "82", truth: str = "82", prompt_id: int = 17, s
     prompt = Prompt(prompt_id, np.zeros(2, np.int32), "37+45=", truth, "sums", {"level": 3})
     rollout = Rollout.from_response(prompt, sample_index, np.asarray([*response.encode()], np.int32), None, "stop")
     return replace(rollout, response=response)
+
+
+def math_equal(response: str, ground_truth: str | list[str]) -> float:
+    """The score of `score_math`."""
+    return score_math(response, ground_truth)["score"]
 
 
 def decode(tokens: list[int]) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 import sentencepiece
 import torch
 import yaml
+from metric_rows import find_metric
 
 import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.trainer.sft as sft_module
 from megatron_rl.config.loading import load_config
 from megatron_rl.engines.vllm import prepare_vllm
-from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model
 

@@ -7,10 +7,7 @@ metric that is not in the table fails the tests that read a run.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-
-_PLACEHOLDER = re.compile(r"<\w+>")
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,6 @@ class Metric:
     name: str
     meaning: str
     unit: str = ""
-
-    def matches(self, key: str) -> bool:
-        """Whether a key of a record is this metric."""
-        return re.fullmatch(_PLACEHOLDER.sub(".+", re.escape(self.name)), key) is not None
 
 
 METRICS: dict[str, tuple[Metric, ...]] = {
@@ -133,12 +126,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("memory/<phase>", "at the end of a phase: on CUDA the device's peak, on a CPU resident memory", "bytes"),
     ),
 }
-
-
-def find_metric(key: str) -> Metric | None:
-    """The row of a key of a record, the most literal one; None where there is none."""
-    found = [metric for metrics in METRICS.values() for metric in metrics if metric.matches(key)]
-    return min(found, key=lambda metric: len(_PLACEHOLDER.findall(metric.name)), default=None)
 
 
 def format_page() -> str:

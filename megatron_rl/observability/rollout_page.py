@@ -37,8 +37,6 @@ class Mode:
         kind: "diverging" (around 0), "sequential" (from 0) or "flag".
         transform: of a value before it is coloured: "none", "log" or "negative".
         decimals: kept of a value.
-        scale: transformed value where the colour is full.
-        num_rollouts: that have it; with 0 the mode cannot be chosen.
     """
 
     key: str
@@ -47,8 +45,6 @@ class Mode:
     kind: str
     transform: str = "none"
     decimals: int = 4
-    scale: float = 1.0
-    num_rollouts: int = 0
 
 
 MODES = (
@@ -183,7 +179,7 @@ class _Index:
         return f"chunk-{self._num_chunks - 1}"
 
     def finish(self) -> dict[str, Any]:
-        """The index as it goes into the page."""
+        """The index as it goes into the page; a mode's color is full at `scale`, and one that no rollout has is off."""
         modes = [asdict(mode) | {"scale": _find_scale(self._sizes[mode.key]),
                                  "num_rollouts": len(self._sizes[mode.key])} for mode in MODES]
         return {"run": self._run, "chunk": _CHUNK, "modes": modes, "prompts": self._prompts, "columns": self.columns}

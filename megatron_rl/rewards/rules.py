@@ -54,11 +54,6 @@ def score_math(
             UNPARSABLE_TRUTH: float("unparsable truth" in verdicts)}
 
 
-def math_equal(response: str, ground_truth: Any, answer: AnswerPolicy = "marked") -> float:
-    """The score of `score_math`."""
-    return score_math(response, ground_truth, answer=answer)["score"]
-
-
 def marks_answer(response: str, ground_truth: Any = "", data_source: str = "") -> float:
     r"""1.0 if the response marks an answer, right or wrong, by a closed \boxed{} or a "####", else 0.0."""
     return float(bool(extract_answer(response, data_source)))

@@ -12,8 +12,9 @@ import re
 from pathlib import Path
 
 import pytest
+from metric_rows import find_metric
 
-from megatron_rl.observability.metric_table import METRICS, find_metric, format_page
+from megatron_rl.observability.metric_table import METRICS, format_page
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.rewards.rules import math_equal
+from reward_samples import math_equal
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = [
