@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn the names that verl users know into ours.
 
-The tables are in `alias_tables.py` (one name at a time) and `alias_groups.py` (names that are read together);
+The tables are in `tables.py` (one name at a time) and `groups.py` (names that are read together);
 `docs/verl_keys.md` is made from both. Invariant: nothing is dropped silently; whatever has no effect comes back as a
 note, and whatever would change the result is an error.
 """
@@ -72,10 +72,8 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
     notes: list[str] = []
     for group in GROUPS:
         parts = take_parts(group, latest)
-        if parts:
-            more, more_notes = group.combine(parts)
-            translated += more
-            notes += more_notes
+        for found in group.combine(parts) if parts else ():
+            notes.append(found) if isinstance(found, str) else translated.append(found)
     repeated: list[tuple[Setting, SameAs]] = []
     below: dict[str, list[Setting]] = {}
     for setting in latest.values():

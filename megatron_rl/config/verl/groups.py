@@ -4,7 +4,7 @@
 A group takes the settings of its names that were given and returns ours, plus notes. The rules follow what verl
 does with the combination: `kl_loss_coef` counts with `use_kl_loss`, `filter_overlong_prompts` runs before
 `truncation`, `do_sample=False` overrules the validation temperature, and a micro batch counted in sequences holds
-at most that many of the longest ones. KL is in `alias_kl.py`, losses are in `alias_losses.py`.
+at most that many of the longest ones. KL is in `kl.py`, losses are in `losses.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.sources import Setting
-from megatron_rl.config.verl.kl import (
-    KL_NAMES,
-    Combined,
-    Parts,
-    combine_kl,
-    describe,
-    note,
-    read_boolean,
-)
+from megatron_rl.config.verl.kl import KL_NAMES, Combined, Parts, combine_kl, describe, note, read_boolean
 from megatron_rl.config.verl.losses import AGGREGATION, LOSS_NAMES, LOSS_READS, combine_policy_loss
 from megatron_rl.types import UserError
 
@@ -60,8 +52,9 @@ class AliasGroup:
 def _combine_reward(parts: Parts) -> Combined:
     path, name = parts.get(_REWARD_PATH), parts.get(_REWARD_NAME)
     if path is None or path.value is None:
-        given = [setting for setting in parts.values() if setting.value is not None]
-        return [], [note(setting, "no custom_reward_function.path is given") for setting in given]
+        yield from (note(setting, "no custom_reward_function.path is given") for setting in parts.values()
+                    if setting.value is not None)
+        return
     function = _VERL_REWARD_NAME if name is None else name.value
     for setting, value in ((path, path.value), (name, function)):
         if not isinstance(value, str):
@@ -71,66 +64,69 @@ def _combine_reward(parts: Parts) -> Combined:
                 hint="give the file in custom_reward_function.path and the function in custom_reward_function.name",
             )
     latest = path if name is None else max(path, name, key=lambda setting: setting.layer)
-    return [replace(latest, name="reward.function", value=f"{path.value}:{function}", text=None)], []
+    yield replace(latest, name="reward.function", value=f"{path.value}:{function}", text=None)
 
 
 def _combine_reward_model(parts: Parts) -> Combined:
     enable, path = parts.get(_MODEL_REWARD), parts.get(_MODEL_REWARD_PATH)
+    if path is not None and path.value is None:
+        path = None
     if enable is None or not read_boolean(enable):
-        return [], [] if path is None or path.value is None else [note(path, f"{_MODEL_REWARD} is not true")]
-    if path is None or path.value is None:
+        if path is not None:
+            yield note(path, f"{_MODEL_REWARD} is not true")
+        return
+    if path is None:
         raise UserError(
             f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}", source=enable.source,
             expected="the directory of a reward model in HF format", hint=f"give {_MODEL_REWARD_PATH}",
         )
-    components = replace(enable, name="reward.components", value=["1.0 model"], text=None, weak=True)
-    return [replace(path, name="reward_model.path"), components], []
+    yield replace(path, name="reward_model.path")
+    yield replace(enable, name="reward.components", value=["1.0 model"], text=None, weak=True)
 
 
 def _combine_overlong(parts: Parts) -> Combined:
     """Filtering runs before truncation, so with it no prompt is ever truncated or refused."""
     truncation, filtering = parts.get(_TRUNCATION), parts.get(_FILTER)
     if filtering is not None and read_boolean(filtering):
-        notes = [] if truncation is None else [note(truncation, f"{_FILTER} drops long prompts first")]
-        return [replace(filtering, name="data.overlong_prompts", value="drop", text=None)], notes
-    if truncation is None:
-        return [], []
-    policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
-    if truncation.value not in policies:
-        raise UserError(
-            f"{_TRUNCATION} = {truncation.value!r} is not known", source=truncation.source,
-            expected="error, left, right or middle", hint="set data.overlong_prompts, see --help",
-        )
-    policy = policies[truncation.value]
-    return [replace(truncation, name="data.overlong_prompts", value=policy, text=None)], []
+        yield replace(filtering, name="data.overlong_prompts", value="drop", text=None)
+        if truncation is not None:
+            yield note(truncation, f"{_FILTER} drops long prompts first")
+    elif truncation is not None:
+        policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
+        if truncation.value not in policies:
+            raise UserError(
+                f"{_TRUNCATION} = {truncation.value!r} is not known", source=truncation.source,
+                expected="error, left, right or middle", hint="set data.overlong_prompts, see --help",
+            )
+        yield replace(truncation, name="data.overlong_prompts", value=policies[truncation.value], text=None)
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
     """verl's own reward, which a reward function or service of the recipe's overrules as it does there."""
     key = parts[_REWARD_KEY]
-    if key.value is None:
-        return [], []
-    if key.value != "data_source":
+    if key.value == "data_source":
+        yield replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)
+    elif key.value is not None:
         raise UserError(
             f"{_REWARD_KEY} = {key.value!r} is not supported", source=key.source,
             expected="'data_source': it names the column that chooses the reward", hint="rename the column")
-    return [replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)], []
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
     sampling, temperature = parts.get(_DO_SAMPLE), parts.get(_VAL_TEMPERATURE)
     if sampling is not None and not read_boolean(sampling):
-        notes = [] if temperature is None or temperature.value == 0 else [note(temperature, f"{_DO_SAMPLE} is false")]
-        return [replace(sampling, name="rollout.validation_temperature", value=0.0, text=None)], notes
-    if temperature is None:
-        return [], [note(sampling, "rollout.validation_temperature decides")] if sampling is not None else []
-    return [replace(temperature, name="rollout.validation_temperature")], []
+        yield replace(sampling, name="rollout.validation_temperature", value=0.0, text=None)
+        if temperature is not None and temperature.value != 0:
+            yield note(temperature, f"{_DO_SAMPLE} is false")
+    elif temperature is not None:
+        yield replace(temperature, name="rollout.validation_temperature")
+    elif sampling is not None:
+        yield note(sampling, "rollout.validation_temperature decides")
 
 
 def _combine_clip(parts: Parts) -> Combined:
     """One number for both sides, which a side's own setting overrules."""
-    ratio = parts[_CLIP_RATIO]
-    return [replace(ratio, name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high")], []
+    return (replace(parts[_CLIP_RATIO], name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high"))
 
 
 def _combine_resume(parts: Parts) -> Combined:
@@ -141,15 +137,16 @@ def _combine_resume(parts: Parts) -> Combined:
         if path is None:
             raise UserError(f"{_RESUME_MODE} = 'resume_path' without {_RESUME_PATH}", source=mode.source,
                             expected="the directory of a checkpoint", hint=f"give {_RESUME_PATH}")
-        return [replace(path, name="checkpoint.resume")], []
-    notes = [] if path is None else [note(path, f"{_RESUME_MODE} is not 'resume_path'")]
-    if mode is None:
-        return [], notes
-    modes = {"auto": "auto", "disable": "never"}
-    if mode.value not in modes:
-        raise UserError(f"{_RESUME_MODE} = {mode.value!r} is not known", source=mode.source,
-                        expected="auto, disable or resume_path", hint="set checkpoint.resume instead, see --help")
-    return [replace(mode, name="checkpoint.resume", value=modes[mode.value], text=None)], notes
+        yield replace(path, name="checkpoint.resume")
+        return
+    if path is not None:
+        yield note(path, f"{_RESUME_MODE} is not 'resume_path'")
+    if mode is not None:
+        modes = {"auto": "auto", "disable": "never"}
+        if mode.value not in modes:
+            raise UserError(f"{_RESUME_MODE} = {mode.value!r} is not known", source=mode.source,
+                            expected="auto, disable or resume_path", hint="set checkpoint.resume instead, see --help")
+        yield replace(mode, name="checkpoint.resume", value=modes[mode.value], text=None)
 
 
 def _budget_group(prefix: str, role: str) -> AliasGroup:
@@ -161,8 +158,11 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
         given = {name: parts[name] for name in (tokens, sequences) if name in parts and parts[name].value is not None}
         is_dynamic = dynamic in parts and read_boolean(parts[dynamic])
         if sequences not in given or (is_dynamic and tokens in given):
-            notes = [note(given[sequences], f"{dynamic} is true")] if sequences in given else []
-            return ([replace(given[tokens], name=target)] if tokens in given else []), notes
+            if tokens in given:
+                yield replace(given[tokens], name=target)
+            if sequences in given:
+                yield note(given[sequences], f"{dynamic} is true")
+            return
         count = given[sequences]
         lengths = [parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2])
                    for name in (_PROMPT, _RESPONSE)]
@@ -171,11 +171,11 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
                 f"{sequences} = {count.value!r} with {_PROMPT} = {lengths[0]!r} and {_RESPONSE} = {lengths[1]!r}",
                 source=count.source, expected="integers of 1 or more", hint=f"set {target} instead")
         budget = count.value * sum(lengths)
-        notes = [f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
-                 f"{describe(count)} of the longest sequences"]
+        yield replace(count, name=target, value=budget, text=None, weak=True)
+        yield (f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
+               f"{describe(count)} of the longest sequences")
         if tokens in given:
-            notes.append(note(given[tokens], f"{dynamic} is not true"))
-        return [replace(count, name=target, value=budget, text=None, weak=True)], notes
+            yield note(given[tokens], f"{dynamic} is not true")
 
     return AliasGroup(
         (tokens, dynamic, sequences),
@@ -191,9 +191,8 @@ def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
     def combine(parts: Parts) -> Combined:
         given = parts[name]
         size = max((parts[size] for size in sizes if size in parts), key=lambda part: part.layer, default=None)
-        if read_boolean(given) and (size is None or size.value == 1):
-            return [], [note(given, "there is one tensor parallel rank")]
-        return [replace(given, name=target)], []
+        is_alone = read_boolean(given) and (size is None or size.value == 1)
+        yield note(given, "there is one tensor parallel rank") if is_alone else replace(given, name=target)
 
     return AliasGroup((name,), f"{target}, where there is tensor parallelism", combine, reads=sizes,
                       targets={name: target})
@@ -207,8 +206,8 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
         if not isinstance(given.value, list) or len(given.value) != 2:
             raise UserError(f"{name} = {given.value!r}", source=given.source, expected="two numbers",
                             hint=f"set {role}.adam_beta1 and {role}.adam_beta2")
-        return [replace(given, name=f"{role}.adam_beta{i}", value=beta, text=None)
-                for i, beta in enumerate(given.value, start=1)], []
+        for i, beta in enumerate(given.value, start=1):
+            yield replace(given, name=f"{role}.adam_beta{i}", value=beta, text=None)
 
     return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
 
@@ -218,15 +217,15 @@ def _overlong_buffer_group(prefix: str) -> AliasGroup:
     enable, length, penalty, log = (f"{prefix}.{leaf}" for leaf in ("enable", "len", "penalty_factor", "log"))
 
     def combine(parts: Parts) -> Combined:
-        logs = [note(parts[log], "the reward lost is always logged")] if log in parts else []
-        if enable not in parts or not read_boolean(parts[enable]):
-            unused = [parts[name] for name in (length, penalty) if name in parts]
-            return [], [note(setting, f"{enable} is not true") for setting in unused] + logs
-        targets = {length: "reward.overlong_buffer_length", penalty: "reward.overlong_penalty"}
-        if length not in parts:
+        is_on = enable in parts and read_boolean(parts[enable])
+        if is_on and length not in parts:
             raise UserError(f"{enable} = true without {length}", source=parts[enable].source,
                             expected="the tokens before max_response_length that are punished", hint=f"give {length}")
-        return [replace(parts[name], name=target) for name, target in targets.items() if name in parts], logs
+        for name, target in ((length, "reward.overlong_buffer_length"), (penalty, "reward.overlong_penalty")):
+            if name in parts:
+                yield replace(parts[name], name=target) if is_on else note(parts[name], f"{enable} is not true")
+        if log in parts:
+            yield note(parts[log], "the reward lost is always logged")
 
     return AliasGroup((enable, length, penalty, log), "reward.overlong_buffer_length and reward.overlong_penalty",
                       combine)

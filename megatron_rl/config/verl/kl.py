@@ -7,7 +7,7 @@ verl has a KL term in the loss (`use_kl_loss`, `kl_loss_coef`, `kl_loss_type`) a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_rl.config.sources import ASSUMED, Setting
 from megatron_rl.types import UserError
 
 Parts = dict[str, Setting]
-Combined = tuple[list[Setting], list[str]]
+Combined = Iterator[Setting | str]  # settings of ours, and notes
 
 _ACTOR = "actor_rollout_ref.actor"
 _USE_KL_LOSS, _KL_LOSS_COEF = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"
@@ -41,47 +41,50 @@ def combine_kl(parts: Parts) -> Combined:
             expected="one KL term, in the loss or in the reward", hint=f"set {_USE_KL_IN_REWARD}=false",
         )
     if in_reward:
-        unused = _ignore(parts, (_KL_LOSS_COEF, _KL_LOSS_TYPE), f"{_USE_KL_LOSS} is not true")
-        return _combine_kl_in_reward(parts), unused
-    settings, notes = _combine_kl_loss(parts.get(_USE_KL_LOSS), parts.get(_KL_LOSS_COEF))
+        yield from _combine_kl_in_reward(parts)
+        yield from _ignore(parts, (_KL_LOSS_COEF, _KL_LOSS_TYPE), f"{_USE_KL_LOSS} is not true")
+        return
+    yield from _combine_kl_loss(parts.get(_USE_KL_LOSS), parts.get(_KL_LOSS_COEF))
     if _KL_LOSS_TYPE in parts:
-        settings.append(_read_kl_type(parts[_KL_LOSS_TYPE]))
-    reason = f"{_USE_KL_IN_REWARD} is not true"
-    lone = parts.get(_KL_CTRL_COEF)
+        yield _read_kl_type(parts[_KL_LOSS_TYPE])
+    unused, lone = {_KL_PENALTY, *_CONTROLLER}, parts.get(_KL_CTRL_COEF)
     if lone is not None and not parts.keys() & {_USE_KL_LOSS, _KL_LOSS_COEF, _USE_KL_IN_REWARD}:
-        settings.append(replace(lone, name="algorithm.kl_coef"))
-        notes.append(f"read as algorithm.kl_coef: {describe(lone)}, the KL term is in the loss")
-        return settings, notes + _ignore(parts, set(_CONTROLLER) - {_KL_CTRL_COEF} | {_KL_PENALTY}, reason)
-    return settings, notes + _ignore(parts, (_KL_PENALTY, *_CONTROLLER), reason)
+        unused.remove(_KL_CTRL_COEF)
+        yield replace(lone, name="algorithm.kl_coef")
+        yield f"read as algorithm.kl_coef: {describe(lone)}, the KL term is in the loss"
+    yield from _ignore(parts, unused, f"{_USE_KL_IN_REWARD} is not true")
 
 
-def _combine_kl_in_reward(parts: Parts) -> list[Setting]:
+def _combine_kl_in_reward(parts: Parts) -> Combined:
     switch = parts[_USE_KL_IN_REWARD]
-    settings = [replace(switch, name="algorithm.kl_in", value="reward", text=None)]
+    yield replace(switch, name="algorithm.kl_in", value="reward", text=None)
     for name, target, assumed in ((_KL_CTRL_COEF, "algorithm.kl_coef", _VERL_KL_COEF),
                                   (_KL_PENALTY, "algorithm.kl_type", _VERL_KL_PENALTY)):
         if name not in parts:
-            settings.append(replace(switch, name=target, value=assumed, layer=ASSUMED, text=None))
+            yield replace(switch, name=target, value=assumed, layer=ASSUMED, text=None)
     if _KL_PENALTY in parts:
-        settings.append(_read_kl_type(parts[_KL_PENALTY]))
+        yield _read_kl_type(parts[_KL_PENALTY])
     for name in ("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl"):
         if name in parts:  # verl's target is a KL per token
-            settings.append(replace(parts[name], name="algorithm.kl_target_per", value="token", text=None, weak=True))
-    return settings + [replace(parts[name], name=target) for name, target in _CONTROLLER.items() if name in parts]
+            yield replace(parts[name], name="algorithm.kl_target_per", value="token", text=None, weak=True)
+    for name, target in _CONTROLLER.items():
+        if name in parts:
+            yield replace(parts[name], name=target)
 
 
 def _combine_kl_loss(use_loss: Setting | None, coef: Setting | None) -> Combined:
-    if use_loss is None:
-        return ([] if coef is None else [replace(coef, name="algorithm.kl_coef")]), []
-    if not read_boolean(use_loss):
-        notes = [] if coef is None else [note(coef, f"{_USE_KL_LOSS} is false")]
-        return [replace(use_loss, name="algorithm.kl_coef", value=0.0, text=None)], notes
-    place = replace(use_loss, name="algorithm.kl_in", value="loss", text=None)
+    if use_loss is not None and not read_boolean(use_loss):
+        yield replace(use_loss, name="algorithm.kl_coef", value=0.0, text=None)
+        if coef is not None:
+            yield note(coef, f"{_USE_KL_LOSS} is false")
+        return
+    if use_loss is not None:
+        yield replace(use_loss, name="algorithm.kl_in", value="loss", text=None)
     if coef is not None:
-        return [place, replace(coef, name="algorithm.kl_coef")], []
-    assumed = replace(use_loss, name="algorithm.kl_coef", value=_VERL_KL_COEF, layer=ASSUMED, text=None)
-    text = f"assumed: {_KL_LOSS_COEF}={_VERL_KL_COEF} unless algorithm.kl_coef is given, because of {_USE_KL_LOSS}"
-    return [place, assumed], [text]
+        yield replace(coef, name="algorithm.kl_coef")
+    elif use_loss is not None:
+        yield replace(use_loss, name="algorithm.kl_coef", value=_VERL_KL_COEF, layer=ASSUMED, text=None)
+        yield f"assumed: {_KL_LOSS_COEF}={_VERL_KL_COEF} unless algorithm.kl_coef is given, because of {_USE_KL_LOSS}"
 
 
 def _read_kl_type(setting: Setting) -> Setting:
@@ -92,13 +95,16 @@ def _read_kl_type(setting: Setting) -> Setting:
             hint="it would sum over the vocabulary, with the logits of policy and reference side by side; verl has the "
                  "name and no code for it (NotImplementedError). k3 has the same expectation",
         )
-    if setting.value not in KL_TYPES:
+    return look_up(setting, "algorithm.kl_type", KL_TYPES, "set algorithm.kl_type: k1, k2, k3 or abs")
+
+
+def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str) -> Setting:
+    """Our setting `target`, whose value stands for verl's in a table that has all of verl's."""
+    if not isinstance(setting.value, str) or setting.value not in values:
         raise UserError(
             f"{setting.name} = {setting.value!r} is not known", source=setting.source,
-            expected=f"one of {', '.join(map(repr, KL_TYPES))} (read as algorithm.kl_type)",
-            hint="set algorithm.kl_type: k1, k2, k3 or abs",
-        )
-    return replace(setting, name="algorithm.kl_type", value=KL_TYPES[setting.value], text=None)
+            expected=f"one of {', '.join(map(repr, values))} (read as {target})", hint=hint)
+    return replace(setting, name=target, value=values[setting.value], text=None)
 
 
 def read_boolean(setting: Setting) -> bool:
@@ -125,8 +131,8 @@ def note(setting: Setting, reason: str) -> str:
     return f"ignored: {describe(setting)}, {reason}"
 
 
-def _ignore(parts: Parts, names: Iterable[str], reason: str) -> list[str]:
-    return [note(parts[name], reason) for name in KL_NAMES if name in parts and name in names]
+def _ignore(parts: Parts, names: Collection[str], reason: str) -> Combined:
+    return (note(parts[name], reason) for name in KL_NAMES if name in parts and name in names)
 
 
 def _shown(value: Any) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.config.sources import ASSUMED, Setting
-from megatron_rl.config.verl.kl import Combined, Parts, describe, note
-from megatron_rl.types import UserError
+from megatron_rl.config.verl.kl import Combined, Parts, describe, look_up, note
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL_PATH = "actor_rollout_ref.model.path"
@@ -54,66 +53,49 @@ def find_defaults(settings: Sequence[Setting]) -> list[Setting]:
 def combine_policy_loss(parts: Parts) -> Combined:
     """The loss, with the dual clip and the aggregation that verl gives it."""
     mode = parts.get(_LOSS_MODE)
-    settings: list[Setting] = []
     if mode is not None and mode.layer != ASSUMED:
-        settings.append(_translate(mode, "algorithm.policy_loss", LOSS_MODES,
-                                   "register a loss of yours with algorithm.plugins and name it in "
-                                   "algorithm.policy_loss"))
-    notes: list[str] = []
+        yield look_up(mode, "algorithm.policy_loss", LOSS_MODES,
+                      "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss")
     for rule in (_combine_dual_clip, _combine_aggregation, _combine_covariance):
-        more, more_notes = rule(parts, mode)
-        settings += more
-        notes += more_notes
-    return settings, notes
+        yield from rule(parts, mode)
 
 
 def _combine_dual_clip(parts: Parts, mode: Setting | None) -> Combined:
     dual_clip, own_loss = parts.get(_DUAL_CLIP), parts.get("algorithm.policy_loss")
-    if dual_clip is not None:
-        if mode is not None and mode.value not in _DUAL_CLIPPED:
-            return [], [note(dual_clip, f"{_LOSS_MODE} = {mode.value!r} has no dual clip")]
-        return [replace(dual_clip, name="algorithm.dual_clip")], []
-    if mode is None or mode.value not in _DUAL_CLIPPED or (own_loss and own_loss.value != LOSS_MODES[mode.value]):
-        return [], []
-    assumed = Setting("algorithm.dual_clip", _VERL_DUAL_CLIP, mode.source, ASSUMED)
-    return [assumed], [f"assumed: {_DUAL_CLIP}={_VERL_DUAL_CLIP} unless algorithm.dual_clip is given, because verl's "
-                       f"loss {mode.value!r} always has a dual clip"]
+    has_clip = mode is not None and mode.value in _DUAL_CLIPPED
+    if dual_clip is not None and mode is not None and not has_clip:
+        yield note(dual_clip, f"{_LOSS_MODE} = {mode.value!r} has no dual clip")
+    elif dual_clip is not None:
+        yield replace(dual_clip, name="algorithm.dual_clip")
+    elif mode is not None and has_clip and not (own_loss and own_loss.value != LOSS_MODES[mode.value]):
+        yield Setting("algorithm.dual_clip", _VERL_DUAL_CLIP, mode.source, ASSUMED)
+        yield (f"assumed: {_DUAL_CLIP}={_VERL_DUAL_CLIP} unless algorithm.dual_clip is given, because verl's "
+               f"loss {mode.value!r} always has a dual clip")
 
 
 def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
     given = parts.get(AGGREGATION)
-    settings = [] if given is None else [_translate(
+    settings = [] if given is None else [look_up(
         given, "algorithm.loss_agg_mode", dict(AGGREGATIONS), "set algorithm.loss_agg_mode instead, see --help")]
-    if mode is not None and mode.value in _BY_SEQUENCE:
-        if given is not None and given.value == _SEQUENCE_MEAN:
-            return settings, []
-        forced = Setting("algorithm.loss_agg_mode", _SEQUENCE_MEAN, mode.source, ASSUMED)
+    if mode is not None and mode.value in _BY_SEQUENCE and (given is None or given.value != _SEQUENCE_MEAN):
+        yield Setting("algorithm.loss_agg_mode", _SEQUENCE_MEAN, mode.source, ASSUMED)
         why = (f"verl's loss {mode.value!r} is always averaged over the tokens of a sequence, then over sequences; the "
                "KL and entropy terms are here as well, and by loss_agg_mode in verl")
-        return [forced], [note(given, why) if given else f"read as algorithm.loss_agg_mode={_SEQUENCE_MEAN}: {why}"]
-    if given is None or given.value != "seq-mean-token-sum-norm":
-        return settings, []
-    count = parts[_MICRO_BATCH].value if _MICRO_BATCH in parts else None
-    factor = f"{_MICRO_BATCH} = {count}" if count else "the sequences of a micro batch"
-    return settings, [
-        f"read as algorithm.loss_agg_mode=constant: {describe(given)}; constant divides by the number of sequences too "
-        f"(as Dr. GRPO and TRL do) and verl does not, which makes its loss and gradients larger by the factor {factor}"]
+        yield note(given, why) if given else f"read as algorithm.loss_agg_mode={_SEQUENCE_MEAN}: {why}"
+        return
+    yield from settings
+    if given is not None and given.value == "seq-mean-token-sum-norm":
+        count = parts[_MICRO_BATCH].value if _MICRO_BATCH in parts else None
+        factor = f"{_MICRO_BATCH} = {count}" if count else "the sequences of a micro batch"
+        yield (f"read as algorithm.loss_agg_mode=constant: {describe(given)}; constant divides by the number of "
+               "sequences too (as Dr. GRPO and TRL do) and verl does not, which makes its loss and gradients larger by "
+               f"the factor {factor}")
 
 
 def _combine_covariance(parts: Parts, mode: Setting | None) -> Combined:
     """The share of tokens has one name here, and one per loss in verl."""
-    settings, notes = [], []
     for owner, name in _COV_RATIOS.items():
         if name in parts and mode is not None and mode.value == owner:
-            settings.append(replace(parts[name], name="algorithm.cov_ratio"))
+            yield replace(parts[name], name="algorithm.cov_ratio")
         elif name in parts:
-            notes.append(note(parts[name], f"it belongs to {_LOSS_MODE} = {owner!r}"))
-    return settings, notes
-
-
-def _translate(setting: Setting, target: str, values: dict[str, str], hint: str) -> Setting:
-    if not isinstance(setting.value, str) or setting.value not in values:
-        raise UserError(
-            f"{setting.name} = {setting.value!r} is not known", source=setting.source,
-            expected=f"one of {', '.join(map(repr, values))} (read as {target})", hint=hint)
-    return replace(setting, name=target, value=values[setting.value], text=None)
+            yield note(parts[name], f"it belongs to {_LOSS_MODE} = {owner!r}")
