@@ -25,7 +25,7 @@ def extract_answer(text: str, data_source: str = "") -> str | None:
         The answer without whitespace around it; None if the text marks none.
     """
     for match in reversed(list(_BOX.finditer(text))):
-        content = match["bare"] or _up_to_closing_brace(text[match.end():])
+        content = match["bare"] or read_to_closing_brace(text[match.end():])
         if content is not None:
             return content.strip()
     _, mark, rest = text.rpartition("####")
@@ -37,7 +37,8 @@ def extract_answer(text: str, data_source: str = "") -> str | None:
     return None
 
 
-def _up_to_closing_brace(text: str) -> str | None:
+def read_to_closing_brace(text: str) -> str | None:
+    """What stands before the brace that closes an open one; None where none does."""
     depth = 1
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")

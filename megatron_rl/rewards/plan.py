@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -83,14 +84,8 @@ def build_reward_plan(
         function: the object that `config.function` names; None: it is loaded.
 
     Raises:
-        UserError: a component that is not "WEIGHT SOURCE", an unusable function or URL, two models, or an
-            overlong buffer longer than a response.
+        UserError: a component that is not "WEIGHT SOURCE", an unusable function or URL, or two models.
     """
-    if not 0 <= config.overlong_buffer_length <= max_response_length:
-        raise UserError(
-            f"the overlong buffer of {config.overlong_buffer_length} tokens does not fit into a response",
-            source="reward.overlong_buffer_length", expected=f"0 to data.max_response_length = {max_response_length}",
-            hint="DAPO uses a fifth of max_response_length")
     if config.components:
         setting = "reward.components"
         weighted = [(*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]")
@@ -230,9 +225,5 @@ def _base_name(target: str) -> str:
 
 
 def _unique_name(name: str, taken: Sequence[str]) -> str:
-    used, number = {*taken, *_RESERVED}, 1
-    unique = name
-    while unique in used:
-        number += 1
-        unique = f"{name}_{number}"
-    return unique
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    return next(unique for unique in names if unique not in (*taken, *_RESERVED))

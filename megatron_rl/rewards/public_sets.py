@@ -13,6 +13,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.rewards.answers import read_to_closing_brace
 from megatron_rl.types import UserError
 
 _END = 300  # characters at the end of a response in which an answer is looked for
@@ -110,13 +111,8 @@ def _last_box(text: str) -> str | None:
     bare = "\\boxed "
     if bare in text:
         return text.rpartition(bare)[2].partition("$")[0]
-    box = text[max(text.rfind("\\boxed"), 0):]
-    depth = 0
-    for position, character in enumerate(box):
-        depth += (character == "{") - (character == "}")
-        if character == "}" and depth == 0:
-            return box[len("\\boxed{"):position] if box.startswith("\\boxed{") else None
-    return None
+    _, mark, rest = text.rpartition("\\boxed")
+    return read_to_closing_brace(rest[1:]) if mark and rest.startswith("{") else None
 
 
 def _normalize_math(text: str) -> str:

@@ -24,7 +24,7 @@ COUNTS = (UNMARKED, TIMEOUTS, UNPARSABLE_TRUTH)
 
 def exact_match(response: str, ground_truth: Any) -> float:
     """1.0 if the texts are equal but for whitespace around them, else 0.0; of several ground truths, to any."""
-    return float(any(response.strip() == truth.strip() for truth in _as_list(ground_truth)))
+    return float(any(response.strip() == truth.strip() for truth in list_truths(ground_truth)))
 
 
 def score_math(
@@ -49,7 +49,7 @@ def score_math(
         return {"score": 0.0, **counts}
     text = response.strip() if found is None else found
     verdicts = [compare_answers(text, extract_answer(truth) or truth.strip(), is_named=found is not None)
-                for truth in _as_list(ground_truth)]
+                for truth in list_truths(ground_truth)]
     return {"score": float("equal" in verdicts), **counts, TIMEOUTS: float("timeout" in verdicts),
             UNPARSABLE_TRUTH: float("unparsable truth" in verdicts)}
 
@@ -68,5 +68,6 @@ RULES: dict[str, Callable[[str, Any, str, AnswerPolicy], float | dict[str, float
 }
 
 
-def _as_list(ground_truth: Any) -> list[str]:
+def list_truths(ground_truth: Any) -> list[Any]:
+    """The ground truths of which any is right."""
     return ground_truth if isinstance(ground_truth, list) else [ground_truth]

@@ -9,6 +9,7 @@ from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.rewards.mathematics import is_readable
 from megatron_rl.rewards.plan import RewardPlan
 from megatron_rl.rewards.public_sets import find_scorer
+from megatron_rl.rewards.rules import list_truths
 from megatron_rl.rewards.scoring import shorten
 from megatron_rl.types import Prompt, UserError
 
@@ -35,7 +36,7 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
             _require_texts(rule, targets[rule], prompts)
     if "math" not in targets:
         return []
-    unread = [(prompt, truth) for prompt in prompts for truth in _texts(prompt)
+    unread = [(prompt, truth) for prompt in prompts for truth in list_truths(prompt.ground_truth)
               if not is_readable(extract_answer(truth) or truth.strip())]
     if not unread:
         return []
@@ -44,13 +45,9 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
             f"prompt_id {prompt.prompt_id}, {shorten(repr(truth))}"]
 
 
-def _texts(prompt: Prompt) -> list[str]:
-    return prompt.ground_truth if isinstance(prompt.ground_truth, list) else [prompt.ground_truth]
-
-
 def _require_texts(rule: str, setting: str, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
-        if not all(isinstance(truth, str) for truth in _texts(prompt)):
+        if not all(isinstance(truth, str) for truth in list_truths(prompt.ground_truth)):
             raise UserError(
                 f"the rule {rule} cannot compare with the ground truth {shorten(repr(prompt.ground_truth))} of "
                 f"prompt_id {prompt.prompt_id}, data_source \"{prompt.data_source}\"", source=setting,

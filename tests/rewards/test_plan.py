@@ -62,13 +62,6 @@ def test_components_that_cannot_be_used(components, message):
     assert caught.value.source.startswith("reward.components")
 
 
-def test_overlong_buffer_must_fit():
-    with pytest.raises(UserError, match="101 tokens"):
-        build_reward_plan(RewardConfig(overlong_buffer_length=101), 100)
-    with pytest.raises(UserError, match="-1 tokens"):
-        build_reward_plan(RewardConfig(overlong_buffer_length=-1), 100)
-
-
 def test_single_source_logs_its_own_components_only():
     plan = build_reward_plan(RewardConfig(rule="math"), 100)
     assert compute_reward(plan, [Score(0.5, {"level": 3.0})], 10) == (0.5, {"level": 3.0})
