@@ -204,7 +204,7 @@ def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
             source="world size (torchrun) and rollout.tensor_model_parallel_size",
-            expected=f"rollout.tensor_model_parallel_size of {_either(_nearest_divisors(world_size, rollout_tp_size))}"
+            expected=f"rollout.tensor_model_parallel_size of {_either(_nearestdivisors(world_size, rollout_tp_size))}"
             f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",
         )
@@ -217,7 +217,7 @@ def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None)
         raise UserError(
             f"data.train_batch_size {batch} is no multiple of actor.ppo_mini_batch_size {mini}",
             source="data.train_batch_size and actor.ppo_mini_batch_size",
-            expected=f"ppo_mini_batch_size of {_either(_nearest_divisors(batch, mini))}, or train_batch_size of "
+            expected=f"ppo_mini_batch_size of {_either(_nearestdivisors(batch, mini))}, or train_batch_size of "
             f"{_either(_nearest_multiples(batch, mini))}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
@@ -261,7 +261,7 @@ def _check_minibatch(cfg: RunConfig, rollouts_per_minibatch: int, dp_size: int) 
         return
     batch = cfg.data.train_batch_size
     needed = math.ceil(dp_size / cfg.rollout.n)
-    enough = [size for size in _divisors(batch) if size >= needed]
+    enough = [size for size in divisors(batch) if size >= needed]
     key = "actor.ppo_mini_batch_size" if enough else "data.train_batch_size"
     value = enough[0] if enough else needed
     raise UserError(
@@ -272,14 +272,15 @@ def _check_minibatch(cfg: RunConfig, rollouts_per_minibatch: int, dp_size: int) 
     )
 
 
-def _divisors(value: int) -> list[int]:
+def divisors(value: int) -> list[int]:
+    """In ascending order."""
     return [size for size in range(1, value + 1) if value % size == 0]
 
 
-def _nearest_divisors(value: int, wanted: int) -> list[int]:
+def _nearestdivisors(value: int, wanted: int) -> list[int]:
     """The divisors of `value` next to `wanted` on either side."""
-    below = [size for size in _divisors(value) if size < wanted]
-    above = [size for size in _divisors(value) if size > wanted]
+    below = [size for size in divisors(value) if size < wanted]
+    above = [size for size in divisors(value) if size > wanted]
     return below[-1:] + above[:1]
 
 

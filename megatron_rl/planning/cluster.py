@@ -116,6 +116,15 @@ def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
         ep_size=config.expert_model_parallel_size)
 
 
+def check_layout(role: RoleSpec, shape: ModelShape, world_size: int) -> ParallelLayout:
+    """The layout of a role, which its model must allow (UserError)."""
+    layout = build_layout(role.layout, world_size)
+    shape.check_training_layout(
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
+        sequence_parallel=role.layout.sequence_parallel, section=role.section)
+    return layout
+
+
 def build_job(
     config: RunConfig, spec: RunSpec, cluster: Cluster, shape: ModelShape,
     scoring: Mapping[str, ModelShape] | None = None,

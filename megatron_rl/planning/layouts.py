@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 
-from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.batch_plan import BatchPlan, divisors
 from megatron_rl.config.loading import check_config
-from megatron_rl.planning.cluster import GIB, Job, build_layout
+from megatron_rl.planning.cluster import GIB, Job, check_layout
 from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
 from megatron_rl.planning.memory import Phase, RankMemory, compute_memory
 from megatron_rl.planning.steptime import Assumptions, predict_step
@@ -59,13 +59,12 @@ class Candidate:
     Attributes:
         choice: the layout.
         job: the run in it.
-        worst_rank, worst_phase: where the most memory is needed.
+        worst_phase: where the most memory is needed.
         seconds: predicted, of a step.
     """
 
     choice: Choice
     job: Job
-    worst_rank: int
     worst_phase: Phase
     seconds: float
 
@@ -94,10 +93,7 @@ def check_job(job: Job) -> BatchPlan:
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
-        layout = build_layout(role.layout, job.cluster.world_size)
-        job.shape.check_training_layout(
-            layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
-            sequence_parallel=role.layout.sequence_parallel, section=role.section)
+        check_layout(role, job.shape, job.cluster.world_size)
     job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
     return plan
 
@@ -157,7 +153,7 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
         return None
     rank = max(memory, key=lambda rank: rank.peak.total)
     step = predict_step(job, work, list_traffic(job, work), memory, _guess_switch_seconds(job, memory), assumed)
-    return Candidate(describe_choice(job), job, rank.rank, rank.peak, step.total)
+    return Candidate(describe_choice(job), job, rank.peak, step.total)
 
 
 def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
@@ -193,12 +189,12 @@ def _list_choices(job: Job) -> Iterator[Choice]:
     now = describe_choice(job)
     rollout_sizes, offloads = _rollout_sizes(job), sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})
-    for tp in _divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
-        for pp in _divisors(shape.num_layers):
+    for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
+        for pp in divisors(shape.num_layers):
             if tp > node or world % (tp * pp * now.context_parallel_size):
                 continue
             replicas = world // (tp * pp)
-            for ep in _divisors(shape.num_experts) if shape.num_experts else [1]:
+            for ep in divisors(shape.num_experts) if shape.num_experts else [1]:
                 if replicas % ep:
                     continue
                 vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
@@ -234,7 +230,3 @@ def _offload_settings(job: Job) -> list[str]:
 def _is_set(job: Job, setting: str) -> bool:
     section, _, leaf = setting.partition(".")
     return getattr(getattr(job.config, section), leaf)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

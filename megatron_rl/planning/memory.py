@@ -89,9 +89,8 @@ def _representatives(job: Job) -> list[int]:
 
 
 def _compute_rank(job: Job, rank: int) -> RankMemory:
-    config, dtype = job.config, job.config.model.dtype
-    actor = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype,
-                               use_distributed_optimizer=config.actor.use_distributed_optimizer)
+    config, roles = job.config, job.spec.roles
+    actor = _role_bytes(job, rank, roles["actor"])
     # In training everything of the actor is there; while others work, what is offloaded is on the host.
     training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     waiting = dict(training)
@@ -99,9 +98,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         waiting["gradients"] = 0
     if config.actor.offload_optimizer:
         waiting["optimizer"] = 0
-    reference = 0
-    if "reference" in job.spec.roles:
-        reference = compute_role_bytes(job.shape, job.layout, rank, dtype=dtype, is_trained=False).parameters
+    reference = _role_bytes(job, rank, roles["reference"]).parameters if "reference" in roles else 0
     resting = {"reference": 0 if config.reference.offload else reference}
     host = config.actor.offload_optimizer * actor.optimizer + config.reference.offload * reference
     for role in job.others:
@@ -111,17 +108,18 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
-    scoring = _activations(job, rank, job.spec.roles["actor"])
+    scoring = _activations(job, rank, roles["actor"])
     phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
-    update = _activations(job, rank, job.spec.roles["actor"], is_update=True)
+    update = _activations(job, rank, roles["actor"], is_update=True)
     phases.append(Phase("actor update", base | training | resting | update))
-    return replace(memory, phases=[_without_zeros(phase) for phase in phases], host_bytes=host)
+    phases = [Phase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
+    return replace(memory, phases=phases, host_bytes=host)
 
 
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
+    shape, layout = job.shapes.get(role.name, job.shape), build_layout(role.layout, job.cluster.world_size)
     return compute_role_bytes(
-        job.shapes[role.name], build_layout(role.layout, job.cluster.world_size), rank, dtype=job.config.model.dtype,
-        is_trained=role.trainable,
+        shape, layout, rank, dtype=job.config.model.dtype, is_trained=role.trainable,
         use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False))
 
 
@@ -241,7 +239,3 @@ def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tu
     for placement in table:
         sizes[placement.param] += math.prod(stop - start for start, stop in placement.local_box)
     return table, dict(sizes)
-
-
-def _without_zeros(phase: Phase) -> Phase:
-    return Phase(phase.name, {name: size for name, size in phase.parts.items() if size})

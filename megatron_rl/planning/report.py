@@ -122,10 +122,9 @@ def format_plan(plan: Plan, top: int) -> str:
         "mean",
         "", *_memory_table(plan), "", *_traffic_table(plan), "", *_time_table(plan),
         "", *_candidate_table(plan, top), "",
+        "the plan fits" if plan.problem is None else f"the plan does not fit: {plan.problem.found}",
     ]
-    if plan.problem is None:
-        return "\n".join([*lines, "the plan fits"])
-    return "\n".join([*lines, f"the plan does not fit: {plan.problem.found}"])
+    return "\n".join(lines)
 
 
 def _memory_table(plan: Plan) -> list[str]:

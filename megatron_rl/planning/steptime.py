@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.planning.cluster import Job, build_layout
-from megatron_rl.planning.communication import WITHIN, Traffic, Workload
+from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload
 from megatron_rl.planning.memory import RankMemory
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
 from megatron_rl.weights.families import ModelShape
@@ -86,11 +86,15 @@ def predict_step(
         assumed: efficiencies.
     """
     def wait(role: str) -> float:
-        return sum(t.bytes_per_rank / _bandwidth(job, t) / assumed.link_efficiency
+        bandwidths = {WITHIN: job.cluster.within_node, ACROSS: job.cluster.across_nodes}
+        return sum(t.bytes_per_rank / bandwidths[t.link] / assumed.link_efficiency
                    for t in traffic if t.kind.startswith(role))
 
     def compute(shape: ModelShape, section: LayoutConfig, rounds: float) -> float:
-        return _pass_seconds(job, work, shape, section, assumed, rounds)
+        """`rounds` forward passes (a backward pass counts as two) over all tokens."""
+        length = work.prompt_tokens + work.response_tokens
+        operations = rounds * work.tokens * count_operations(shape, length) / job.cluster.world_size
+        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(job, work, section))
 
     def training_rounds(section: LayoutConfig) -> int:
         return work.passes * (3 + (section.recompute_granularity == "full"))
@@ -125,15 +129,6 @@ def count_operations(shape: ModelShape, length: float) -> float:
     return 2 * (shape.num_layers * layer + head) + shape.num_layers * 2 * q * length
 
 
-def _pass_seconds(
-    job: Job, work: Workload, shape: ModelShape, section: LayoutConfig, assumed: Assumptions, rounds: float
-) -> float:
-    """`rounds` forward passes (a backward pass counts as two) over all tokens."""
-    length = work.prompt_tokens + work.response_tokens
-    operations = rounds * work.tokens * count_operations(shape, length) / job.cluster.world_size
-    return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(job, work, section))
-
-
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
     """Waves of responses that run at once; each decoding pass reads the weights and all their keys and values."""
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
@@ -153,7 +148,3 @@ def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed
     decode = passes * (max((weights + running * mean * per_token) / bandwidth, operations) + assumed.decode_overhead)
     prefill = per_engine * work.prompt_tokens * count_operations(shape, work.prompt_tokens) / tp
     return decode + prefill / (cluster.flops * assumed.mfu)
-
-
-def _bandwidth(job: Job, traffic: Traffic) -> float:
-    return job.cluster.within_node if traffic.link == WITHIN else job.cluster.across_nodes

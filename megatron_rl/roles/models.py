@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RunConfig, TrainedConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import build_layout
+from megatron_rl.planning.cluster import check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape, load_model_shape
 
@@ -81,10 +81,7 @@ def _read_reference(spec: RoleSpec, actor: RoleInputs) -> RoleInputs:
 
 def _read_layout(spec: RoleSpec, world_size: int, shape: ModelShape) -> ParallelLayout:
     """A role's layout, checked against its model."""
-    layout, section = build_layout(spec.layout, world_size), spec.section
-    shape.check_training_layout(
-        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
-        sequence_parallel=spec.layout.sequence_parallel, section=section)
+    layout, section = check_layout(spec, shape, world_size), spec.section
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
     if shape.num_experts and isinstance(spec.layout, TrainedConfig):
         _check_experts(spec.layout, shape, section)
