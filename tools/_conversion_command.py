@@ -15,13 +15,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_rl.checkpoint.conversion import DTYPES
-from megatron_rl.checkpoint.units import Workers
+from megatron_rl.checkpoint.units import Progress, Workers
 from megatron_rl.types import UserError
 
 _LINE_SECONDS = 10.0
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """How far the first process is, on stderr: a bar on a terminal, else a line every ten seconds and at the end."""
 
     def __init__(self, label: str) -> None:

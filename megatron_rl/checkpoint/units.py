@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _NOTES = ".units"
 
 
-class Progress(Protocol):
-    """Where a process tells how far it is."""
+class Progress:
+    """Where a process tells how far it is; nobody watches this one."""
 
     def begin(self, num_bytes: int) -> None:
         """There are so many bytes to write."""
@@ -41,14 +41,7 @@ class Progress(Protocol):
         """So many more are written."""
 
 
-class _Silent:
-    """The progress of a process that nobody watches."""
-
-    def begin(self, num_bytes: int) -> None: ...
-    def advance(self, num_bytes: int) -> None: ...
-
-
-class _Shared(_Silent):
+class _Shared(Progress):
     """Adds up what the processes of a pool have written."""
 
     total: Synchronized[int]  # set in each of them when it starts: it can be inherited, not sent
@@ -161,7 +154,7 @@ def run_units(
     """
     workers.agree(_attempt(lambda: _prepare(partial, fingerprint) if workers.rank == 0 else None, partial))
     mine = [unit for unit in units[workers.rank :: workers.size] if _read_note(partial, unit) is None]
-    progress = progress or _Silent()
+    progress = progress or Progress()
     progress.begin(sum(unit.num_bytes for unit in mine))
     workers.agree(_attempt(lambda: _write_all(mine, write, partial, workers.processes, progress), partial))
     finished = [note for unit in units if (note := _read_note(partial, unit)) is not None]
