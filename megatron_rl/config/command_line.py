@@ -170,10 +170,6 @@ def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
         _say(f"note: settings of plugins may be missing: {error}", is_first, stream=sys.stderr)
 
 
-def _is_recipe(argument: str) -> bool:
-    return not argument.startswith("-") and "=" not in argument
-
-
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[str]]:
     """The flags that are not settings, the recipe, and the settings."""
     flags: dict[str, str] = {}
@@ -190,7 +186,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
                 flags[name] = value if separator else "".join(argv[index + 1 : index + 2])
                 del argv[index : index + taken]
                 break
-    recipe = Path(argv.pop(0)) if argv and _is_recipe(argv[0]) else None
+    has_recipe = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
+    recipe = Path(argv.pop(0)) if has_recipe else None
     return flags, recipe, argv
 
 

@@ -158,7 +158,8 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         return _convert_text(value, text)
     if kind == dict[str, Any]:
         return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED
-    return _convert_list(value, *typing.get_args(kind))
+    items, (item_kind,) = value if isinstance(value, list) else [value], typing.get_args(kind)
+    return list(items) if all(type(item) is item_kind for item in items) else _REFUSED
 
 
 def _convert_number(value: Any) -> Any:
@@ -173,13 +174,6 @@ def _convert_text(value: Any, text: str | None) -> Any:
     if isinstance(value, str):
         return value
     return text if text and value is not None else _REFUSED
-
-
-def _convert_list(value: Any, kind: type) -> Any:
-    items = value if isinstance(value, list) else [value]
-    if all(type(item) is kind for item in items):
-        return list(items)
-    return _REFUSED
 
 
 def _type_hint(info: FieldInfo, value: Any) -> str:

@@ -7,21 +7,13 @@ Who changes one thing (one GPU instead of four, no validation, another step mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
 
+_Idle = tuple[str, str, Any]
 _SHAPE_SETTINGS = {"bucket_tokens": [], "max_num_seqs": 64, "graph_memory_gib": None}
-
-
-@dataclass(frozen=True)
-class _Idle:
-    """A setting without effect: its full name, why, and the value that the run takes instead."""
-
-    name: str
-    why: str
-    value: Any
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
@@ -32,42 +24,43 @@ def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig,
         sources: where each setting comes from (full name -> place).
     """
     notes = []
-    for idle in list(_find_idle(config)):
-        section, _, leaf = idle.name.partition(".")
+    for name, why, value in list(_find_idle(config)):
+        section, _, leaf = name.partition(".")
         role = getattr(config, section)
-        place = f" ({sources[idle.name]})" if idle.name in sources else ""
-        notes.append(f"ignored: {idle.name}={getattr(role, leaf)!r}{place}, {idle.why}")
-        config = replace(config, **{section: replace(role, **{leaf: idle.value})})
+        place = f" ({sources[name]})" if name in sources else ""
+        notes.append(f"ignored: {name}={getattr(role, leaf)!r}{place}, {why}")
+        config = replace(config, **{section: replace(role, **{leaf: value})})
     return config, notes
 
 
 def _find_idle(config: RunConfig) -> Iterator[_Idle]:
+    """The full name of each, why it has no effect, and the value that the run takes instead."""
     for section in ("actor", "critic", "reward_model"):
         yield from _find_in_layout(config, section)
     for section in ("actor", "critic"):
         yield from _find_in_step(config, section)
     if config.trainer.test_freq and not config.data.validation_files:
-        yield _Idle("trainer.test_freq", "data.validation_files is empty", 0)
+        yield ("trainer.test_freq", "data.validation_files is empty", 0)
     for leaf, default in (("kl_controller", "fixed"), ("kl_in", "loss")):
         if getattr(config.algorithm, leaf) != default and config.algorithm.kl_coef == 0:
-            yield _Idle(f"algorithm.{leaf}", "algorithm.kl_coef is 0", default)
+            yield (f"algorithm.{leaf}", "algorithm.kl_coef is 0", default)
     for leaf, default, switch, off in (
         ("importance_normalize", False, "importance_sampling", "none"),
         ("dynamic_sampling_metric", None, "dynamic_sampling", False),
     ):
         if getattr(config.algorithm, leaf) != default and getattr(config.algorithm, switch) == off:
-            yield _Idle(f"algorithm.{leaf}", f"algorithm.{switch} is {off!r}", default)
+            yield (f"algorithm.{leaf}", f"algorithm.{switch} is {off!r}", default)
     components = config.reward.components
     if config.reward_model.path is not None and components and not any(c.split()[1:] == ["model"] for c in components):
-        yield _Idle("reward_model.path", "reward.components does not use 'model'", None)
+        yield ("reward_model.path", "reward.components does not use 'model'", None)
 
 
 def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
     role = getattr(config, section)
     if role.sequence_parallel and role.tensor_model_parallel_size == 1:
-        yield _Idle(f"{section}.sequence_parallel", f"{section}.tensor_model_parallel_size is 1", False)
+        yield (f"{section}.sequence_parallel", f"{section}.tensor_model_parallel_size is 1", False)
     if role.virtual_pipeline_model_parallel_size is not None and role.pipeline_model_parallel_size == 1:
-        yield _Idle(f"{section}.virtual_pipeline_model_parallel_size",
+        yield (f"{section}.virtual_pipeline_model_parallel_size",
                     f"{section}.pipeline_model_parallel_size is 1", None)
 
 
@@ -75,15 +68,15 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
     role = getattr(config, section)
     mode = f"{section}.step_mode is {role.step_mode!r}"
     if role.min_lr > role.lr and role.lr_decay_style == "constant":
-        yield _Idle(f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
+        yield (f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
     for leaf, default in _SHAPE_SETTINGS.items():
         is_used = role.step_mode == "graph" or (role.step_mode == "static" and leaf != "graph_memory_gib")
         if not is_used and getattr(role, leaf) != default:
-            yield _Idle(f"{section}.{leaf}", mode, default)
+            yield (f"{section}.{leaf}", mode, default)
     if role.step_mode == "eager":
         return
     if role.overlap_grad_reduce:
-        yield _Idle(f"{section}.overlap_grad_reduce", f"{mode}: gradients are reduced when all are there", False)
+        yield (f"{section}.overlap_grad_reduce", f"{mode}: gradients are reduced when all are there", False)
     if role.share_prompts and role.context_parallel_size > 1:
-        yield _Idle(f"{section}.share_prompts", f"{mode}: shared prompts have no fixed shape with "
+        yield (f"{section}.share_prompts", f"{mode}: shared prompts have no fixed shape with "
                     f"{section}.context_parallel_size = {role.context_parallel_size}", False)

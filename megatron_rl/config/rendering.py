@@ -17,8 +17,8 @@ import yaml
 from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
 from megatron_rl.config.options import list_options
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.verl.aliases import ALIASES, Renamed
 from megatron_rl.config.verl.groups import GROUPS
+from megatron_rl.config.verl.tables import ALIASES, Renamed
 
 _SYNTAX = """\
 Settings are given in the recipe (nested sections) and on the command line, which wins:

@@ -22,9 +22,6 @@ from megatron_rl.config.verl.losses import find_defaults
 from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
 from megatron_rl.types import UserError
 
-__all__ = ["ALIASES", "GROUPS", "PATTERNS", "Ignored", "Only", "Renamed", "SameAs", "alias_names", "alias_target",
-           "find_ranks", "translate"]
-
 # Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
 _NOTHING = ("???", {})
 
@@ -87,7 +84,9 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
         elif setting.name in fields:
             translated.append(setting)
         else:
-            pattern = _find_pattern(setting, fields)
+            pattern = next((pattern for pattern in PATTERNS if fnmatchcase(setting.name, pattern)), None)
+            if pattern is None:
+                raise unknown_key_error(setting.name, setting.source, fields, alias_names())
             if setting.value is not None:
                 below.setdefault(pattern, []).append(setting)
     notes += [text for setting, alias in repeated for text in _compare(setting, alias, translated)]
@@ -144,13 +143,6 @@ def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> 
         f"{setting.name} = {setting.value!r}, but {describe(strongest)}", source=setting.source,
         expected=f"the value of {alias.target}: both mean the same here", hint=f"remove {setting.name}",
     )
-
-
-def _find_pattern(setting: Setting, fields: Mapping[str, FieldInfo]) -> str:
-    for pattern in PATTERNS:
-        if fnmatchcase(setting.name, pattern):
-            return pattern
-    raise unknown_key_error(setting.name, setting.source, fields, alias_names())
 
 
 def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
