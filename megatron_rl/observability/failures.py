@@ -165,19 +165,15 @@ def _first_lines(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
 
 
-def _frames(error: BaseException) -> list[Any]:
-    return list(traceback.extract_tb(error.__traceback__))
-
-
 def _rooms(error: BaseException) -> list[str]:
     """Sub-package of each frame that is of this package, the innermost last."""
-    return [Path(frame.filename).relative_to(_PACKAGE).parts[0] for frame in _frames(error)
+    return [Path(frame.filename).relative_to(_PACKAGE).parts[0] for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename.startswith(_PACKAGE)]
 
 
 def _locate(error: BaseException) -> str:
     """The innermost frame, and the innermost one of this package where that is another."""
-    frames = _frames(error)
+    frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"
     ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.name != "counted"]  # a timer's

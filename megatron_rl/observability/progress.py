@@ -45,9 +45,10 @@ class ProgressDisplay(Sink):
     def _draw(self, stream: TextIO | None) -> Progress:
         bars = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(), _Remaining(), _note_column(), console=Console(file=stream or sys.stdout),
-            refresh_per_second=_REDRAWS_PER_SECOND, redirect_stdout=stream is None,
-            redirect_stderr=stream is None and sys.stderr.isatty())
+            TimeElapsedColumn(), _Remaining(),
+            TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=Console(file=stream or sys.stdout), refresh_per_second=_REDRAWS_PER_SECOND,
+            redirect_stdout=stream is None, redirect_stderr=stream is None and sys.stderr.isatty())
         self._steps = bars.add_task("step", total=self._pace.total, count="", pace=self._pace, note="")
         self._rollout = bars.add_task("rollout", total=None, visible=False, count="", pace=None, note="")
         self._show_steps(bars)
@@ -114,7 +115,3 @@ class _Remaining(ProgressColumn):
             return Text("")
         left = pace.remaining
         return Text("eta -" if left is None else f"eta {timedelta(seconds=round(left))}")
-
-
-def _note_column() -> TextColumn:
-    return TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))

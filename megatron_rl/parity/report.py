@@ -40,11 +40,6 @@ def measure_gaps(
     return gaps
 
 
-def find_divergence(gaps: Sequence[Gap], tolerance: float) -> Gap | None:
-    """The first gap that rounding does not explain."""
-    return next((gap for gap in gaps if not gap.relative_gap <= tolerance), None)
-
-
 def measure_logprobs(
     scores: Mapping[str, Sequence[torch.Tensor]]
 ) -> dict[str, dict[str, float]]:
@@ -99,7 +94,8 @@ def make_report(
 ) -> dict[str, Any]:
     """The result as JSON; its keys are described in docs/conversion.md."""
     logprobs = measure_logprobs(scores)
-    divergence = find_divergence(gaps, TRACE_TOLERANCE[dtype])
+    # The first gap that rounding does not explain.
+    divergence = next((gap for gap in gaps if not gap.relative_gap <= TRACE_TOLERANCE[dtype]), None)
     causes = explain(reference, other, wrong, divergence)
     too_far = [pair for pair, gap in logprobs.items() if not gap["max"] <= LOGPROB_TOLERANCE[dtype]]
     if too_far and not causes:
