@@ -13,7 +13,6 @@ from typing import Any
 import sentencepiece
 import torch
 import yaml
-from metric_rows import find_metric
 
 import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.trainer.sft as sft_module
@@ -21,6 +20,7 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.engines.vllm import prepare_vllm
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model
+from tools._metrics_page import find_metric
 
 
 def make_task(directory: Path) -> None:
@@ -107,6 +107,6 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """Records of metrics.jsonl without what depends on the clock and the allocator; every metric has a meaning."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unnamed = {key for record in records for key in record if key != "step" and find_metric(key) is None}
-    assert not unnamed, f"{unnamed}: give them rows in megatron_rl/observability/metric_table.py"
+    assert not unnamed, f"{unnamed}: give them rows in tools/_metrics_page.py"
     measured = ("time/", "memory/", "tokens/per_second")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in records]

@@ -17,10 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
-from megatron_rl.config import key_docs
-from megatron_rl.config.verl import docs as verl_docs
-from megatron_rl.observability import metric_table
-from tools import _architecture_page, _error_page
+from tools import _architecture_page, _error_page, _metrics_page, _settings_page, _verl_page
 
 
 def make_pages() -> dict[Path, str]:
@@ -28,10 +25,10 @@ def make_pages() -> dict[Path, str]:
     docs = ROOT / "docs"
     return {
         docs / "architecture.md": _architecture_page.format_page(),
-        docs / "config.md": key_docs.format_page(),
+        docs / "config.md": _settings_page.format_page(),
         docs / "errors.md": _error_page.format_page(ROOT),
-        docs / "metrics.md": metric_table.format_page(),
-        docs / "verl_keys.md": verl_docs.format_page(),
+        docs / "metrics.md": _metrics_page.format_page(),
+        docs / "verl_keys.md": _verl_page.format_page(),
     }
 
 

@@ -11,11 +11,11 @@ import pytest
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.loading import LoadedConfig, load_config
 from megatron_rl.config.verl.aliases import alias_names
-from megatron_rl.config.verl.docs import format_page
 from megatron_rl.config.verl.groups import GROUPS
 from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Renamed, SameAs
 from megatron_rl.roles.inputs import plan_rl
 from megatron_rl.types import UserError
+from tools._verl_page import format_page
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -12,9 +12,8 @@ import re
 from pathlib import Path
 
 import pytest
-from metric_rows import find_metric
 
-from megatron_rl.observability.metric_table import METRICS, format_page
+from tools._metrics_page import METRICS, find_metric, format_page
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
@@ -42,8 +41,7 @@ def test_every_row_is_written_by_a_recorded_run() -> None:
 
 def test_every_phase_is_entered_somewhere() -> None:
     """A phase is a text in the sources, `phase("rollout")` or `update="update"`, and each such phase has a row."""
-    files = [path for path in (ROOT / "megatron_rl").rglob("*.py") if path.name != "metric_table.py"]
-    text = "\n".join(path.read_text() for path in files)
+    text = "\n".join(path.read_text() for path in (ROOT / "megatron_rl").rglob("*.py"))
     phases = {name.removeprefix("time/") for name in ROWS if name.startswith("time/")}
     assert {phase for phase in phases if f'"{phase}"' not in text} == set()
     assert set(re.findall(r'\.phase\("(\w+)"', text)) <= phases

@@ -7,7 +7,10 @@ metric that is not in the table fails the tests that read a run.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_PLACEHOLDER = re.compile(r"<\w+>")
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 }
 
 
+def find_metric(key: str) -> Metric | None:
+    """The row of a key of a record, the most literal one; None where there is none."""
+    found = [metric for metrics in METRICS.values() for metric in metrics
+             if re.fullmatch(_PLACEHOLDER.sub(".+", re.escape(metric.name)), key)]
+    return min(found, key=lambda metric: len(_PLACEHOLDER.findall(metric.name)), default=None)
+
+
 def format_page() -> str:
     """The page `docs/metrics.md`."""
     parts = [_INTRODUCTION]
@@ -140,7 +150,7 @@ def format_page() -> str:
 _INTRODUCTION = """\
 # Metrics
 
-Every key of a record in `metrics.jsonl` beside `step`, made from `megatron_rl/observability/metric_table.py` by
+Every key of a record in `metrics.jsonl` beside `step`, made from `tools/_metrics_page.py` by
 `python tools/make_docs.py`. TensorBoard and Weights & Biases show the same numbers under the same names.
 
 What is measured several times in a step, once per optimizer step as a rule, is averaged. What a run does not measure is
