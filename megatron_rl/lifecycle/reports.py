@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 15.0  # from a claim to its report
@@ -45,7 +45,7 @@ class ReportBoard:
         log_file: of this rank; whatever it shows goes there, too.
     """
 
-    def __init__(self, store: dist.Store, rank: int, log_file: Path) -> None:
+    def __init__(self, store: Store, rank: int, log_file: Path) -> None:
         self._store, self._rank, self._log_file = store, rank, log_file
         self._lock, self._is_concluded = threading.Lock(), False
 

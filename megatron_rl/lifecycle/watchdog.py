@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.lifecycle.collective_ledger import describe_collectives
 from megatron_rl.lifecycle.reports import ReportBoard
@@ -74,7 +74,7 @@ class Watchdog:
         board: where the report of a failure is agreed on.
     """
 
-    def __init__(self, watched: Watched, store: dist.Store, end: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, watched: Watched, store: Store, end: Callable[[int], None] = os._exit) -> None:
         self._watched, self._store, self._end = watched, store, end
         self.board = ReportBoard(store, watched.rank, watched.log_file)
         self._program, self._position, self._since = threading.get_ident(), None, time.monotonic()
