@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from megatron_rl.checkpoint.safetensors_index import read_headers
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -44,18 +45,12 @@ def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) ->
 def read_dtypes(files: Mapping[str, Path], shape: ModelShape) -> dict[str, torch.dtype]:
     """Type of every tensor, from the headers."""
     names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    found: dict[str, torch.dtype] = {}
-    for file in sorted(set(files.values())):
-        with safe_open(file, "pt") as handle:
-            for name in shape.logical_tensors():
-                if files[name] == file:
-                    stored = handle.get_slice(name).get_dtype()
-                    if stored not in names:
-                        raise UserError(
-                            f"{name} is stored as {stored}", source=str(file), expected=f"one of {sorted(names)}",
-                            hint="dequantize the model first")
-                    found[name] = names[stored]
-    return found
+    stored = {name: dtype for name, (_, dtype) in read_headers(files).items() if name in shape.logical_tensors()}
+    for name, dtype in stored.items():
+        if dtype not in names:
+            raise UserError(f"{name} is stored as {dtype}", source=str(files[name]),
+                            expected=f"one of {sorted(names)}", hint="dequantize the model first")
+    return {name: names[dtype] for name, dtype in stored.items()}
 
 
 def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], source: Path) -> None:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.files import publish, write_file
-from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
+from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, make_model_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.checkpoint.units import Unit, split_units
@@ -51,11 +51,10 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
     files = index_safetensors(directory)
     _check_head(directory, files, shape, may_lack)
     wrong = [f"{name} is missing" for name in shape.logical_tensors() if name not in files and name not in may_lack]
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as handle:
-            for name, expected in shape.logical_tensors().items():
-                if files.get(name) == file and tuple(found := handle.get_slice(name).get_shape()) != expected:
-                    wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
+    for name, (found, _) in read_headers(files).items():
+        expected = shape.logical_tensors().get(name, found)
+        if found != expected:
+            wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
     if wrong:
         raise UserError(
             f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}", source=str(directory),
@@ -78,11 +77,10 @@ def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, m
                 f"there is no {SCORE_HEAD}", source=source,
                 expected=f"a {family.scoring_architecture} with one label", hint="a language model gives no scores")
         return
-    with safe_open(files[SCORE_HEAD], framework="pt") as handle:
-        size = list(handle.get_slice(SCORE_HEAD).get_shape())
-    if size != [1, shape.hidden_size]:
+    size, _ = read_headers({SCORE_HEAD: files[SCORE_HEAD]})[SCORE_HEAD]
+    if size != (1, shape.hidden_size):
         raise UserError(
-            f"{SCORE_HEAD} is {size}", source=source, expected=f"one label: [1, {shape.hidden_size}]",
+            f"{SCORE_HEAD} is {list(size)}", source=source, expected=f"one label: [1, {shape.hidden_size}]",
             hint="save the model with num_labels=1")
     bias = SCORE_HEAD.replace("weight", "bias")
     if bias in files:

@@ -8,12 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, read_manifest, resolve_weights
 from megatron_rl.checkpoint.files import DIGESTS_FILE
 from megatron_rl.checkpoint.manifest import RECIPE_FILE
-from megatron_rl.checkpoint.safetensors_index import index_safetensors
+from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader, dtype_name
 from megatron_rl.types import UserError
 
@@ -84,12 +82,6 @@ def _list_chunks(directory: Path) -> list[dict[str, Any]]:
 
 
 def _list_safetensors(path: Path) -> list[dict[str, Any]]:
-    files, found = index_safetensors(path), []
-    for file in sorted(set(files.values())):
-        with safe_open(file, "pt") as handle:
-            for name in sorted(name for name, where in files.items() if where == file):
-                tensor = handle.get_slice(name)
-                shape, dtype = tensor.get_shape(), tensor.get_dtype()
-                found.append({"name": name, "shape": shape, "dtype": dtype,
-                              "bytes": math.prod(shape) * _ITEM_BYTES.get(dtype, 0), "chunks": 1, "file": file.name})
-    return found
+    files = index_safetensors(path)
+    return [{"name": name, "shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * _ITEM_BYTES.get(dtype, 0),
+             "chunks": 1, "file": files[name].name} for name, (shape, dtype) in read_headers(files).items()]

@@ -50,6 +50,17 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     return {name: file for file, names in held.items() for name in names}
 
 
+def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type, in the words of safetensors, of every tensor; file by file, by name."""
+    headers = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as handle:
+            for name in sorted(name for name, where in files.items() if where == file):
+                tensor = handle.get_slice(name)
+                headers[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+    return headers
+
+
 def _list_parts(directory: Path) -> list[Path]:
     """The files without an index; of numbered ones, those that should be there."""
     files = set(directory.glob("*.safetensors"))
