@@ -18,8 +18,6 @@ def option(default: Any, doc: str, unit: str = "") -> Any:
         unit: unit of the value ("tokens", "prompts", "seconds", ...), where it has one.
     """
     metadata = {"doc": doc, "unit": unit}
-    if default is MISSING:
-        return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -120,10 +120,8 @@ class _Walker:
         self._refuse_duplicates(node, prefix)
         self.loader.flatten_mapping(node)  # resolves '<<: *anchor'; merged keys come first, own keys win
         children = {str(key.value): child for key, child in node.value}
-        settings = []
-        for key, child in children.items():
-            settings += self.walk(child, f"{prefix}.{key}" if prefix else key, depth + 1)
-        return settings
+        return [setting for key, child in children.items()
+                for setting in self.walk(child, f"{prefix}.{key}" if prefix else key, depth + 1)]
 
     def _refuse_duplicates(self, node: yaml.MappingNode, prefix: str) -> None:
         lines: dict[str, int] = {}

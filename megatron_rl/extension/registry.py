@@ -57,9 +57,14 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
     for name, known in table.items():
         if known == entry:
             return name
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     add_entry(table, name, entry, function, setting)
     return name
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, or of the class of a callable object."""
+    return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
 def find_entry(table: dict[str, Entry], name: str, setting: str) -> Entry:

@@ -43,7 +43,8 @@ def load_reward_function(
             called with verl's four arguments.
     """
     if name in RULES:
-        return _as_reward_function(name, answer)
+        return cast(RewardFunction, lambda data_source, solution_str, ground_truth, extra_info: RULES[name](
+            solution_str, ground_truth, data_source, answer))
     path, separator, attribute = name.rpartition(":")
     if not separator or not path or not attribute:
         raise UserError(f'"{name}" names no function', source=setting,
@@ -51,15 +52,6 @@ def load_reward_function(
                         hint="write the file and the function, e.g. rewards/my_reward.py:compute_score")
     module = import_file(path, setting, "path.py:name")
     return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {name}")
-
-
-def _as_reward_function(rule: str, answer: AnswerPolicy) -> RewardFunction:
-    def score(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-    ) -> float | dict[str, Any]:
-        return RULES[rule](solution_str, ground_truth, data_source, answer)
-
-    return cast(RewardFunction, score)
 
 
 def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:

@@ -26,6 +26,8 @@ from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.roles.resolve import resolve, resolve_sft
 from megatron_rl.types import UserError
 
+_NOT_READ = [] if HAS_TORCH else ["not checked: the headers of the weights, because torch is not installed"]
+
 
 @dataclass(frozen=True)
 class RlInputs:
@@ -115,7 +117,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     roles, tokenizer = read_models(config, resolve_sft(config), world_size)
     data = load_sft_examples(config.data.train_files, tokenizer, config.data)
     plan = SftPlan.build(config, world_size, len(data.examples))
-    return SftInputs(roles["actor"], data, plan, _note_what_is_not_read())
+    return SftInputs(roles["actor"], data, plan, _NOT_READ)
 
 
 def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
@@ -137,8 +139,4 @@ def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> li
     if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
         notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes "
                      f"{plan.total_steps} steps")
-    return notes + _note_what_is_not_read()
-
-
-def _note_what_is_not_read() -> list[str]:
-    return [] if HAS_TORCH else ["not checked: the headers of the weights, because torch is not installed"]
+    return notes + _NOT_READ

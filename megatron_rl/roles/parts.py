@@ -7,7 +7,6 @@ name: a run says in its config.yaml what it was made of, whichever way it was gi
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from megatron_rl.algorithms.catalog import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import ENGINES, EngineMaker
-from megatron_rl.extension.registry import enter_object
+from megatron_rl.extension.registry import enter_object, name_of
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
 from megatron_rl.types import Rollout, UserError
 
@@ -83,21 +82,17 @@ class Parts:
             rollout = replace(rollout, engine=enter_object(ENGINES, self.engine, self.engine, "rollout.engine"))
         if self.reward is not None:
             self._check_reward(config)
-            reward = replace(reward, function=f"{file_of(self.reward)}:{_name_of(self.reward)}")
+            reward = replace(reward, function=f"{file_of(self.reward)}:{name_of(self.reward)}")
         return replace(config, algorithm=algorithm, rollout=rollout, reward=reward)
 
     def _check_reward(self, config: RunConfig) -> None:
-        check_reward_function(self.reward, _name_of(self.reward), "the reward that was passed")
+        check_reward_function(self.reward, name_of(self.reward), "the reward that was passed")
         for leaf in ("components", "service_url", "workers"):
             if getattr(config.reward, leaf):
                 raise UserError(
                     f"reward.{leaf} = {getattr(config.reward, leaf)!r} beside a reward that was passed as an object",
                     source=f"reward.{leaf}", expected="one of the two",
                     hint="name the function in the config as path.py:name, or remove the setting")
-
-
-def _name_of(function: Any) -> str:
-    return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
 NO_PARTS = Parts()
