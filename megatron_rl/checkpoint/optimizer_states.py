@@ -19,7 +19,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect
+from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, localize
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,7 @@ def _cut(
             if part is None:
                 continue
             inner = tuple((a - low, b - low) for (a, b), (low, _) in zip(part, box, strict=True))
-            offset = tuple(
-                a - local + hf for (a, _), (local, _), (hf, _) in zip(
-                    part, placement.local_box, placement.hf_box, strict=True))
+            offset = tuple(start for start, _ in localize(part, (placement.hf_box, placement.local_box)))
             for name, values in flat.items():
                 view = values[first : first + box_volume(box)].view(box_shape(box))[box_slices(inner)]
                 yield Piece(f"{STATE_PREFIX}{name}.{placement.hf_name}", shapes[placement.hf_name], offset, view)

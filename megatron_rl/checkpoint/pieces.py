@@ -103,9 +103,7 @@ def make_weight_pieces(
 
 def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:
     """The piece of a global tensor that is `part` of a logical tensor."""
-    inner = tuple(
-        start - hf_start + first
-        for (start, _), (hf_start, _), (first, _) in zip(part, place.hf_box, place.box, strict=True))
+    inner = tuple(start for start, _ in localize(part, (place.box, place.hf_box)))
     return Piece(place.key, place.shape, (*place.leading, *inner), data)
 
 

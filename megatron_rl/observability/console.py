@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy
+from megatron_rl.observability.summary import phase_seconds
 
 # (metric, label, format) in the order of the console line
 _CONSOLE = (
@@ -57,9 +58,7 @@ def validation_parts(metrics: NumberRecord) -> list[str]:
 
 
 def _seconds_part(metrics: NumberRecord) -> str:
-    phases = {key.removeprefix("time/"): value for key, value in metrics.items() if key.startswith("time/")}
-    total = phases.pop("step", None)
-    longest_first = sorted(phases.items(), key=lambda item: -item[1])
+    longest_first, total = sorted(phase_seconds(metrics).items(), key=lambda item: -item[1]), metrics.get("time/step")
     words = " ".join(f"{name} {value:.2f}" for name, value in longest_first)
     if total is None:
         return f"s: {words}" if words else ""

@@ -13,6 +13,7 @@ import linecache
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -167,10 +168,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _short(ranks: Sequence[int]) -> str:
     """0-3,6: runs of numbers."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    pairs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # the same along a run
+    runs = [[rank for _, rank in run] for _, run in pairs]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

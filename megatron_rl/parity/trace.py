@@ -109,11 +109,8 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
             trace[name] = (
                 _gather(flat, policy.groups.tp, 1 if is_split else 0) if is_split or has_rows else _copy(flat))
 
-    def whole(name: str) -> Callable[[Any, Any], None]:
-        return lambda inputs, output: keep(name, _first(output), is_split=False)
-
-    def heads(name: str) -> Callable[[Any, Any], None]:
-        return lambda inputs, output: keep(name, _first(output), is_split=True)
+    def output_of(name: str, *, is_split: bool = False) -> Callable[[Any, Any], None]:
+        return lambda inputs, output: keep(name, _first(output), is_split=is_split)
 
     def projections(prefix: str) -> Callable[[Any, Any], None]:
         q, kv = (heads // tp_size * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
@@ -125,25 +122,25 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
         return catch
 
     def logits(inputs: Any, output: Any) -> None:
-        whole("model.norm")(inputs, output)
+        output_of("model.norm")(inputs, output)
         normed = trace["model.norm"].to(output)
         local = normed @ model.output_weight.T.to(normed)  # [t, v/tp]
         if "lm_head" not in trace:
             trace["lm_head"] = _gather(local, policy.groups.tp, 1)[:, : shape.vocab_size]
 
     if model.pre_process:
-        yield model.embedding, whole("model.embed_tokens")
+        yield model.embedding, output_of("model.embed_tokens")
     for number, layer in zip(numbers, model.decoder.layers, strict=True):
         prefix, attention = f"model.layers.{number}.", layer.self_attention
-        yield layer.input_layernorm, whole(prefix + "input_layernorm")
+        yield layer.input_layernorm, output_of(prefix + "input_layernorm")
         yield attention.linear_qkv, projections(prefix)
         if shape.qk_norm:
-            yield attention.q_layernorm, heads(prefix + "self_attn.q_norm")
-            yield attention.k_layernorm, heads(prefix + "self_attn.k_norm")
-        yield attention.core_attention, heads(prefix + "self_attn (heads)")
-        yield attention.linear_proj, whole(prefix + "self_attn.o_proj")
-        yield layer.pre_mlp_layernorm, whole(prefix + "post_attention_layernorm")
-        yield layer.mlp, whole(prefix + "mlp")
+            yield attention.q_layernorm, output_of(prefix + "self_attn.q_norm", is_split=True)
+            yield attention.k_layernorm, output_of(prefix + "self_attn.k_norm", is_split=True)
+        yield attention.core_attention, output_of(prefix + "self_attn (heads)", is_split=True)
+        yield attention.linear_proj, output_of(prefix + "self_attn.o_proj")
+        yield layer.pre_mlp_layernorm, output_of(prefix + "post_attention_layernorm")
+        yield layer.mlp, output_of(prefix + "mlp")
     if model.post_process:
         yield model.decoder.final_layernorm, logits
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting
-from megatron_rl.config.verl.groups import GROUPS, own_name, take_parts
+from megatron_rl.config.verl.groups import GROUPS, take_parts
 from megatron_rl.config.verl.kl import describe, note
 from megatron_rl.config.verl.losses import find_defaults
 from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
@@ -34,7 +34,9 @@ def alias_names() -> list[str]:
 def alias_target(name: str) -> str | None:
     """Our name of a verl name that is simply renamed, else None."""
     alias = ALIASES.get(name)
-    return alias.target if isinstance(alias, Renamed) else own_name(name)
+    if isinstance(alias, Renamed):
+        return alias.target
+    return next((group.targets[name] for group in GROUPS if name in group.targets), None)
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:

@@ -254,11 +254,6 @@ GROUPS: tuple[AliasGroup, ...] = (
 )
 
 
-def own_name(name: str) -> str | None:
-    """Our setting of a name in a group that means exactly one, else None."""
-    return next((group.targets[name] for group in GROUPS if name in group.targets), None)
-
-
 def take_parts(group: AliasGroup, latest: dict[str, Setting]) -> Parts:
     """Take the group's settings out of `latest`, with those it reads; empty if none was given."""
     parts = {name: latest.pop(name) for name in group.names if name in latest}
