@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,13 +57,6 @@ _MAY_CHANGE = ("reference", "reward_model", "train_files", "reward", "plugins") 
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = (
     "algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
-# Names; what holds for their values (null is free); what is said of others: why, what is expected, what to set.
-_BOUNDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str, str], ...] = (
-    (_AT_LEAST_ONE, lambda value: value >= 1, "is too small", ">= 1", "1 or more"),
-    (_POSITIVE, lambda value: value > 0, "is not positive", "> 0", "> 0"),
-    (_NOT_NEGATIVE, lambda value: value >= 0, "is negative", ">= 0", "0 or more"),
-    (_BELOW_ONE, lambda value: value < 1, "is too large", "< 1", "< 1"),
-)
 _HINTS = {
     "rollout.temperature": "greedy sampling gives every response of a group the same reward; use 1.0",
     "trainer.test_freq": "0 switches it off",
@@ -138,10 +131,16 @@ def _check_observability(config: _Config) -> None:
 
 
 def _check_bounds(config: _Config) -> None:
-    for names, holds, why, expected, wanted in _BOUNDS:
-        for name in names:
-            value, hint = config.get(name), _HINTS.get(name, f"set {name} to {wanted}")
-            config.require(value is None or holds(value), name, why, expected=expected, hint=hint)
+    for name in _AT_LEAST_ONE:
+        value, hint = config.get(name), _hint(name, "1 or more")
+        config.require(value is None or value >= 1, name, "is too small", expected=">= 1", hint=hint)
+    for name in _POSITIVE:
+        value = config.get(name)
+        config.require(value is None or value > 0, name, "is not positive", expected="> 0", hint=_hint(name, "> 0"))
+    for name in _NOT_NEGATIVE:
+        config.require(config.get(name) >= 0, name, "is negative", expected=">= 0", hint=_hint(name, "0 or more"))
+    for name in _BELOW_ONE:
+        config.require(config.get(name) < 1, name, "is too large", expected="< 1", hint=_hint(name, "< 1"))
     for name in _AT_MOST_ONE:
         config.require(config.get(name) <= 1, name, "is too large", expected="<= 1", hint=f"set {name}=1")
     for section in _TRAINED:
@@ -152,6 +151,10 @@ def _check_bounds(config: _Config) -> None:
     config.require(config.get(name) <= 1, name, "is more than all of it", expected="0 < share <= 1", hint="use 0.5")
     name = "trainer.log_rollouts"
     config.require(config.get(name) >= -1, name, "is negative", expected=">= -1", hint="-1 writes all of them")
+
+
+def _hint(name: str, wanted: str) -> str:
+    return _HINTS.get(name, f"set {name} to {wanted}")
 
 
 def _check_data(config: _Config) -> None:
