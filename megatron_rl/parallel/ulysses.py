@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import all_to_all
 
 
 def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
@@ -28,21 +29,6 @@ def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
     assert num_tokens % cp_size == 0, f"{num_tokens} tokens over {cp_size} ranks"
     length = num_tokens // cp_size
     return slice(cp_rank * length, (cp_rank + 1) * length)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Piece j of rank i becomes piece i of rank j; its own inverse, and so its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, pieces: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(grad.contiguous(), ctx.group), None
 
 
 def exchange_to_heads(
@@ -62,14 +48,14 @@ def exchange_to_heads(
     parts = [query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))]
     pieces = torch.cat([x.unflatten(1, (cp_size, -1)).transpose(0, 1) for x in parts], 2)  # [cp, t/cp, heads, d]
     sizes = [x.shape[1] // cp_size for x in parts]
-    whole = _AllToAll.apply(pieces, group).view(cp_size * rows, -1, d)  # rank order is token order
+    whole = all_to_all(group, pieces).view(cp_size * rows, -1, d)  # rank order is token order
     return whole.split(sizes, 1)
 
 
 def exchange_to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Head shards back to token shards: [t, np/cp, d] -> [t/cp, np, d]; one all-to-all, differentiable."""
-    pieces = output.unflatten(0, (group.size(), -1)).contiguous()  # [cp, t/cp, np/cp, d]
-    return _AllToAll.apply(pieces, group).transpose(0, 1).flatten(1, 2)
+    pieces = output.unflatten(0, (group.size(), -1))  # [cp, t/cp, np/cp, d]
+    return all_to_all(group, pieces).transpose(0, 1).flatten(1, 2)
 
 
 class _Combine(torch.autograd.Function):
