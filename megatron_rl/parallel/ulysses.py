@@ -17,11 +17,9 @@ together and ng >= cp.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import all_to_all
+from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
 
 
 def shard_rows(num_tokens: int, cp_size: int, cp_rank: int) -> slice:
@@ -58,25 +56,6 @@ def exchange_to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return all_to_all(group, pieces).transpose(0, 1).flatten(1, 2)
 
 
-class _Combine(torch.autograd.Function):
-    """Sum over ranks of values that each is put where it belongs; a rank's gradient is that of its own values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, index: torch.Tensor, length: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        combined = values.new_zeros(length).index_copy_(0, index, values)
-        if group.size() > 1:
-            dist.all_reduce(combined, group=group)
-        return combined
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        return grad[index], None, None, None
-
-
 def combine_shards(
     values: torch.Tensor, index: torch.Tensor, length: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
@@ -91,4 +70,5 @@ def combine_shards(
         length: t; places that no rank fills are 0.
         group: the cp ranks.
     """
-    return _Combine.apply(values, index, length, group)
+    combined = values.new_zeros(length).index_copy(0, index, values)
+    return reduce_from_tensor_model_parallel_region(combined, group=group)  # any group: sums, and passes gradients on
