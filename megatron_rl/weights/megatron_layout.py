@@ -94,7 +94,7 @@ _MATRICES = {"o": "self_attention.linear_proj.weight", "router": "mlp.router.wei
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:
-    """Megatron's parameter of a layer that a tensor is a part of, as if there was one expert, the MLP."""
+    """Megatron's parameter of a layer that a tensor is a part of; for a matrix of an expert that of a dense MLP."""
     if hf_name in _NORMS:
         return _NORMS[hf_name]
     return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"
