@@ -16,7 +16,7 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups, list_groups
 from megatron_rl.parallel.layout import ParallelLayout
 
-OURS = ("world", "tp", "pp", "cp", "dp", "tp_pp", "dp_cp")
+OURS = ("world", "tp", "pp", "cp", "dp")
 MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "embd", "pos_embd", "ep", "expt_tp",
              "tp_ep", "tp_ep_pp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt")
 
@@ -43,10 +43,10 @@ def test_tp2_pp2() -> None:
     expected_tp = [[0, 1], [0, 1], [2, 3], [2, 3]]
     expected_pp = [[0, 2], [1, 3], [0, 2], [1, 3]]
     for rank, of in enumerate(found):
-        assert of["world"] == of["tp_pp"] == of["collection"]["mp"] == [0, 1, 2, 3]
+        assert of["world"] == of["collection"]["mp"] == [0, 1, 2, 3]
         assert of["tp"] == of["collection"]["tp"] == expected_tp[rank]
         assert of["pp"] == of["collection"]["pp"] == of["collection"]["embd"] == expected_pp[rank]
-        assert of["dp"] == of["cp"] == of["dp_cp"] == of["collection"]["ep"] == [rank]
+        assert of["dp"] == of["cp"] == of["collection"]["dp_cp"] == of["collection"]["ep"] == [rank]
         assert of["collection"]["intra_dist_opt"] == [0, 1, 2, 3]
         assert of["sum_over_pp"] == sum(expected_pp[rank])
         assert of["num_made"] == 3, "tp, pp, and the rank alone"
@@ -187,8 +187,8 @@ def test_data_and_context_parallel_ranks_hold_the_same_parameters() -> None:
     assert [of["cp"] for of in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [of["dp"] for of in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     for rank, of in enumerate(found):
-        assert of["dp_cp"] == of["collection"]["dp_cp"] == of["collection"]["intra_dp_cp"] == [0, 1, 2, 3]
-        assert of["tp"] == of["pp"] == of["tp_pp"] == of["collection"]["embd"] == [rank]
+        assert of["collection"]["dp_cp"] == of["collection"]["intra_dp_cp"] == [0, 1, 2, 3]
+        assert of["tp"] == of["pp"] == of["collection"]["mp"] == of["collection"]["embd"] == [rank]
         assert of["stage"] == (True, True, rank)
 
 
