@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors, read_headers
-from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, make_model_config
+from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.checkpoint.units import Unit, split_units
 from megatron_rl.parallel.collectives import raise_together
@@ -192,7 +192,9 @@ def finish_model(
         total = {"total_size": sum(unit.num_bytes for unit in units)}
         write_file(partial / INDEX_FILE, json.dumps({"metadata": total, "weight_map": weight_map}, indent=2).encode())
     files = list_side_files(config)
-    described = make_model_config(files.pop("config.json"), dtype_name(dtype))
+    described = json.loads(files.pop("config.json").read_text(encoding="utf-8"))
+    keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]
+    described |= dict.fromkeys(keys, dtype_name(dtype))
     if shape.has_score_head:  # transformers counts `id2label`
         described |= {"architectures": [FAMILIES[shape.family].scoring_architecture], "num_labels": 1,
                       "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -6,10 +6,8 @@ A checkpoint keeps them in `config/`, so that it can be turned into a model in H
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.checkpoint.files import FileRecord, copy_file
 from megatron_rl.types import UserError
@@ -67,10 +65,3 @@ def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
                 f"the checkpoint was trained with another vocabulary: its {name} differs from {files[name]}",
                 source=str(saved / name), expected="the tokenizer of the run that is resumed",
                 hint="point model.tokenizer at the old tokenizer, or start a new run")
-
-
-def make_model_config(source: Path, dtype: str) -> dict[str, Any]:
-    """The content of a config.json; its dtype is that of the weights."""
-    config = json.loads(source.read_text(encoding="utf-8"))
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return config | dict.fromkeys(keys, dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -235,10 +235,6 @@ def _read_note(partial: Path, unit: Unit) -> Finished | None:
     num_bytes, digest = note["record"]
     if file.stat().st_size != num_bytes:
         return None
-    return Finished(FileRecord(file, num_bytes, digest), tuple(_read_chunks(note["chunks"])))
-
-
-def _read_chunks(rows: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
-    for row in rows:
-        box = tuple((start, stop) for start, stop in row["box"])
-        yield Chunk(**row | {"shape": tuple(row["shape"]), "box": box})
+    chunks = (Chunk(**row | {"shape": tuple(row["shape"]), "box": tuple(map(tuple, row["box"]))})
+              for row in note["chunks"])
+    return Finished(FileRecord(file, num_bytes, digest), tuple(chunks))

@@ -40,7 +40,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}
     functions = {path for path in functions if path.is_file()}  # the others are rules
-    program = {path for path in functions if _is_program(path)}  # a function that was passed as an object
+    main = getattr(sys.modules["__main__"], "__file__", None)  # has a function that was passed as an object
+    program = {path for path in functions if main is not None and path.resolve() == Path(main).resolve()}
     found |= {"reward": sorted(functions - program), "program": sorted(program)}
     found["plugins"] = [Path(file) for file in algorithm.plugins]
     return {name: {"source": ", ".join(map(str, _shorten(files))),
@@ -77,11 +78,6 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
 def _list_weights(path: str) -> list[Path]:
     """The files of a model, in HF format or a distributed checkpoint."""
     return sorted(file for file in Path(path).iterdir() if file.suffix in (".safetensors", ".distcp"))
-
-
-def _is_program(path: Path) -> bool:
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    return main is not None and path.resolve() == Path(main).resolve()
 
 
 def _shorten(files: Iterable[Path]) -> list[Path]:

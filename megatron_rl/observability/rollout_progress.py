@@ -14,18 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+
+from torch.distributed.distributed_c10d import Store
 
 _INTERVAL = 0.5  # seconds between two looks
 _WINDOW = 20  # looks over which the speed is taken
-
-
-class CounterStore(Protocol):
-    """What is used of the job's key-value store; must be safe to use from a thread of its own."""
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a number (0 at first) and return it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class RolloutProgress:
             by another thread.
     """
 
-    def __init__(self, store: CounterStore | None = None, show: Show | None = None) -> None:
+    def __init__(self, store: Store | None = None, show: Show | None = None) -> None:
         self._store, self._show = store, show
         self._generation = self._finished = self._tokens = 0
         self._added = (0, 0)
@@ -94,7 +87,7 @@ class RolloutProgress:
             thread.join()
 
     def _watch(
-        self, store: CounterStore, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]
+        self, store: Store, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]
     ) -> None:
         start = time.monotonic()
         looks = deque([(start, 0)], maxlen=_WINDOW)
@@ -114,7 +107,7 @@ class RolloutProgress:
         if self._show is not None:
             self._show(None)
 
-    def _add_up(self, store: CounterStore, tokens_in_flight: Callable[[], int]) -> tuple[int, int]:
+    def _add_up(self, store: Store, tokens_in_flight: Callable[[], int]) -> tuple[int, int]:
         """Add what is new here to the sums over all engines, and return them: responses, tokens."""
         finished, tokens = self._finished, self._tokens  # read first: what finishes meanwhile must not count twice
         mine = finished, tokens + tokens_in_flight()

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import yaml
+from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.observability.console import ConsoleLines
 from megatron_rl.observability.curves import plot_curves
@@ -36,7 +37,7 @@ from megatron_rl.observability.pace import Pace
 from megatron_rl.observability.progress import ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
 from megatron_rl.observability.rollout_log import write_rows
-from megatron_rl.observability.rollout_progress import CounterStore, RolloutCount, RolloutProgress
+from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
 from megatron_rl.observability.status import Positions, StatusPage
 from megatron_rl.observability.summary import SUMMARY_FILE, write_summary
 from megatron_rl.observability.tensorboard import TensorBoard, is_due
@@ -210,7 +211,7 @@ class Run:
             for sink in self._sinks:
                 sink.histograms(step, values)
 
-    def follow_rollouts(self, store: CounterStore) -> RolloutProgress:
+    def follow_rollouts(self, store: Store) -> RolloutProgress:
         """What counts the responses while they are generated; shown by rank 0.
 
         Args:

@@ -75,17 +75,13 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
         job: the run in one layout.
         ends_only: leave out stages in the middle, which hold no more than the second one.
     """
-    ranks = _representatives(job)
+    world_size = job.cluster.world_size
+    stages = [job.layout.pp_size, *(build_layout(role.layout, world_size).pp_size for role in job.others)]
+    parts = min(math.lcm(*stages), world_size)
+    ranks = [i * world_size // parts for i in range(parts)]
     if ends_only and len(ranks) > 3:
         ranks = [ranks[0], ranks[1], ranks[-1]]
     return [_compute_rank(job, rank) for rank in ranks]
-
-
-def _representatives(job: Job) -> list[int]:
-    stages = [job.layout.pp_size]
-    stages += [build_layout(role.layout, job.cluster.world_size).pp_size for role in job.others]
-    parts = min(math.lcm(*stages), job.cluster.world_size)
-    return [i * job.cluster.world_size // parts for i in range(parts)]
 
 
 def _compute_rank(job: Job, rank: int) -> RankMemory:
