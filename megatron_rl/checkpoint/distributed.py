@@ -31,46 +31,34 @@ def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection
     check_global_shapes(ChunkReader(directory), table, directory)
 
 
+@torch.no_grad()
 def load_weights(
     directory: Path, shape: ModelShape, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
     *, may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint, whichever is there.
 
-    Args:
-        may_lack: tensors that become zero when they are not there; for the others see `load_distributed`.
-    """
-    if (directory / METADATA_FILE).is_file():
-        load_distributed(directory, shape, placements, params, may_lack=may_lack)
-    else:
-        load_huggingface(directory, placements, params, may_lack=may_lack)
-
-
-@torch.no_grad()
-def load_distributed(
-    directory: Path, shape: ModelShape, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
-    *, may_lack: Collection[str] = (),
-) -> None:
-    """Fill `params` in place, converting to their dtype; padding becomes zero.
-
-    The counterpart of `load_huggingface`: this rank reads just the boxes that its parameters hold.
+    Values are converted to the dtype of the parameters, padding becomes zero, and this rank reads just the boxes that
+    its parameters hold.
 
     Args:
-        directory: the distributed checkpoint (see `directory.resolve_weights`).
+        directory: of the model (see `directory.resolve_weights`).
         shape: the architecture.
         placements: table of this rank.
         params: this rank's parameters by name.
-        may_lack: tensors that become zero when the checkpoint does not have them.
+        may_lack: tensors that become zero when they are not there.
 
     Raises:
         UserError: it is no such checkpoint, belongs to another model, or a file is damaged.
     """
+    if not (directory / METADATA_FILE).is_file():
+        load_huggingface(directory, placements, params, may_lack=may_lack)
+        return
     reader = ChunkReader(directory)
     for tensor in params.values():
         tensor.zero_()
     table = megatron_global_placements(shape)
     lacking = {place.key for name in may_lack for place in table.get(name, ())} - reader.tensors.keys()
     for piece in make_weight_pieces(table, list(placements), params):
-        if piece.key in lacking:
-            continue
-        reader.read(piece.key, piece.box, piece.data)
+        if piece.key not in lacking:
+            reader.read(piece.key, piece.box, piece.data)

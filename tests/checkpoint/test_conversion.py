@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HF -> Megatron -> HF: the same bits for every tensor of every family, through any layout.
 
-Layouts are cut without processes: `load_distributed` fills the parameters of each rank, and they are put together
+Layouts are cut without processes: `load_weights` fills the parameters of each rank, and they are put together
 again by the placement tables. What one rank computes from them is tests/models/test_gpt.py's matter.
 """
 
@@ -27,7 +27,7 @@ from distributed import run_ranks
 from megatron_rl.checkpoint import conversion
 from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.directory import find_problems
-from megatron_rl.checkpoint.distributed import load_distributed
+from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers
@@ -75,7 +75,7 @@ def load_through(directory: Path, source: Path, layout: ParallelLayout) -> dict[
     whole = {name: torch.full(size, float("nan")) for name, size in shape.logical_tensors().items()}
     for placements in place_megatron(shape, layout):
         params = make_empty_shards(placements, padding_rows=3)
-        load_distributed(directory, shape, placements, params)
+        load_weights(directory, shape, placements, params)
         for p in placements:
             whole[p.hf_name][box_slices(p.hf_box)] = params[p.param][box_slices(p.local_box)]
         for name, param in params.items():
