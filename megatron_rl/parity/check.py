@@ -28,7 +28,7 @@ from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parity.megatron import build_policy, score_with_megatron
 from megatron_rl.parity.report import make_report, measure_gaps
-from megatron_rl.parity.trace import list_trace_names, trace_huggingface, trace_megatron
+from megatron_rl.parity.trace import trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
 from megatron_rl.weights.families import ModelShape, load_model_shape
@@ -95,7 +95,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
         scores = {"hf": _score_with_transformers(model, sequences, skip), "megatron": megatron}
         if check.engine is not None and engine_scores:
             scores[check.engine] = engine_scores
-        gaps = measure_gaps(list_trace_names(reference), trace_huggingface(model, traced), megatron_trace)
+        gaps = measure_gaps(trace_huggingface(model, traced), megatron_trace)
         report = make_report(
             settings=_describe(check), scores=scores, gaps=gaps,
             wrong={name: tensors for name, tensors in wrong.items() if tensors}, reference=reference, other=shape,

@@ -27,13 +27,11 @@ class Gap:
     max_abs_gap: float
 
 
-def measure_gaps(
-    names: Sequence[str], first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
-) -> list[Gap]:
-    """The gap of every tensor that both traces have, in the order of `names`."""
+def measure_gaps(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[Gap]:
+    """The gap of every tensor that both traces have, in the order of the first."""
     gaps = []
-    for name in names:
-        if name in first and name in second:
+    for name in first:
+        if name in second:
             gap = first[name] - second[name]
             relative = (gap.norm() / first[name].norm().clamp_min(1e-30)).item()
             gaps.append(Gap(name, relative, gap.abs().max().item()))

@@ -20,27 +20,15 @@ from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
-from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import stage_layers
 
 Trace = dict[str, torch.Tensor]
 _Catch = tuple[torch.nn.Module, Callable[[Any, Any], None]]  # a module, and what to do with its inputs and output
 
 
-def list_trace_names(shape: ModelShape) -> list[str]:
-    """All names of a trace in the order of execution."""
-    names = ["model.embed_tokens"]
-    for layer in range(shape.num_layers):
-        parts = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-        parts += ["self_attn.q_norm", "self_attn.k_norm"] if shape.qk_norm else []
-        parts += ["self_attn (heads)", "self_attn.o_proj", "post_attention_layernorm", "mlp"]
-        names += [f"model.layers.{layer}.{part}" for part in parts]
-    return [*names, "model.norm", "lm_head"]
-
-
 @torch.no_grad()
 def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
-    """The trace of a transformers model; `tokens` is one sequence [t]."""
+    """The trace of a transformers model in the order of execution; `tokens` is one sequence [t]."""
     trace: Trace = {}
 
     def keep(name: str) -> Callable[[Any, Any], None]:
@@ -50,11 +38,11 @@ def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
                                   (model.model.norm, keep("model.norm")), (model.lm_head, keep("lm_head"))]
     for number, layer in enumerate(body.layers):
         prefix, attention = f"model.layers.{number}.", layer.self_attn
+        catches.append((attention.o_proj, lambda inputs, _, at=prefix: trace.update(
+            {f"{at}self_attn (heads)": _rows(inputs[0])})))
         for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
             if hasattr(attention, name):
                 catches.append((getattr(attention, name), keep(f"{prefix}self_attn.{name}")))
-        catches.append((attention.o_proj, lambda inputs, _, at=prefix: trace.update(
-            {f"{at}self_attn (heads)": _rows(inputs[0])})))
         for name in ("input_layernorm", "post_attention_layernorm"):
             catches.append((getattr(layer, name), keep(prefix + name)))
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
