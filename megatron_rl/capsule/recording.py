@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -109,13 +108,11 @@ class CapsuleRecorder:
             FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
         ]
         num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
-        return num_bytes + seal(partial, self._describe(step, entries), records)
-
-    def _describe(self, step: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        return begin_manifest(CAPSULE_KIND, step) | {
+        manifest = begin_manifest(CAPSULE_KIND, step) | {
             "state": f"{STATE}/step_{step - 1}", "world_size": self._plan.world_size,
             "device": "cuda" if torch.cuda.is_available() else "cpu",
             "layouts": {name: role.model.groups.layout.describe() for name, role in self._roles.items()},
             "config": config_to_dict(self._config), "plan": asdict(self._plan), "metrics": self._run.counted(),
             "sections": entries,
         }
+        return num_bytes + seal(partial, manifest, records)
