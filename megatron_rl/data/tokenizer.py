@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back: one small interface over sentencepiece and Hugging Face tokenizers.
 
-Both implementations read local files only. Invariants: `encode` never adds a token that was not asked
-for (BOS only with `add_bos`, never EOS); `decode` skips special tokens and ids beyond the vocabulary
-(a model's vocabulary may be padded, and padding has no text); there is always an EOS, because a
-rollout has to be able to end; a tokenizer without a padding token pads with EOS, which is safe because
-padding never enters a loss.
+Both implementations read local files only. Invariants: `encode` adds neither BOS nor EOS; `decode` skips
+special tokens and ids beyond the vocabulary (a model's vocabulary may be padded, and padding has no
+text); there is always an EOS, because a rollout has to be able to end; a tokenizer without a padding
+token pads with EOS, which is safe because padding never enters a loss.
 """
 
 from __future__ import annotations
