@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, read_manifest, resolve_weights
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, find_step, read_manifest, resolve_weights
 from megatron_rl.checkpoint.files import DIGESTS_FILE
 from megatron_rl.checkpoint.manifest import RECIPE_FILE
 from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
@@ -66,10 +66,9 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 def _find_directory(path: Path) -> Path:
     """The directory that a user means: with a manifest if there is one."""
-    for candidate in (path, path / "latest", path / "checkpoints" / "latest"):
-        if (candidate / MANIFEST_FILE).is_file() or (candidate / METADATA_FILE).is_file():
-            return candidate.resolve()
-    return resolve_weights(path)
+    step = find_step(path)
+    is_one = (step / MANIFEST_FILE).is_file() or (step / METADATA_FILE).is_file()
+    return step if is_one else resolve_weights(path)
 
 
 def _list_chunks(directory: Path) -> list[dict[str, Any]]:
