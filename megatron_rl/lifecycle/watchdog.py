@@ -68,14 +68,13 @@ class Watchdog:
     Args:
         watched: this rank.
         store: a connection of its own, under a prefix of this run.
-        end: called with the exit code when the job must end; ends the process.
 
     Attributes:
         board: where the report of a failure is agreed on.
     """
 
-    def __init__(self, watched: Watched, store: Store, end: Callable[[int], None] = os._exit) -> None:
-        self._watched, self._store, self._end = watched, store, end
+    def __init__(self, watched: Watched, store: Store) -> None:
+        self._watched, self._store = watched, store
         self.board = ReportBoard(store, watched.rank, watched.log_file)
         self._program, self._position, self._since = threading.get_ident(), None, time.monotonic()
         self._heard: _Heard = {}
@@ -243,4 +242,4 @@ class Watchdog:
         if self._watched.rank == 0:
             time.sleep(1.0)  # it may keep the store that others still read
         self._closing.set()
-        self._end(code)
+        os._exit(code)

@@ -27,26 +27,14 @@ _SHOWN = 3  # of the last collectives of a late rank, in a report
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a thread is doing.
-
-    Attributes:
-        operation: the collective that it is in ("all_reduce", "wait"); None: it is in none.
-        ranks: that take part in it; None where that is not known.
-        caller: file, line and function of this package (or the innermost frame) that it was called from.
-    """
-
-    operation: str | None
-    ranks: tuple[int, ...] | None
-    caller: str
-
-
-@dataclass(frozen=True)
 class Position:
     """A rank's place in the program.
 
     Attributes:
         num_entered: phases entered so far.
+        operation: the collective that it is in ("all_reduce", "wait"); None: it is in none.
+        ranks: that take part in it; None where that is not known.
+        caller: file, line and function of this package (or the innermost frame) that it was called from.
         seconds: how long it has been seen at this place.
         looks: how often it was looked at; a process that is gone or stopped looks no more.
         is_closed: it has left the program in good order.
@@ -84,8 +72,8 @@ class Position:
         return f"rank {self.rank}: {where}: {doing} for {self.seconds:.0f} s ({self.caller})"
 
 
-def find_place(frame: FrameType) -> Place:
-    """Read what a thread is doing from its innermost frame."""
+def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, str]:
+    """What a thread is doing, from its innermost frame: `operation`, `ranks` and `caller` of a `Position`."""
     operation, ranks = None, None
     outer: FrameType | None = frame
     while outer is not None and _module(outer).startswith(_DISTRIBUTED):
@@ -100,7 +88,7 @@ def find_place(frame: FrameType) -> Place:
         caller = caller.f_back
     caller = caller or outer or frame
     where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} in {caller.f_code.co_name}"
-    return Place(operation, ranks, where)
+    return operation, ranks, where
 
 
 def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
@@ -114,9 +102,9 @@ def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | Non
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    place, phases = find_place(frame), [name for name in timers.phases if name != "step"]
+    phases = [name for name in timers.phases if name != "step"]
     return Position(rank, timers.step, phases[-1] if phases else "between phases", timers.num_entered,
-                    place.operation, place.ranks, place.caller, 0.0, 0)
+                    *find_place(frame), seconds=0.0, looks=0)
 
 
 def explain(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
