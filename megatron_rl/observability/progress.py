@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars at the bottom of a terminal: the steps of the run, and the responses that are being generated.
+"""How far a run is, in bars at the bottom of a terminal: its steps, and the responses that are being generated.
 
 Without a terminal there are plain lines instead. What is printed to stdout while the bars are shown goes above them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TextIO
 
@@ -18,11 +19,45 @@ from rich.text import Text
 
 from megatron_rl.observability.console import validation_parts
 from megatron_rl.observability.metrics import NumberRecord, Sink
-from megatron_rl.observability.pace import Pace
 from megatron_rl.observability.rollout_progress import RolloutCount
 
 LINE_SECONDS = 10.0  # between two lines about a rollout where there is no terminal
 _REDRAWS_PER_SECOND = 2
+
+
+class Pace:
+    """Seconds that a run has taken since it was started (or resumed), and those it will still take.
+
+    Args:
+        total: steps of the run.
+        done: steps that were done before.
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.done = total, done
+        self._clock, self._first, self._start = clock, done, clock()
+        self._began = self._last = self._start
+
+    def mark(self, step: int) -> None:
+        """A step is done (0: the validation before training, which tells nothing of the speed)."""
+        self.done, self._last = max(step, self.done), self._clock()
+        if self.done == self._first:
+            self._began = self._last
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the last step is done, at the mean speed so far; None before the first step."""
+        steps = self.done - self._first
+        if not steps:
+            return None
+        left = (self._last - self._began) / steps * (self.total - self.done)
+        return max(0.0, left - (self._clock() - self._last))
 
 
 class ProgressDisplay(Sink):

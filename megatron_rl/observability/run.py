@@ -33,8 +33,7 @@ from megatron_rl.observability.metrics import (
     set_aside,
     step_of,
 )
-from megatron_rl.observability.pace import Pace
-from megatron_rl.observability.progress import ProgressDisplay
+from megatron_rl.observability.progress import Pace, ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress

@@ -19,8 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.observability.pace import Pace
-from megatron_rl.observability.progress import LINE_SECONDS, ProgressDisplay
+from megatron_rl.observability.progress import LINE_SECONDS, Pace, ProgressDisplay
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
 from megatron_rl.parallel.collectives import open_store
 
