@@ -13,14 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.fields import read_fields
+from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
-_LAYOUT_SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "max_tokens_per_microbatch", "logprob_chunk_tokens",
-)
 _OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
 _TRAINED = ("actor", "critic")
 
@@ -33,7 +30,8 @@ _AT_LEAST_ONE = (
     "trainer.total_steps", "trainer.total_epochs", "trainer.capture_step", "checkpoint.keep_last",
     "checkpoint.max_failed_saves",
     "observability.console_every",
-    *(f"{section}.{leaf}" for section in _LAYOUT_SECTIONS for leaf in _LAYOUT_SIZES),
+    *(name for section in _LAYOUT_SECTIONS for name, info in read_fields(LayoutConfig, section).items()
+      if info.kind is int),
     "actor.max_num_seqs", "critic.max_num_seqs",
 )
 _POSITIVE = (

@@ -10,9 +10,10 @@ Names whose meaning depends on each other are in `alias_groups.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS
 
 
@@ -65,10 +66,7 @@ _LORA = "all weights are trained"
 _TEXT = "prompts are text"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
 _CHECKPOINTING = ((True, "full"), (False, "none"))
-LAYOUT_LEAVES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size",
-)
+LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
 
 
 def _megatron_names(role: str) -> dict[str, Alias]:
