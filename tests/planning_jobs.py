@@ -10,7 +10,8 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import read_shape
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.weights.families import ModelShape, model_shape_from_config
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.model_config import model_shape_from_config
 
 SHAPES = Path(__file__).resolve().parents[1] / "launch/recipes/shapes"
 SMALL: dict[str, Any] = dict(

@@ -12,7 +12,8 @@ from megatron_rl.config.schema import LayoutConfig, ModelConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.weights.families import SCORE_HEAD, load_model_shape
+from megatron_rl.weights.families import SCORE_HEAD
+from megatron_rl.weights.model_config import load_model_shape
 
 _KINDS: dict[str, dict[str, Any]] = {
     "actor": dict(section="actor", head="logprob", trainable=True),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape, model_shape_from_config
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 
 TRAINING_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 ENGINE_SIZES = ("tp", "dp")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.rendering import render
 from megatron_rl.config.verl.groups import GROUPS
-from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
+from megatron_rl.config.verl.kinds import Ignored, Only, Renamed, SameAs
+from megatron_rl.config.verl.tables import ALIASES, PATTERNS
 
 _INTRODUCTION = """\
 # verl's names

@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.directory import resolve_weights
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from tools._layouts import read_training_layout
 
 

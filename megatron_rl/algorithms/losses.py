@@ -83,8 +83,7 @@ def compute_policy_loss(
             "tokens": mask.sum().float(),
             "weights": weighted_sum(torch.ones_like(loss_weights)),
             "max/deviation": (tokens.logprobs - tokens.old_logprobs).abs().max(),
-            **{f"loss/{config.policy_loss}/{name}": torch.where(mask, values.float(), 0.0).sum()
-               for name, values in reported.items()},
+            **reported,
         }
     return loss, metrics
 
@@ -106,7 +105,7 @@ def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
 def _call_policy_loss(
     inputs: PolicyLossInputs, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of each token, where it is clipped, and metrics, after a look at what a user's function returned."""
+    """The loss of each token, where it is clipped, and sums of metrics, after a look at what a function returned."""
     name, shape = config.policy_loss, list(inputs.loss_mask.shape)
     found = find_policy_loss(name)(replace(inputs, options=find_options(config, name)), config)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
@@ -114,7 +113,9 @@ def _call_policy_loss(
     if len(parts) == 2 and all(
             isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values())
     ) and parts[1].dtype == torch.bool:
-        return parts[0], parts[1], metrics
+        return parts[0], parts[1], {
+            f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
+            for metric, values in metrics.items()}
     words = [*map(_describe, parts), *(f"{metric}: {_describe(values)}" for metric, values in metrics.items())]
     raise UserError(
         f'the policy loss "{name}" returned {", ".join(words) or "nothing"}', source=_SETTING,

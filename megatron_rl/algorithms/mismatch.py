@@ -57,9 +57,8 @@ def compute_importance_weights(
         product-truncate     min(w_i, high)                   w_i = exp(sum_t d_t), the ratio of the whole response:
         product-mask         w_i, or 0 outside [low, high]    without bias, of high variance; d_i within +-20
 
-    `importance_normalize` divides by the mean weight of the step, after truncation: over tokens, or over responses in
-    the modes sequence and product; masked ones do not count in it. The caller does that (`normalize_weights`), as it
-    takes the sums of all ranks.
+    `importance_normalize` (see `normalize_weights`) divides by the mean weight of the step, after truncation: over
+    tokens, or over responses in the modes sequence and product; masked ones do not count in it.
     `reject_sequence_above` gives 0 to all tokens of a response that has one with a larger |d|, in any mode.
     Denominators of the loss stay as they are: a masked token counts in them as a token of loss 0, so that
     masking makes the step smaller instead of giving the rest more weight. KL and entropy terms are not weighted.

@@ -27,7 +27,7 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 
 _UNUSED_SECTIONS = ("reward", "reward_model", "hybrid", "checkpoint", "observability")
 _TRAINED = ("actor", "critic")

@@ -37,8 +37,9 @@ from megatron_rl.checkpoint.side_files import CONFIG_DIR, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import SCORE_HEAD, load_model_shape
+from megatron_rl.weights.families import SCORE_HEAD
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
+from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -131,8 +132,7 @@ def convert_to_huggingface(
     if source.verify:
         workers.agree(_find_damage(weights, workers))
     reader = ChunkReader(weights)
-    config = source.config or weights / CONFIG_DIR
-    shape = load_model_shape(config, head="score" if SCORE_HEAD in reader.tensors else "lm")
+    shape = load_model_shape(source.config or weights / CONFIG_DIR, head="score" if SCORE_HEAD in reader.tensors else "lm")
     table, partial, sizes = megatron_global_placements(shape), _claim(out, force), shape.logical_tensors()
     check_global_shapes(reader, table, weights)
     dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}
@@ -148,7 +148,7 @@ def convert_to_huggingface(
 
     def finish() -> None:
         main = max(set(dtypes.values()), key=list(dtypes.values()).count)
-        finish_model(partial, out, units, config, shape, main)
+        finish_model(partial, out, units, source.config or weights / CONFIG_DIR, shape, main)
         forget_notes(out)
 
     return _finish(out, finish, workers)

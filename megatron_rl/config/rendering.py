@@ -18,7 +18,8 @@ from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
 from megatron_rl.config.options import list_options
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.verl.groups import GROUPS
-from megatron_rl.config.verl.tables import ALIASES, Renamed
+from megatron_rl.config.verl.kinds import Renamed
+from megatron_rl.config.verl.tables import ALIASES
 
 _SYNTAX = """\
 Settings are given in the recipe (nested sections) and on the command line, which wins:

@@ -31,7 +31,8 @@ from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
-from megatron_rl.weights.families import ModelShape, load_model_shape
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.model_config import load_model_shape
 
 TRACED_TOKENS = 32
 Scores = list[torch.Tensor]  # [tokens] per sequence

@@ -17,7 +17,8 @@ from megatron_rl.planning.layouts import Candidate, Problem, check_job, find_nea
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import Head, ModelShape, model_shape_from_config
+from megatron_rl.weights.families import Head, ModelShape
+from megatron_rl.weights.model_config import model_shape_from_config
 
 
 def read_shape(path: Path, head: Head = "lm") -> ModelShape:

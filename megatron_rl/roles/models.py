@@ -18,7 +18,8 @@ from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import check_layout
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.model_config import load_model_shape
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 

@@ -63,13 +63,11 @@ class RolloutGenerator:
             group_size: responses per prompt.
             sampling: how to draw them.
             step, round: part of every response's seed.
-            on_finished: given on every rank or on none; called on the first rank of an engine with a rollout as soon
-                as its response is there, while others are being generated. The same objects are in the result. The
-                response is not decoded yet.
+            on_finished: called on the first rank of an engine with a rollout as soon as its response is there, while
+                others are being generated; not decoded yet. Given on every rank or on none.
 
         Returns:
-            The rollouts of this rank's engine, not scored yet, on each of its ranks; by index of the sample, which is
-            index of the prompt * group_size + sample_index.
+            The rollouts of this rank's engine, on each of its ranks, by index of the prompt * group_size + sample_index.
 
         Raises:
             Exception: what `on_finished` raised, after the generation, on every rank.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from megatron_rl.weights.families import model_shape_from_config
+from megatron_rl.weights.model_config import model_shape_from_config
 from tools.benchmarks import bench_ppo_step
 from tools.benchmarks._ppo_contest import SHAPES, Draw, count_flops
 

@@ -38,7 +38,8 @@ from megatron_rl.checkpoint.units import split_units
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, Head, load_model_shape
+from megatron_rl.weights.families import FAMILIES, Head
+from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.shard_box import box_volume
 from shards import cut_shards, find_differences, make_empty_shards, place_megatron
 

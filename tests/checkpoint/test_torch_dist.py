@@ -29,8 +29,9 @@ from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape, load_model_shape
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.model_config import load_model_shape
 from shards import find_differences
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 

@@ -12,7 +12,8 @@ from megatron_rl.config.fields import list_fields
 from megatron_rl.config.loading import LoadedConfig, load_config
 from megatron_rl.config.verl.aliases import alias_names
 from megatron_rl.config.verl.groups import GROUPS
-from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Renamed, SameAs
+from megatron_rl.config.verl.kinds import Renamed, SameAs
+from megatron_rl.config.verl.tables import ALIASES, PATTERNS
 from megatron_rl.roles.inputs import plan_rl
 from megatron_rl.types import UserError
 from tools._verl_page import format_page

@@ -21,7 +21,7 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=6, stop_token_ids=(2,))

@@ -32,7 +32,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
-from megatron_rl.weights.families import Head, load_model_shape
+from megatron_rl.weights.families import Head
+from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
 LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]

@@ -19,7 +19,7 @@ from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, compute_engine_numel, compute_role_bytes, list_chunks
 from megatron_rl.roles.actor import Actor
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import vllm_placements
 from tiny_models import save_tiny_model
 

@@ -34,7 +34,7 @@ from megatron_rl.planning.memory import compute_memory
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Branch
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 
 PROMPT, LENGTH, BUDGET, ROLLOUTS = 4, 128, 2048, 128

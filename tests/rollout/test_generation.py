@@ -39,7 +39,7 @@ from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.types import Prompt, Rollout, UserError
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from reward_samples import wait_for_file, write_function
 from tiny_models import ENGINE_SIZES, save_tiny_model
 

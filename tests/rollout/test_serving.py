@@ -28,7 +28,7 @@ from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.rollout.control import ControlMessage, open_channel
 from megatron_rl.rollout.serving import close_batch, generate, serve
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools.benchmarks._scripted_engine import ScriptedEngine, StepCost
 

@@ -38,7 +38,7 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.roles.critic import Critic
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 
 VALUE_CLIP = 0.02

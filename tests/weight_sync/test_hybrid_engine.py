@@ -49,7 +49,7 @@ from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
-from megatron_rl.weights.families import load_model_shape
+from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import ENGINE_SIZES, save_tiny_model

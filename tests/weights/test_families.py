@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
-from megatron_rl.weights.families import FAMILIES, RopeScaling, load_model_shape, model_shape_from_config
+from megatron_rl.weights.families import FAMILIES, RopeScaling
+from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 

@@ -27,7 +27,7 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import Branch
-from megatron_rl.weights.families import load_model_shape, model_shape_from_config
+from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 from tools.benchmarks._scripted_workloads import Workload
 
 ALGORITHM = AlgorithmConfig(adv_estimator="grpo", loss_agg_mode="token-mean")

@@ -30,7 +30,7 @@ from megatron_rl.checkpoint.huggingface import name_safetensors
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
 from megatron_rl.checkpoint.units import split_units
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import model_shape_from_config
+from megatron_rl.weights.model_config import model_shape_from_config
 
 TOOLS = Path(__file__).resolve().parent
 _CHUNK = 16 << 20  # elements that are drawn at once

@@ -17,9 +17,10 @@ from typing import Any
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting
 from megatron_rl.config.verl.groups import GROUPS, take_parts
+from megatron_rl.config.verl.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.config.verl.kl import describe, note
 from megatron_rl.config.verl.losses import find_defaults
-from megatron_rl.config.verl.tables import ALIASES, PATTERNS, Ignored, Only, Renamed, SameAs
+from megatron_rl.config.verl.tables import ALIASES, PATTERNS
 from megatron_rl.types import UserError
 
 # Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
@@ -72,7 +73,10 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
     for group in GROUPS:
         parts = take_parts(group, latest)
         for found in group.combine(parts) if parts else ():
-            notes.append(found) if isinstance(found, str) else translated.append(found)
+            if isinstance(found, str):
+                notes.append(found)
+            else:
+                translated.append(found)
     repeated: list[tuple[Setting, SameAs]] = []
     below: dict[str, list[Setting]] = {}
     for setting in latest.values():

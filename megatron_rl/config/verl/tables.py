@@ -10,46 +10,11 @@ Names whose meaning depends on each other are in `alias_groups.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
 
 from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed, SameAs
 from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """Another name for `target`. `values` maps (verl value, our value); with `closed`, no other value is known."""
-
-    target: str
-    values: tuple[tuple[Any, Any], ...] = ()
-    closed: bool = False
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """A name without a meaning here, and why; a value of null is no news."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Only:
-    """A name that is accepted with the values that mean what is done anyway (null always does), and why."""
-
-    allowed: tuple[Any, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class SameAs:
-    """A name for what another setting says already: accepted where it agrees with `target`, refused elsewhere."""
-
-    target: str
-    values: tuple[tuple[Any, Any], ...] = ()
-
-
-Alias = Renamed | Ignored | Only | SameAs
 
 _OFF = ((-1, 0),)
 _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"

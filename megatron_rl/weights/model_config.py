@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an HF config.json to a `ModelShape`; what it asks for and nobody serves is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import FAMILIES, Family, Head, ModelShape, RopeScaling
+
+_MUST_BE_OFF = ("use_bidirectional_attention", "use_sliding_window", "attention_bias", "mlp_bias", "mlp_only_layers",
+                "router_jitter_noise")
+_SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
+
+
+def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
+    """Read `config.json` of an HF model directory.
+
+    Args:
+        head: what the role needs. A language model can be given a score head; the reverse is refused.
+
+    Raises:
+        UserError: no such directory or file, unknown architecture, the wrong head, or an option that is not served.
+    """
+    file = Path(directory) / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"there is no {file}", source="model.path", expected="a model directory in Hugging Face format",
+            hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
+        )
+    try:
+        config = json.loads(file.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}")
+    except ValueError as error:
+        raise UserError(f"{file} holds no JSON object: {error}", source=str(file), expected="an HF config.json",
+                        hint="the file may be half downloaded: download config.json again") from None
+    return model_shape_from_config(config, source=str(file), head=head)
+
+
+def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
+    """Make the shape from the content of a config.json; see `load_model_shape`."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise UserError(
+            f"unknown architecture {config.get('model_type')!r}", source=source,
+            expected=f"model_type one of {sorted(FAMILIES)}",
+            hint="docs/add_a_family.md says how to add one: often a row in weights/families.py",
+        )
+    scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
+    if scoring and head == "lm":
+        raise UserError(
+            f"{scoring[0]} has no language-model head", source=source, expected=f"a {family.architecture}",
+            hint="a reward model or critic belongs to reward_model.path or critic.path")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    _refuse_options(config, family, rope, source)
+    try:
+        num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = (config.get("head_dim") if family.honours_head_dim else None) or hidden // num_heads
+        experts = _read_experts(config, family, source)
+        size_key = family.experts.size_key if family.experts else "intermediate_size"
+        return ModelShape(
+            family=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=hidden,
+            ffn_hidden_size=config[size_key], num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads, head_dim=head_dim,
+            vocab_size=config["vocab_size"],
+            tied_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", family.ties_by_default)),
+            has_score_head=head == "score",
+            qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
+            max_position_embeddings=config["max_position_embeddings"], rope_scaling=_read_rope_scaling(rope), **experts,
+        )
+    except KeyError as error:
+        raise UserError(f"key {error} is missing", source=source, expected="a complete HF config.json",
+                        hint="write it with transformers' save_pretrained") from None
+
+
+def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
+    """Options of transformers that would make it another model."""
+    refused = {
+        "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
+        "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
+        **{name: bool(config.get(name)) for name in _MUST_BE_OFF},
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "sliding_window": family.honours_sliding_window and _cuts_attention(config),
+        "rope_scaling": _rope_type(rope) not in ("default", "llama3"),
+    }
+    if any(refused.values()):
+        names = [name for name, is_set in refused.items() if is_set]
+        raise UserError(
+            f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served", source=source,
+            expected=f"hidden_act={family.activations[0]}, full causal attention, no bias beyond the family's, "
+                     "rotary positions unscaled or scaled as in Llama 3.1, experts in every layer of a mixture of "
+                     "experts",
+            hint="training would silently compute another model; use a checkpoint without these options",
+        )
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _read_rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    if _rope_type(rope) == "default":
+        return None
+    return RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
+
+
+def _cuts_attention(config: dict[str, Any]) -> bool:
+    window = config.get("sliding_window")
+    return window is not None and window < config.get("max_position_embeddings", 0)
+
+
+def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """The fields of a ModelShape that only a mixture of experts has."""
+    if family.experts is None:
+        return {}
+    # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
+    num_experts = config.get("num_experts") or config["num_local_experts"]
+    per_token = config["num_experts_per_tok"]
+    # Mixtral has no such option: its shares always add up to 1.
+    normalizes_shares = bool(config.get("norm_topk_prob")) if config["model_type"] != "mixtral" else True
+    if per_token == 1 and normalizes_shares:
+        raise UserError(
+            "num_experts_per_tok = 1 with normalised shares", source=source, expected="2 experts per token or more",
+            hint="the share of a single expert is always 1, so its router would never learn")
+    return dict(num_experts=num_experts, experts_per_token=per_token, normalizes_shares=normalizes_shares)
