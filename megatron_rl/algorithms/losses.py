@@ -48,9 +48,9 @@ def compute_policy_loss(
         config: `policy_loss` and its settings, `kl_coef`, `kl_type`, `kl_in`, `entropy_coef`.
 
     Returns:
-        The loss (scalar), and sums over tokens: "loss" and its parts "policy", "kl_term", "entropy_term";
+        The loss (scalar), and sums over tokens: "loss", its parts "policy", "kl_term", "entropy_term", "weights";
         unweighted "kl", "entropy", "clipped", "tokens" and "loss/<name>/<metric>", what the policy loss itself
-        reports; "weights", the sum of loss_weights; and the maximum "max/deviation" of |logprobs - old_logprobs|.
+        reports; and the maximum "max/deviation" of |logprobs - old_logprobs|.
 
     Raises:
         UserError: unknown policy loss, or a user's one that does not return [t] tensors.
@@ -64,9 +64,9 @@ def compute_policy_loss(
     if importance_weights is not None:
         token_loss = token_loss * importance_weights
     policy = weighted_sum(token_loss)
-    nothing = torch.zeros_like(policy)
-    kl = nothing if ref_logprobs is None else compute_kl(
-        tokens.logprobs, torch.where(mask, ref_logprobs, 0.0), config.kl_type)
+    kl = nothing = torch.zeros_like(policy)
+    if ref_logprobs is not None:
+        kl = compute_kl(tokens.logprobs, torch.where(mask, ref_logprobs, 0.0), config.kl_type)
     kl_term = config.kl_coef * weighted_sum(kl) if config.kl_in == "loss" else nothing
     entropy_term = -config.entropy_coef * weighted_sum(entropy) if config.entropy_coef else nothing
     loss = policy + kl_term + entropy_term

@@ -122,8 +122,7 @@ def convert_to_huggingface(
         dtype: of the output; None: as it is.
         file_bytes: size at which a new file begins.
         force: replace `out` where it exists (when the new one is finished).
-        workers: who shares the work.
-        progress: of this process.
+        workers, progress: who shares the work, and this process's progress.
 
     Raises:
         UserError: a damaged checkpoint, one of another model, a disk that does not take it, ...
@@ -132,7 +131,8 @@ def convert_to_huggingface(
     if source.verify:
         workers.agree(_find_damage(weights, workers))
     reader = ChunkReader(weights)
-    shape = load_model_shape(source.config or weights / CONFIG_DIR, head="score" if SCORE_HEAD in reader.tensors else "lm")
+    config = source.config or weights / CONFIG_DIR
+    shape = load_model_shape(config, head="score" if SCORE_HEAD in reader.tensors else "lm")
     table, partial, sizes = megatron_global_placements(shape), _claim(out, force), shape.logical_tensors()
     check_global_shapes(reader, table, weights)
     dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}
@@ -148,7 +148,7 @@ def convert_to_huggingface(
 
     def finish() -> None:
         main = max(set(dtypes.values()), key=list(dtypes.values()).count)
-        finish_model(partial, out, units, source.config or weights / CONFIG_DIR, shape, main)
+        finish_model(partial, out, units, config, shape, main)
         forget_notes(out)
 
     return _finish(out, finish, workers)

@@ -59,15 +59,14 @@ class RolloutGenerator:
         """Generate `group_size` responses per prompt; collective.
 
         Args:
-            prompts: the same on every rank.
-            group_size: responses per prompt.
-            sampling: how to draw them.
-            step, round: part of every response's seed.
+            prompts, group_size: the same on every rank; responses per prompt.
+            sampling, step, round: how to draw them; the last two are part of every response's seed.
             on_finished: called on the first rank of an engine with a rollout as soon as its response is there, while
                 others are being generated; not decoded yet. Given on every rank or on none.
 
         Returns:
-            The rollouts of this rank's engine, on each of its ranks, by index of the prompt * group_size + sample_index.
+            The rollouts of this rank's engine, on each of its ranks, by number: index of the prompt * group_size +
+            sample_index.
 
         Raises:
             Exception: what `on_finished` raised, after the generation, on every rank.

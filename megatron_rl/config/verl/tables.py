@@ -4,96 +4,37 @@
 Data only. A verl name is `Renamed` to a setting of ours (with a value table where values are called differently),
 `Ignored` with the reason, accepted `Only` with the values that mean what this program does anyway, or must be the
 `SameAs` a setting of ours. `PATTERNS` do the same for whole sections of verl's that concern Ray, FSDP or profilers.
-Names whose meaning depends on each other are in `alias_groups.py`.
+Names whose meaning depends on each other are in `groups.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
-from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed, SameAs
 from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS
+from megatron_rl.config.verl.role_tables import (
+    BUDGET,
+    FUSED,
+    LAYOUT_LEAVES,
+    MEGATRON,
+    OFF,
+    megatron_names,
+    trainable_names,
+)
 
-_OFF = ((-1, 0),)
 _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
-_BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 _SCORING = "log-probs are computed in the actor's microbatches"
 _PACKED = "sequences are always packed"
 _TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
-_MEGATRON = "the models run on megatron-core"
-_SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
 _ENGINE = "the engine decides"
-_FUSED = "kernels are chosen by what is installed"
 _LORA = "all weights are trained"
 _TEXT = "prompts are text"
-_LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
 _CHECKPOINTING = ((True, "full"), (False, "none"))
-LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
 
 
-def _megatron_names(role: str) -> dict[str, Alias]:
-    """`megatron.*` of a role that has a layout of its own."""
-    return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
-        "megatron.expert_tensor_parallel_size": Only((), "experts are split over the same ranks as dense layers"),
-        "megatron.use_mbridge": Ignored("weights are converted by this package"),
-        "megatron.vanilla_mbridge": Ignored("weights are converted by this package"),
-        "megatron.use_dist_checkpointing": Ignored("the first weights are read in HF format"),
-        "megatron.dist_checkpointing_path": Ignored("the first weights are read in HF format"),
-        "megatron.dist_checkpointing_prefix": Ignored("the first weights are read in HF format"),
-        "megatron.forward_only": Ignored(_MEGATRON),
-        "megatron.dtype": Ignored("model.dtype decides"),
-        "megatron.seed": Ignored("trainer.seed decides"),
-        "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
-        "megatron.override_transformer_config.recompute_granularity": Renamed(
-            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True),
-        "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
-        "megatron.override_transformer_config.recompute_method": Ignored("full recomputes every layer"),
-        "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),
-        "megatron.override_transformer_config.attention_backend": Ignored(_FUSED),
-        **dict.fromkeys(("fsdp_config.param_offload", "megatron.param_offload"), Ignored(_SHARED)),
-        "strategy": Ignored(_MEGATRON),
-        "load_weight": Only((True,), "weights are always read"),
-        "ulysses_sequence_parallel_size": Renamed(f"{role}.context_parallel_size"),
-    }
-
-
-def _trainable_names(role: str) -> dict[str, Alias]:
-    """A role with an optimizer."""
-    return _megatron_names(role) | {
-        "optim.lr": Renamed(f"{role}.lr"),
-        "optim.min_lr": Renamed(f"{role}.min_lr"),
-        "optim.min_lr_ratio": Only((0,), f"give the final learning rate itself: {role}.min_lr"),
-        "optim.lr_warmup_steps": Renamed(f"{role}.lr_warmup_steps", _OFF),
-        "optim.lr_warmup_steps_ratio": Only((0,), f"give the warm-up in steps: {role}.lr_warmup_steps"),
-        "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
-        "optim.lr_decay_steps": Only((), "the decay ends with the run"),
-        "optim.lr_decay_style": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
-        "optim.lr_scheduler_type": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
-        "optim.warmup_style": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
-        "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
-        **dict.fromkeys(("optim.lr_wsd_decay_style", "optim.lr_wsd_decay_steps"), Ignored("there is no such schedule")),
-        "optim.weight_decay": Renamed(f"{role}.weight_decay"),
-        "optim.weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
-        "optim.clip_grad": Renamed(f"{role}.clip_grad"),
-        "optim.optimizer": Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW"),
-        "optim.optimizer_impl": Ignored("the optimizer is megatron-core's AdamW"),
-        "optim.total_training_steps": Ignored("it follows from the batch plan"),
-        "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
-        "grad_clip": Renamed(f"{role}.clip_grad"),
-        "shuffle": Only((False,), "minibatches keep the order of the rollouts"),
-        "data_loader_seed": Ignored("trainer.seed decides"),
-        "ppo_micro_batch_size": Ignored(_BUDGET),
-        "fsdp_config.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
-        "megatron.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
-        "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
-        "megatron.use_distributed_optimizer": Renamed(f"{role}.use_distributed_optimizer"),
-    }
-
-
-_ACTOR: dict[str, Alias] = _trainable_names("actor") | {
+_ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
     "ppo_epochs": Renamed("actor.ppo_epochs"),
     "rollout_n": SameAs("rollout.n"),
@@ -109,7 +50,7 @@ _ACTOR: dict[str, Alias] = _trainable_names("actor") | {
     "clip_ratio_high": Renamed("algorithm.clip_eps_high"),
     "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
     "use_torch_compile": Ignored("the actor is not compiled"),
-    "use_fused_kernels": Ignored(_FUSED),
+    "use_fused_kernels": Ignored(FUSED),
     "use_remove_padding": Ignored(_PACKED),
     "entropy_from_logits_with_chunking": Ignored("log-probs and entropy are computed in chunks"),
     "entropy_checkpointing": Ignored("log-probs and entropy are computed in chunks"),
@@ -118,7 +59,7 @@ _ACTOR: dict[str, Alias] = _trainable_names("actor") | {
     "router_replay.mode": Only(("disabled",), "routing is computed anew in training"),
 }
 
-_CRITIC: dict[str, Alias] = _trainable_names("critic") | {
+_CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.path": Renamed("critic.path"),
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
     "model.use_remove_padding": Ignored(_PACKED),
@@ -131,9 +72,9 @@ _CRITIC: dict[str, Alias] = _trainable_names("critic") | {
     "ppo_epochs": SameAs("actor.ppo_epochs"),
     "rollout_n": SameAs("rollout.n"),
     "loss_agg_mode": SameAs("algorithm.loss_agg_mode", AGGREGATIONS),
-    "forward_micro_batch_size": Ignored(_BUDGET),
-    "forward_micro_batch_size_per_gpu": Ignored(_BUDGET),
-    "forward_max_token_len_per_gpu": Ignored(_BUDGET),
+    "forward_micro_batch_size": Ignored(BUDGET),
+    "forward_micro_batch_size_per_gpu": Ignored(BUDGET),
+    "forward_max_token_len_per_gpu": Ignored(BUDGET),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **dict.fromkeys(("kl_ctrl.type", "kl_ctrl.kl_coef"), Ignored("the critic has no KL term")),
 }
@@ -201,13 +142,13 @@ _MODEL: dict[str, Alias] = {
     "use_remove_padding": Ignored(_PACKED),
     "use_shm": Ignored("weights are read by the ranks that need them"),
     "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
-    **dict.fromkeys(("return_last_hidden_state", "override_config.attn_implementation"), Ignored(_FUSED)),
+    **dict.fromkeys(("return_last_hidden_state", "override_config.attn_implementation"), Ignored(FUSED)),
     "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
-    **dict.fromkeys(("use_liger", "use_fused_kernels", "use_fused_loss"), Ignored(_FUSED)),
+    **dict.fromkeys(("use_liger", "use_fused_kernels", "use_fused_loss"), Ignored(FUSED)),
     **dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), Ignored(_LORA)),
 }
 
-_REWARD_MODEL: dict[str, Alias] = _megatron_names("reward_model") | {
+_REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
     "model.use_remove_padding": Ignored(_PACKED),
     "model.trust_remote_code": Only((False,), "code of a model directory is never run"),
@@ -225,7 +166,7 @@ _REWARD_MODEL: dict[str, Alias] = _megatron_names("reward_model") | {
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
     **dict.fromkeys(("n_gpus_per_node", "nnodes"), Ignored("all roles share the ranks")),
-    **dict.fromkeys(("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"), Ignored(_BUDGET)),
+    **dict.fromkeys(("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"), Ignored(BUDGET)),
 }
 
 _DATA: dict[str, Alias] = {
@@ -276,15 +217,15 @@ _ALGORITHM: dict[str, Alias] = {
 
 _TRAINER: dict[str, Alias] = {
     "total_training_steps": Renamed("trainer.total_steps"),
-    "test_freq": Renamed("trainer.test_freq", _OFF),
-    "save_freq": Renamed("trainer.save_freq", _OFF),
+    "test_freq": Renamed("trainer.test_freq", OFF),
+    "save_freq": Renamed("trainer.save_freq", OFF),
     "default_local_dir": Renamed("trainer.run_dir"),
     **dict.fromkeys(("nnodes", "n_gpus_per_node"), Ignored(_RUNS)),
     "device": Ignored("the device is found at start"),
     "balance_batch": Ignored("batches are always balanced over the DP ranks"),
     "logger": Ignored(_TRACKING),
     "default_hdfs_dir": Only((), "files are written to trainer.run_dir"),
-    "use_legacy_worker_impl": Ignored(_MEGATRON),
+    "use_legacy_worker_impl": Ignored(MEGATRON),
     "ray_wait_register_center_timeout": Ignored("there is no Ray in a run"),
     "esi_redundant_time": Ignored("trainer.save_freq decides when to save"),
     "project_name": Renamed("observability.wandb_project"),
@@ -317,10 +258,10 @@ PATTERNS: Mapping[str, Ignored] = {
     **dict.fromkeys(("ray_init.*", "ray_kwargs.*"), Ignored("there is no Ray in a run")),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
-    "*.fsdp_config.*": Ignored(_MEGATRON),
+    "*.fsdp_config.*": Ignored(MEGATRON),
     "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
-    "actor_rollout_ref.model.fused_kernel_options.*": Ignored(_FUSED),
+    "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),
     "actor_rollout_ref.actor.policy_loss.*": Ignored("it belongs to losses that are not served"),
     "actor_rollout_ref.rollout.multi_turn.*": Ignored("a prompt gets one response"),
     "actor_rollout_ref.rollout.engine_kwargs.*": Ignored(_ENGINE),
