@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron_rl.types import UserError
 
 DIGESTS_FILE = "SHA256SUMS"
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ def copy_file(source: Path, path: Path) -> FileRecord:
     """Copy a file durably."""
     file = HashingFile(path)
     with open(source, "rb") as content:
-        while block := content.read(_BLOCK_BYTES):
-            file.write(block)
+        shutil.copyfileobj(content, file)
     return file.close()
 
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import comb
+from statistics import mode
 
 import numpy as np
 
@@ -38,13 +38,13 @@ def compute_validation_metrics(
     if k == 1:
         return {"accuracy": accuracy}
     best = table.max(1)
-    majority = [_reward_of_majority(*prompt) for prompt in zip(rewards, answers, strict=True)]
+    majority = [given[list(answer).index(mode(answer))] for given, answer in zip(rewards, answers, strict=True)]
     return {
         "accuracy": accuracy,
         f"mean@{k}": accuracy,
         f"pass@{k}": estimate_pass_at_k(table, k, correct_from),
         f"best@{k}": float(best.mean()),
-        f"maj@{k}": float(np.mean(majority)),
+        f"maj@{k}": float(np.mean(majority)),  # of equally frequent answers the first one counts
     }
 
 
@@ -59,8 +59,3 @@ def estimate_pass_at_k(rewards: np.ndarray, k: int, correct_from: float = 0.5) -
     n = rewards.shape[1]
     wrong = n - (rewards >= correct_from).sum(1)
     return float(np.mean([1 - comb(int(count), k) / comb(n, k) for count in wrong]))
-
-
-def _reward_of_majority(rewards: Sequence[float], answers: Sequence[str]) -> float:
-    (winner, _), = Counter(answers).most_common(1)  # equal counts come in order of first occurrence
-    return float(rewards[list(answers).index(winner)])
