@@ -53,21 +53,11 @@ class MetricsFile(Sink):
 
     Args:
         run_dir: run directory; made if it is not there.
-        continues: keep the records that are there (see `set_aside`).
-
-    Raises:
-        UserError: `run_dir` holds the metrics of another run.
     """
 
-    def __init__(self, run_dir: Path, continues: bool = False) -> None:
+    def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
-        if not continues and has_records(run_dir):
-            raise UserError(
-                f"{path} already holds the metrics of a run", source="trainer.run_dir",
-                expected="a new or empty run directory", hint="choose another trainer.run_dir, or remove this one",
-            )
-        self._file = path.open("a", encoding="utf-8")
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Write one line."""

@@ -128,7 +128,7 @@ class Run:
             positions: the last heartbeat of every rank, for the status page.
 
         Raises:
-            UserError: (rank 0) the directory holds another run's metrics, or a sink cannot be opened.
+            UserError: (rank 0) a sink cannot be opened.
         """
         if self.is_writer:
             (self.dir / ROLLOUTS).mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ class Run:
     def _open_sinks(self, after_step: int | None, positions: Positions) -> None:
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
-        add(MetricsFile(self.dir, after_step is not None))
+        add(MetricsFile(self.dir))
         if settings.status_port is not None:
             page = StatusPage(
                 self.dir.resolve().name, settings.status_host, settings.status_port,

@@ -33,13 +33,11 @@ def test_scalars_of_numpy_and_torch_are_numbers() -> None:
     assert [type(value) for value in record.values()] == [float, int, float]
 
 
-def test_metrics_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
+def test_records_are_appended(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path)
     file.log(1, {"reward/mean": 1.0})
     file.close()
-    with pytest.raises(UserError, match="already holds the metrics"):
-        MetricsFile(tmp_path)
-    file = MetricsFile(tmp_path, continues=True)
+    file = MetricsFile(tmp_path)
     file.log(2, {"reward/mean": 0.5})
     file.close()
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
