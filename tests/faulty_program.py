@@ -87,11 +87,11 @@ def spoil_an_advantage() -> None:
 
 
 def run_out_of_memory_in_update() -> None:
-    strike(Actor, "update", lambda *_: torch.empty(TOO_MUCH, dtype=torch.uint8), call=3)
+    strike(Actor, "forward_backward", lambda *_: torch.empty(TOO_MUCH, dtype=torch.uint8), call=3)
 
 
 def run_out_of_memory_in_sft() -> None:
-    strike(Actor, "update_sft", lambda *_: torch.empty(TOO_MUCH, dtype=torch.uint8))
+    strike(Actor, "forward_backward", lambda *_: torch.empty(TOO_MUCH, dtype=torch.uint8))
 
 
 def run_out_of_memory_at_start() -> None:

@@ -29,7 +29,7 @@ class Blow:
     Attributes:
         phase: in which it comes ("update", ...), or "record": between a step's checkpoint and its record, or "write":
             an exception in the thread that writes a checkpoint, and the signal in the update that follows.
-        entry: at which entry of the phase, 1 being the first.
+        entry: at which entry of the phase, 1 being the first; an optimizer step enters "update" twice.
         rank: that is hit.
         delay: seconds after the entry; 0: at once.
         number: the signal.

@@ -81,14 +81,16 @@ class Actor:
         """
         result = self._update.optim_step()
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
-        taken = {"policy/grad_norm": result.grad_norm, "policy/lr": result.lr}
         if result.loss is self._given_loss:
             name = getattr(result.loss.settings, "__name__", "loss")
-            own = {key: total if key.startswith("max/") else total / tokens
-                   for key, total in totals.items() if key not in _COUNTED}
-            return taken | {f"{name}/{key}": value for key, value in own.items()} | {f"{name}/loss": totals["loss"]}
-        return taken | {
+            reported = {f"{name}/{key}": total if key.startswith("max/") else total / tokens
+                        for key, total in totals.items() if key not in _COUNTED}
+            return {f"{name}/loss": totals["loss"], "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
+                    **reported}
+        return {
             "policy/loss": totals["loss"],
+            "policy/grad_norm": result.grad_norm,
+            "policy/lr": result.lr,
             "policy/entropy": totals["entropy"] / tokens,
             "policy/clip_fraction": totals["clipped"] / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],

@@ -254,7 +254,7 @@ def test_a_capture_that_is_cut_off_leaves_no_capsule(
     """Killed in an update of the captured step; the run is started again and captures it whole."""
     overrides = overrides_for(
         task, tmp_path / "run", *COMMON, "trainer.save_freq=1", "checkpoint.save_huggingface=false")
-    assert kill(2, overrides, Blow("update", entry=4, rank=0))
+    assert kill(2, overrides, Blow("update", entry=7, rank=0))
     capsule = tmp_path / "run/capsules/step_2"
     assert not capsule.exists() and (capsule.parent / "step_2.partial/state/step_1/manifest.json").exists()
     assert replay(capsule, tmp_path / "report.json", 1)[0] == [2]

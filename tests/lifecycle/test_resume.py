@@ -67,13 +67,13 @@ class Killed:
 
 
 KILLED = {
-    "update": Killed(Blow("update", entry=5), 2, 2),
+    "update": Killed(Blow("update", entry=9), 2, 2),
     # Between the checkpoint of the second step and its record in metrics.jsonl (entry 1: step 0).
     "record": Killed(Blow("record", entry=3, rank=0), 1, 2),
     # The thread that writes the second checkpoint raises on one rank; nothing is left but the first.
     "write": Killed(Blow("write", entry=2), 2, 1, (2,), ("checkpoint.keep_last=1",)),
     # The first checkpoint is not there yet.
-    "no-checkpoint": Killed(Blow("update", entry=5), 2, None, (0, 1, 2), (
+    "no-checkpoint": Killed(Blow("update", entry=9), 2, None, (0, 1, 2), (
         "trainer.save_freq=0", "trainer.best_metric=null", "checkpoint.save_every_minutes=null")),
 }
 
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on(case: str, task: Path, whole: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("blow,saved", [
-    (Blow("rollout", entry=4, number=signal.SIGTERM), 1), (Blow("update", entry=4, number=signal.SIGUSR1), 2),
+    (Blow("rollout", entry=4, number=signal.SIGTERM), 1), (Blow("update", entry=7, number=signal.SIGUSR1), 2),
 ], ids=["rollout", "update"])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     blow: Blow, saved: int, task: Path, whole: Path, tmp_path: Path
@@ -252,7 +252,7 @@ def test_supervised_fine_tuning_goes_on(task: Path, tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     run_ranks(fine_tune, 2, [*overrides, f"trainer.run_dir={whole}"], timeout=100)
     overrides.append(f"trainer.run_dir={run_dir}")
-    stop = Blow("update", entry=3, number=signal.SIGTERM)
+    stop = Blow("update", entry=5, number=signal.SIGTERM)
     reasons = run_ranks(train_under, 2, overrides, stop, fine_tune, timeout=100)
     assert all(reason.startswith("preempted: SIGTERM after step 3") for reason in reasons)
     run_ranks(fine_tune, 2, overrides, timeout=100)

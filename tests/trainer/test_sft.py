@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_rl.roles.actor as actor_module
+import megatron_rl.roles.on_samples as roles_module
 from distributed import run_ranks
 from megatron_rl.algorithms.ledger import LedgerError
 from megatron_rl.config.loading import load_config
@@ -24,7 +24,7 @@ from rl_runs import read_records
 def _train(rank: int, world_size: int, overrides: Sequence[str], lose: str) -> str | None:
     """One run whose loss loses a token, or a part of a weight, of each microbatch; returns the error's text."""
     os.environ["WORLD_SIZE"] = str(world_size)
-    compute = actor_module.compute_sft_loss
+    compute = roles_module.compute_sft_loss
 
     def compute_wrongly(
         logprobs: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor
@@ -34,7 +34,7 @@ def _train(rank: int, world_size: int, overrides: Sequence[str], lose: str) -> s
             mask = mask & ~first
         return compute(logprobs, mask, torch.where(first, 0.9 * weights, weights) if lose == "weight" else weights)
 
-    actor_module.compute_sft_loss = compute_wrongly
+    roles_module.compute_sft_loss = compute_wrongly
     try:
         train_sft(load_config(None, overrides).config, None)
     except LedgerError as error:

@@ -13,8 +13,8 @@ Five parts (`--parts`), each varies one thing on a random model; what is compare
 
 Seconds are process CPU-seconds on a CPU (what others take on a shared machine is left out) and wall seconds on a GPU,
 summed over ranks; tokens are those of all sequences without padding, so `tokens_per_second` is per second of one rank.
-What is timed is `Actor.update`: forward, backward, optimizer. `peak_bytes` is the largest amount of tensor memory
-above that of weights, gradients and optimizer during forward and backward of a rank's largest microbatch.
+What is timed is one optimizer step of an `Actor`: forward, backward, optimizer. `peak_bytes` is the largest amount of
+tensor memory above that of weights, gradients and optimizer during forward and backward of a rank's largest microbatch.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_ppo_step.py --shapes 1m --sizes 256 1024 --json FILE      CPU
     torchrun --nproc-per-node N tools/benchmarks/bench_ppo_step.py --tp N ... tensor parallel
 
-Needs torch and megatron-core only. An update is `Actor.update` on `--microbatches` microbatches of one size, padded to
-it from about 97 %: forward, loss, backward, gradient norm, clipping, Adam. All modes take the same padded
-microbatches from the same weights, and after `--rounds` updates metrics and weights are compared bit by bit
+Needs torch and megatron-core only. An update is one optimizer step of an `Actor` on `--microbatches` microbatches of
+one size, padded to it from about 97 %: forward, loss, backward, gradient norm, clipping, Adam. All modes take the same
+padded microbatches from the same weights, and after `--rounds` updates metrics and weights are compared bit by bit
 (`equal_to_eager`; bfloat16 attention on a GPU adds gradients in any order unless --deterministic is given).
 
 On a CPU the modes take turns, round by round, and seconds are process CPU-seconds; on a GPU one mode after the other
