@@ -121,7 +121,7 @@ def test_package_reads_the_task(task):
     prompts = load_prompts([str(task / "train.jsonl")], tokenizer, cfg).prompts
     for prompt in prompts:
         assert len(prompt.tokens) == len(prompt.text) == 4 and tokenizer.decode(prompt.tokens) == prompt.text
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
     assert tokenizer.vocab_size == 17 and prompts[0].data_source == "toy_arithmetic"
 
 
