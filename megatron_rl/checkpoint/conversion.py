@@ -37,9 +37,8 @@ from megatron_rl.checkpoint.side_files import CONFIG_DIR, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import SCORE_HEAD
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
-from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.model_config import find_head, load_model_shape
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +62,7 @@ def convert_to_megatron(
     Raises:
         UserError: unknown architecture, weights that do not fit config.json, a disk that does not take it, ...
     """
-    head = "score" if SCORE_HEAD in index_safetensors(source) else "lm"
+    head = find_head(index_safetensors(source))
     shape = load_model_shape(source, head=head)
     check_checkpoint(source, shape)
     files = index_safetensors(source)
@@ -132,7 +131,7 @@ def convert_to_huggingface(
         workers.agree(_find_damage(weights, workers))
     reader = ChunkReader(weights)
     config = source.config or weights / CONFIG_DIR
-    shape = load_model_shape(config, head="score" if SCORE_HEAD in reader.tensors else "lm")
+    shape = load_model_shape(config, head=find_head(reader.tensors))
     table, partial, sizes = megatron_global_placements(shape), _claim(out, force), shape.logical_tensors()
     check_global_shapes(reader, table, weights)
     dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}

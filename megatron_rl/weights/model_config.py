@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, Family, Head, ModelShape, RopeScaling
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape, RopeScaling
 
 _MUST_BE_OFF = ("use_bidirectional_attention", "use_sliding_window", "attention_bias", "mlp_bias", "mlp_only_layers",
                 "router_jitter_noise")
@@ -39,6 +40,11 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
         raise UserError(f"{file} holds no JSON object: {error}", source=str(file), expected="an HF config.json",
                         hint="the file may be half downloaded: download config.json again") from None
     return model_shape_from_config(config, source=str(file), head=head)
+
+
+def find_head(tensors: Container[str]) -> Head:
+    """The head of a model with tensors of these names."""
+    return "score" if SCORE_HEAD in tensors else "lm"
 
 
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
