@@ -30,6 +30,14 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(
-        sys.argv[1:], name="pretrain_grpo", description="Train a policy with GRPO, PPO or a relative.",
-        build_plan=plan_rl, read_inputs=read_rl_inputs, run=train, check_memory=check_memory))
+    sys.exit(
+        run_command(
+            sys.argv[1:],
+            name="pretrain_grpo",
+            description="Train a policy with GRPO, PPO or a relative.",
+            build_plan=plan_rl,
+            read_inputs=read_rl_inputs,
+            run=train,
+            check_memory=check_memory,
+        )
+    )

@@ -20,6 +20,13 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(
-        sys.argv[1:], name="pretrain_sft", description="Fine-tune a policy on responses (next-token loss).",
-        build_plan=SftPlan.build, read_inputs=read_sft_inputs, run=train))
+    sys.exit(
+        run_command(
+            sys.argv[1:],
+            name="pretrain_sft",
+            description="Fine-tune a policy on responses (next-token loss).",
+            build_plan=SftPlan.build,
+            read_inputs=read_sft_inputs,
+            run=train,
+        )
+    )

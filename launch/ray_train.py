@@ -50,12 +50,15 @@ def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namesp
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError as error:
         raise UserError(
-            f"Ray Train cannot be imported: {error}", source="launch/ray_train.py", expected="an installed ray[train]",
+            f"Ray Train cannot be imported: {error}",
+            source="launch/ray_train.py",
+            expected="an installed ray[train]",
             hint='pip install "ray[train]", or start the same recipe with torchrun (launch/train_multi_node.sh)',
         ) from error
     if options.max_failures and loaded.config.trainer.run_dir is None:
         raise UserError(
-            f"--max-failures {options.max_failures} without trainer.run_dir", source="command line",
+            f"--max-failures {options.max_failures} without trainer.run_dir",
+            source="command line",
             expected="a run directory in which the next attempt finds the checkpoints",
             hint="set trainer.run_dir=/shared/runs/NAME and trainer.save_freq",
         )
@@ -68,14 +71,15 @@ def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namesp
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"loaded": loaded, "recipe": recipe, "directory": os.getcwd()},
-        scaling_config=ScalingConfig(
-            num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker=resources),
+        scaling_config=ScalingConfig(num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo",
-            timeout_s=int(loaded.config.trainer.collective_timeout) + 30),
+            timeout_s=int(loaded.config.trainer.collective_timeout) + 30,
+        ),
         run_config=RunConfig(
             storage_path=str(Path("checkpoints/ray").absolute()),
-            failure_config=FailureConfig(max_failures=options.max_failures)),
+            failure_config=FailureConfig(max_failures=options.max_failures),
+        ),
     )
     trainer.fit()
 
@@ -95,7 +99,8 @@ def check_cluster(has: dict[str, float], per_worker: dict[str, float], num_worke
         if has.get(name, 0) < amount * num_workers:
             raise UserError(
                 f"{num_workers} workers take {amount * num_workers:g} {name}s, the cluster has {has.get(name, 0):g}",
-                source="--num-workers and the Ray cluster", expected=f"{amount * num_workers:g} {name}s or more",
+                source="--num-workers and the Ray cluster",
+                expected=f"{amount * num_workers:g} {name}s or more",
                 hint="start fewer workers, or lower --cpus-per-worker" if name == "CPU" else "start fewer workers",
             )
 
@@ -110,9 +115,13 @@ def main(arguments: list[str]) -> int:
     if "--dry-run" in rest and not any(argument.startswith("--world-size") for argument in rest):
         rest += ["--world-size", str(options.num_workers)]
     return run_command(
-        rest, name="ray_train",
+        rest,
+        name="ray_train",
         description="Train a policy under Ray Train: --num-workers N [--cpus-per-worker X] [--max-failures N].",
-        build_plan=plan_rl, read_inputs=read_rl_inputs, run=partial(train, options=options))
+        build_plan=plan_rl,
+        read_inputs=read_rl_inputs,
+        run=partial(train, options=options),
+    )
 
 
 if __name__ == "__main__":

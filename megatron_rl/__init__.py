@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RL post-training of large language models on megatron-core and vLLM, in one torchrun program.
 
-    import megatron_rl
+import megatron_rl
 
-    trainer = megatron_rl.Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
-    trainer.train()
+trainer = megatron_rl.Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+trainer.train()
 """
 
 from typing import Any

@@ -30,9 +30,7 @@ class UserError(ValueError):
 
     def __init__(self, found: str, *, source: str, expected: str, hint: str) -> None:
         self.found, self.source, self.expected, self.hint = found, source, expected, hint
-        super().__init__(
-            f"{found}\n  source:   {source}\n  expected: {expected}\n  hint:     {hint}"
-        )
+        super().__init__(f"{found}\n  source:   {source}\n  expected: {expected}\n  hint:     {hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel between ranks by pickle without losing the parts."""
@@ -125,8 +123,12 @@ class Branch:
         else:
             padded = np.concatenate([np.zeros(num_prompt_tokens, np.float32), np.asarray(logprobs, np.float32)])
         return cls(
-            np.asarray(tokens, np.int32), np.arange(length) >= num_prompt_tokens, padded,
-            np.broadcast_to(np.int32(policy_version), length), num_prompt_tokens)
+            np.asarray(tokens, np.int32),
+            np.arange(length) >= num_prompt_tokens,
+            padded,
+            np.broadcast_to(np.int32(policy_version), length),
+            num_prompt_tokens,
+        )
 
     @property
     def num_loss_tokens(self) -> int:
@@ -169,8 +171,13 @@ class Rollout:
 
     @classmethod
     def from_response(
-        cls, prompt: Prompt, sample_index: int, response_tokens: np.ndarray, logprobs: np.ndarray | None,
-        finish_reason: str, policy_version: int = 0,
+        cls,
+        prompt: Prompt,
+        sample_index: int,
+        response_tokens: np.ndarray,
+        logprobs: np.ndarray | None,
+        finish_reason: str,
+        policy_version: int = 0,
     ) -> Rollout:
         """One response to a prompt; arguments as in `Branch.of_response`."""
         tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)

@@ -82,31 +82,45 @@ def draw_ref_logprobs() -> list[torch.Tensor]:
 def build_actor(case: Case, path: Path, total_optimizer_steps: int = 10, weights: Path | None = None) -> Actor:
     """The actor of this rank, with the weights of `path` or of a checkpoint; collective."""
     groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
-    return Actor(make_setup(
-        "actor", path, ActorConfig(**(ACTOR | case.actor)), groups, dtype=case.dtype,
-        spec=dict(path=str(weights or path)), temperature=case.temperature,
-        total_optimizer_steps=total_optimizer_steps))
+    return Actor(
+        make_setup(
+            "actor",
+            path,
+            ActorConfig(**(ACTOR | case.actor)),
+            groups,
+            dtype=case.dtype,
+            spec=dict(path=str(weights or path)),
+            temperature=case.temperature,
+            total_optimizer_steps=total_optimizer_steps,
+        )
+    )
 
 
 def build_batch(model: PackedModel, case: Case, advantages: list[float] | None = None) -> TrainBatch:
     """The batch of this rank for any role, complete but for the old logprobs, values and returns."""
-    sequences = [
-        Branch.of_response(tokens, NUM_PROMPT_TOKENS)
-        for tokens in draw_tokens(LENGTHS)
-    ]
+    sequences = [Branch.of_response(tokens, NUM_PROMPT_TOKENS) for tokens in draw_tokens(LENGTHS)]
     groups = model.groups
     plans = [
-        (rollouts, plan_microbatches(
-            [LENGTHS[i] for i in rollouts], dp_size=groups.layout.dp_size, max_tokens=case.max_tokens,
-            count_multiple=model.microbatch_count_multiple))
+        (
+            rollouts,
+            plan_microbatches(
+                [LENGTHS[i] for i in rollouts],
+                dp_size=groups.layout.dp_size,
+                max_tokens=case.max_tokens,
+                count_multiple=model.microbatch_count_multiple,
+            ),
+        )
         for rollouts in case.minibatches
     ]
     batch = build_train_batch(
-        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, padding=Padding(model.pad_multiple), device=CPU)
+        sequences, WEIGHTS, plans, dp_rank=groups.at.dp, padding=Padding(model.pad_multiple), device=CPU
+    )
     reference = torch.nn.utils.rnn.pad_sequence([*draw_ref_logprobs(), torch.zeros(1)], batch_first=True)
     return replace(
-        batch, advantages=expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch),
-        ref_logprobs=reference[batch.sequence_ids, batch.position_ids])
+        batch,
+        advantages=expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch),
+        ref_logprobs=reference[batch.sequence_ids, batch.position_ids],
+    )
 
 
 def split_by_rollout(values: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
@@ -140,8 +154,15 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
     pieces = list_pieces(actor.model)
     metrics.append(take_step(actor, minibatches[-1], ALGORITHM))
     after = split_by_rollout(actor.compute_logprobs(batch), batch)
-    return dict(at=actor.model.groups.at, before=before, after=after, metrics=metrics, pieces=pieces,
-                num_microbatches=len(batch.slices), version=actor.policy_version)
+    return dict(
+        at=actor.model.groups.at,
+        before=before,
+        after=after,
+        metrics=metrics,
+        pieces=pieces,
+        num_microbatches=len(batch.slices),
+        version=actor.policy_version,
+    )
 
 
 def train(case: Case, path: Path) -> Measured:
@@ -158,8 +179,10 @@ def merge(ranks: list[dict[str, Any]], path: Path) -> Measured:
     return Measured(
         before=merge_rollouts([(r["at"], r["before"]) for r in ranks]),
         after=merge_rollouts([(r["at"], r["after"]) for r in ranks]),
-        metrics=first["metrics"], weights=merge_weights([r["pieces"] for r in ranks], path),
-        num_microbatches=first["num_microbatches"])
+        metrics=first["metrics"],
+        weights=merge_weights([r["pieces"] for r in ranks], path),
+        num_microbatches=first["num_microbatches"],
+    )
 
 
 def merge_rollouts(parts: list[tuple[Coordinates, dict[int, torch.Tensor]]]) -> list[torch.Tensor]:
@@ -204,7 +227,9 @@ def train_with_transformers(model: torch.nn.Module) -> Measured:
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": ACTOR["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.95), eps=1e-8)
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     with torch.no_grad():
         before = [logprobs for logprobs, _ in score_with_transformers(model)]
     metrics, weights = [], {}
@@ -215,7 +240,8 @@ def train_with_transformers(model: torch.nn.Module) -> Measured:
         if step == 1:
             shape = model_shape_from_config(model.config.to_dict(), source="the model")
             weights = split_huggingface_experts(
-                shape, {name: p.detach().clone() for name, p in model.named_parameters()})
+                shape, {name: p.detach().clone() for name, p in model.named_parameters()}
+            )
     with torch.no_grad():
         after = [logprobs for logprobs, _ in score_with_transformers(model)]
     return Measured(cut_responses(before), cut_responses(after), metrics, weights, num_microbatches=len(LENGTHS))
@@ -245,7 +271,11 @@ def _step_with_transformers(
     optimizer.step()
     tokens = sum(RESPONSE_LENGTHS)
     return {
-        "policy/loss": sums["loss"], "policy/grad_norm": grad_norm, "policy/lr": optimizer.param_groups[0]["lr"],
-        "policy/entropy": sums["entropy"] / tokens, "policy/clip_fraction": sums["clipped"] / tokens,
-        "policy/ratio_max_deviation": sums["deviation"], "kl/mean": sums["kl"] / tokens,
+        "policy/loss": sums["loss"],
+        "policy/grad_norm": grad_norm,
+        "policy/lr": optimizer.param_groups[0]["lr"],
+        "policy/entropy": sums["entropy"] / tokens,
+        "policy/clip_fraction": sums["clipped"] / tokens,
+        "policy/ratio_max_deviation": sums["deviation"],
+        "kl/mean": sums["kl"] / tokens,
     }

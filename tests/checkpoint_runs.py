@@ -53,8 +53,10 @@ def snapshot(actor: Actor) -> list[Piece]:
     """Copies of all pieces that this rank has."""
     rank = dist.get_rank()
     model = actor.model
-    pieces = [*make_weight_pieces(megatron_global_placements(model.shape), model.placements(rank), model.params),
-              *make_state_pieces(actor, rank, None)]
+    pieces = [
+        *make_weight_pieces(megatron_global_placements(model.shape), model.placements(rank), model.params),
+        *make_state_pieces(actor, rank, None),
+    ]
     return [Piece(p.key, p.shape, p.offset, p.data.clone()) for p in pieces]
 
 
@@ -91,7 +93,8 @@ def save_actor(case: Case, path: Path, root: Path, **settings: Any) -> list[Any]
 def resume(actor: Actor, path: Path, directory: Path) -> ResumedRun:
     """Load a checkpoint into an actor."""
     return load_training_state(
-        directory, {"actor": actor}, side_files={"actor": list_side_files(path)}, group=dist.group.WORLD)
+        directory, {"actor": actor}, side_files={"actor": list_side_files(path)}, group=dist.group.WORLD
+    )
 
 
 def _resume_on_rank(rank: int, world_size: int, case: Case, path: Path, directory: Path) -> Any:

@@ -119,8 +119,13 @@ def main(fault: str, arguments: list[str]) -> int:
         return 0
     program = pretrain_sft if "sft" in fault else pretrain_grpo
     return run_command(
-        arguments, name=program.__name__, description="", build_plan=plan_rl, read_inputs=read_rl_inputs,
-        run=program.train)
+        arguments,
+        name=program.__name__,
+        description="",
+        build_plan=plan_rl,
+        read_inputs=read_rl_inputs,
+        run=program.train,
+    )
 
 
 if __name__ == "__main__":

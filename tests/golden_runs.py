@@ -81,42 +81,95 @@ class GoldenRun:
 
 NO_VALIDATION = ["data.validation_files=[]"]
 PPO = [
-    *NO_VALIDATION, *layout_overrides(1, 2, 1), "critic.tensor_model_parallel_size=2", "critic.sequence_parallel=true",
-    "critic.max_tokens_per_microbatch=96", "critic.lr=1e-3", "algorithm.adv_estimator=gae", "algorithm.gae_lambda=0.95",
-    "algorithm.kl_in=reward", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64",
-    "algorithm.dual_clip=3.0", "trainer.total_steps=3"]
+    *NO_VALIDATION,
+    *layout_overrides(1, 2, 1),
+    "critic.tensor_model_parallel_size=2",
+    "critic.sequence_parallel=true",
+    "critic.max_tokens_per_microbatch=96",
+    "critic.lr=1e-3",
+    "algorithm.adv_estimator=gae",
+    "algorithm.gae_lambda=0.95",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_controller=adaptive",
+    "algorithm.kl_target=0.01",
+    "algorithm.kl_horizon=64",
+    "algorithm.dual_clip=3.0",
+    "trainer.total_steps=3",
+]
 RUNS: dict[str, GoldenRun] = {
     "grpo": GoldenRun(4, layout_overrides(2, 2, 1)),
     "grpo_vllm_tp2": GoldenRun(4, layout_overrides(2, 2, 2)),
     "ppo": GoldenRun(2, PPO),
     "ppo_resumed": GoldenRun(2, PPO, [["trainer.total_steps=1"], []], recording="ppo"),
-    "reward_model": GoldenRun(2, [
-        "reward_model.path={task}/reward_model", "reward_model.tensor_model_parallel_size=2",
-        "reward_model.max_tokens_per_microbatch=64", "reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
-        "rollout.validation_n=3", "rollout.validation_temperature=1.0", "actor.share_prompts=false"]),
-    "dapo": GoldenRun(2, [
-        *NO_VALIDATION, "reward.function={task}/dapo.py:score", "algorithm.dynamic_sampling=true",
-        "algorithm.clip_eps_high=0.28", "algorithm.kl_coef=0", "reward.overlong_buffer_length=4",
-        "algorithm.mask_truncated=true", "algorithm.loss_agg_mode=token-mean"]),
-    "remax": GoldenRun(2, [
-        *NO_VALIDATION, "algorithm.adv_estimator=remax", "rollout.n=2", "algorithm.policy_loss=policy_gradient"]),
-    "gspo_tis": GoldenRun(2, [
-        *NO_VALIDATION, *layout_overrides(2, 1, 1), "algorithm.policy_loss=gspo", "actor.ppo_epochs=2",
-        "algorithm.loss_agg_mode=seq-mean-token-mean", "algorithm.importance_sampling=token-truncate",
-        "algorithm.importance_high=1.0", "algorithm.entropy_coef=0.01"]),
+    "reward_model": GoldenRun(
+        2,
+        [
+            "reward_model.path={task}/reward_model",
+            "reward_model.tensor_model_parallel_size=2",
+            "reward_model.max_tokens_per_microbatch=64",
+            "reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
+            "rollout.validation_n=3",
+            "rollout.validation_temperature=1.0",
+            "actor.share_prompts=false",
+        ],
+    ),
+    "dapo": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            "reward.function={task}/dapo.py:score",
+            "algorithm.dynamic_sampling=true",
+            "algorithm.clip_eps_high=0.28",
+            "algorithm.kl_coef=0",
+            "reward.overlong_buffer_length=4",
+            "algorithm.mask_truncated=true",
+            "algorithm.loss_agg_mode=token-mean",
+        ],
+    ),
+    "remax": GoldenRun(
+        2, [*NO_VALIDATION, "algorithm.adv_estimator=remax", "rollout.n=2", "algorithm.policy_loss=policy_gradient"]
+    ),
+    "gspo_tis": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            *layout_overrides(2, 1, 1),
+            "algorithm.policy_loss=gspo",
+            "actor.ppo_epochs=2",
+            "algorithm.loss_agg_mode=seq-mean-token-mean",
+            "algorithm.importance_sampling=token-truncate",
+            "algorithm.importance_high=1.0",
+            "algorithm.entropy_coef=0.01",
+        ],
+    ),
     "cp2": GoldenRun(2, [*NO_VALIDATION, "actor.context_parallel_size=2"]),
-    "moe_ep2": GoldenRun(2, [
-        *NO_VALIDATION, "model.path={task}/moe", "actor.expert_model_parallel_size=2"]),
+    "moe_ep2": GoldenRun(2, [*NO_VALIDATION, "model.path={task}/moe", "actor.expert_model_parallel_size=2"]),
     "static": GoldenRun(2, [*NO_VALIDATION, "actor.step_mode=static"]),
     "hf_engine": GoldenRun(2, [*layout_overrides(2, 1, 1), "rollout.engine=hf"]),
     "sft": GoldenRun(2, [*layout_overrides(1, 2, 1), "trainer.total_steps=3"], is_sft=True),
-    "shared_prompts": GoldenRun(2, [
-        *NO_VALIDATION, "actor.max_tokens_per_microbatch=40", "rollout.n=6", "actor.ppo_mini_batch_size=8",
-        "actor.ppo_epochs=2"]),
-    "otb_kl_cov": GoldenRun(2, [
-        *NO_VALIDATION, "algorithm.adv_estimator=optimal_token_baseline", "algorithm.policy_loss=kl_cov",
-        "algorithm.cov_ratio=0.1", "algorithm.kl_cov_coef=1.0", "actor.ppo_epochs=2",
-        "algorithm.importance_sampling=product-truncate", "algorithm.importance_normalize=true"]),
+    "shared_prompts": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            "actor.max_tokens_per_microbatch=40",
+            "rollout.n=6",
+            "actor.ppo_mini_batch_size=8",
+            "actor.ppo_epochs=2",
+        ],
+    ),
+    "otb_kl_cov": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            "algorithm.adv_estimator=optimal_token_baseline",
+            "algorithm.policy_loss=kl_cov",
+            "algorithm.cov_ratio=0.1",
+            "algorithm.kl_cov_coef=1.0",
+            "actor.ppo_epochs=2",
+            "algorithm.importance_sampling=product-truncate",
+            "algorithm.importance_normalize=true",
+        ],
+    ),
 }
 
 
@@ -131,7 +184,8 @@ def make_golden_task(directory: Path) -> None:
     # The same for every response to half of the prompts.
     (directory / "dapo.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return 1.0 if int(ground_truth) % 4 == 1 else sum(map(ord, solution_str)) / 1000\n")
+        "    return 1.0 if int(ground_truth) % 4 == 1 else sum(map(ord, solution_str)) / 1000\n"
+    )
 
 
 def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recording:
@@ -141,16 +195,23 @@ def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recordi
         # Recorded when an engine had whole groups: which samples run together decides the last bits of log-probs.
         settings += ["trainer.log_rollouts=-1", "observability.tensorboard=false", "rollout.dispatch=groups"]
         program: Callable[..., Any] = fine_tune if run.is_sft else train
-        overrides = (sft_overrides(task, f"trainer.run_dir={run_dir}", *settings) if run.is_sft
-                     else overrides_for(task, run_dir, *settings))
+        overrides = (
+            sft_overrides(task, f"trainer.run_dir={run_dir}", *settings)
+            if run.is_sft
+            else overrides_for(task, run_dir, *settings)
+        )
         assert run_ranks(program, run.world_size, overrides, timeout=170) == [None] * run.world_size
     return observe(run_dir)
 
 
 def observe(run_dir: Path) -> Recording:
     """The recording of a run directory."""
-    return {"machine": describe_machine(), "metrics": _read_metrics(run_dir), "rollouts": _read_rollouts(run_dir),
-            "weights": _read_weights(run_dir / "checkpoints/latest")}
+    return {
+        "machine": describe_machine(),
+        "metrics": _read_metrics(run_dir),
+        "rollouts": _read_rollouts(run_dir),
+        "weights": _read_weights(run_dir / "checkpoints/latest"),
+    }
 
 
 def describe_machine() -> dict[str, str]:
@@ -262,8 +323,11 @@ def compare(expected: Recording, found: Recording) -> Comparison:
     result = Comparison(expected["machine"] == found["machine"])
     before, after = (dict(_flatten({part: r[part] for part in BOUNDS})) for r in (expected, found))
     if not result.is_exact:
-        steps = [int(path[2]) for path, value in before.items()
-                 if path[:2] == ("rollouts", "tokens") and path[3] == "sha256" and after.get(path) != value]
+        steps = [
+            int(path[2])
+            for path, value in before.items()
+            if path[:2] == ("rollouts", "tokens") and path[3] == "sha256" and after.get(path) != value
+        ]
         result.flip = min(steps, default=None)
     for path, value in before.items():
         part, name = path[0], ".".join(path[1:])
@@ -340,7 +404,8 @@ def describe(name: str, result: Comparison, most: int = 20) -> Iterator[str]:
         differs = any(line.startswith(part) for line in result.differences)
         gap = result.gaps[part]
         yield f"{name:16} {part:9} {count:5} values  {kind:28}  " + (
-            f"DIFFERENT, largest relative difference {gap:.2g}" if differs else "equal" if not gap else f"{gap:.2g}")
+            f"DIFFERENT, largest relative difference {gap:.2g}" if differs else "equal" if not gap else f"{gap:.2g}"
+        )
     if result.flip is not None:
         yield f"{name:16} tokens differ from step {result.flip} on, which is not compared"
     yield from (f"    {line}" for line in result.differences[:most])

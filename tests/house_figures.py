@@ -85,8 +85,13 @@ class Tree:
 
 def count_train_lines(tree: Tree) -> int:
     """Lines of `Trainer.train`."""
-    [method] = [node for owner in tree.classes if owner.name == "Trainer" for node in owner.body
-                if isinstance(node, Function) and node.name == "train"]
+    [method] = [
+        node
+        for owner in tree.classes
+        if owner.name == "Trainer"
+        for node in owner.body
+        if isinstance(node, Function) and node.name == "train"
+    ]
     return (method.end_lineno or 0) - method.lineno + 1
 
 
@@ -140,12 +145,24 @@ def find_circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 def count_outside_attributes(tree: Tree) -> Counter[str]:
     """Module -> attributes that it sets on objects of others; see the head of this file."""
-    descriptors = {owner.name for owner in tree.classes if any(
-        isinstance(node, Function) and node.name == "__set__" and any(isinstance(x, ast.Assert) for x in ast.walk(node))
-        for node in owner.body)}
+    descriptors = {
+        owner.name
+        for owner in tree.classes
+        if any(
+            isinstance(node, Function)
+            and node.name == "__set__"
+            and any(isinstance(x, ast.Assert) for x in ast.walk(node))
+            for node in owner.body
+        )
+    }
     ours = set().union(*(_list_plain(owner, descriptors) for owner in tree.classes)) - LIBRARY
-    return Counter({name: count for name, module in tree.modules.items()
-                    if name not in PATCHES and (count := _count_in(module, ours))})
+    return Counter(
+        {
+            name: count
+            for name, module in tree.modules.items()
+            if name not in PATCHES and (count := _count_in(module, ours))
+        }
+    )
 
 
 def _list_plain(owner: ast.ClassDef, descriptors: set[str]) -> set[str]:
@@ -165,10 +182,18 @@ def _list_plain(owner: ast.ClassDef, descriptors: set[str]) -> set[str]:
 
 
 def _count_in(module: ast.Module, ours: set[str]) -> int:
-    others = {"ctx"} | {(alias.asname or alias.name).split(".")[0] for node in ast.walk(module)
-               if isinstance(node, ast.Import) for alias in node.names}
-    others |= {target.id for node in ast.walk(module) for target in _targets(node)
-            if isinstance(target, ast.Name) and _is_construction(getattr(node, "value", None))}
+    others = {"ctx"} | {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(module)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    others |= {
+        target.id
+        for node in ast.walk(module)
+        for target in _targets(node)
+        if isinstance(target, ast.Name) and _is_construction(getattr(node, "value", None))
+    }
     count = 0
     for node, theirs in _walk_with_arguments(module, _list_library_classes(module)):
         for target in _targets(node):
@@ -181,9 +206,12 @@ def _count_in(module: ast.Module, ours: set[str]) -> int:
 
 def _list_library_classes(module: ast.Module) -> set[str]:
     """Names that come from elsewhere; those of typing say nothing of an object."""
-    return {alias.asname or alias.name for node in ast.walk(module)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in (PACKAGE, "typing")
-            for alias in node.names}
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in (PACKAGE, "typing")
+        for alias in node.names
+    }
 
 
 def _walk_with_arguments(
@@ -195,7 +223,8 @@ def _walk_with_arguments(
         if isinstance(child, Function):
             given = (*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs)
             found = theirs.difference(a.arg for a in given) | {
-                a.arg for a in given if getattr(a.annotation, "id", "") in classes}
+                a.arg for a in given if getattr(a.annotation, "id", "") in classes
+            }
         yield child, found
         yield from _walk_with_arguments(child, classes, found)
 
@@ -228,7 +257,8 @@ def _root(value: ast.expr) -> str:
 def _is_construction(value: ast.expr | None) -> bool:
     """cls(...), X.__new__(...)."""
     return isinstance(value, ast.Call) and (
-        getattr(value.func, "id", "") == "cls" or getattr(value.func, "attr", "") == "__new__")
+        getattr(value.func, "id", "") == "cls" or getattr(value.func, "attr", "") == "__new__"
+    )
 
 
 def format_figures(tree: Tree) -> str:

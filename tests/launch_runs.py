@@ -19,9 +19,17 @@ STEPS = 3
 def write_recipe(task: Path, path: Path, *extra: str) -> Path:
     """A recipe of TP inside a node and PP across two, each rank an engine: every weight moves, near and far."""
     overrides = overrides_for(
-        task, path.parent / "never", "actor.tensor_model_parallel_size=2", "actor.pipeline_model_parallel_size=2",
-        "actor.sequence_parallel=true", f"trainer.total_steps={STEPS}", "data.validation_files=[]",
-        "trainer.save_final=false", "trainer.collective_timeout=300", *extra)
+        task,
+        path.parent / "never",
+        "actor.tensor_model_parallel_size=2",
+        "actor.pipeline_model_parallel_size=2",
+        "actor.sequence_parallel=true",
+        f"trainer.total_steps={STEPS}",
+        "data.validation_files=[]",
+        "trainer.save_final=false",
+        "trainer.collective_timeout=300",
+        *extra,
+    )
     path.write_text(dump_yaml(load_config(None, overrides).config))
     return path
 
@@ -42,8 +50,7 @@ def find_free_port() -> int:
 
 def run(command: list[str], *, timeout: float = 400, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a launch command from the root of the repository to its end."""
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=timeout)
 
 
 def assert_succeeded(result: subprocess.CompletedProcess[str]) -> None:

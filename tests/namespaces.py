@@ -31,8 +31,19 @@ class Host:
 
     def command(self, *words: str) -> list[str]:
         """What runs `words` on this host."""
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"',
-                self.name, *words]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0" && exec "$@"',
+            self.name,
+            *words,
+        ]
 
     def set_link(self, state: str) -> None:
         """Put this end of the cable "up" or "down"."""
@@ -66,8 +77,21 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     try:
         for host in hosts:
             _run("ip", "netns", "add", host.name)
-        _run("ip", "link", "add", hosts[0].interface, "netns", hosts[0].name, "type", "veth", "peer", "name",
-             hosts[1].interface, "netns", hosts[1].name)
+        _run(
+            "ip",
+            "link",
+            "add",
+            hosts[0].interface,
+            "netns",
+            hosts[0].name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            hosts[1].interface,
+            "netns",
+            hosts[1].name,
+        )
         for host in hosts:
             _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
             for interface in ("lo", host.interface):

@@ -15,9 +15,18 @@ from megatron_rl.weights.model_config import model_shape_from_config
 
 SHAPES = Path(__file__).resolve().parents[1] / "launch/recipes/shapes"
 SMALL: dict[str, Any] = dict(
-    model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=4, vocab_size=512, tie_word_embeddings=False, rms_norm_eps=1e-6,
-    max_position_embeddings=4096, rope_theta=10000.0)
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=512,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+    rope_theta=10000.0,
+)
 
 
 def small_shape(**changes: Any) -> ModelShape:
@@ -34,11 +43,19 @@ def make_job(
     shape: ModelShape, *overrides: str, nodes: int = 1, gpus_per_node: int = 8, memory_gib: float = 80, **cluster: Any
 ) -> Job:
     """A run of 64 prompts x 8 responses of 512 + 512 tokens, with these overrides."""
-    config = load_config(None, [
-        "model.path=somewhere", "data.train_files=[x.jsonl]", "data.train_batch_size=64", "rollout.n=8",
-        "data.max_prompt_length=512", "data.max_response_length=512", "actor.max_tokens_per_microbatch=4096",
-        *overrides]).config
+    config = load_config(
+        None,
+        [
+            "model.path=somewhere",
+            "data.train_files=[x.jsonl]",
+            "data.train_batch_size=64",
+            "rollout.n=8",
+            "data.max_prompt_length=512",
+            "data.max_response_length=512",
+            "actor.max_tokens_per_microbatch=4096",
+            *overrides,
+        ],
+    ).config
     memory = int(memory_gib * GIB)
-    machines = Cluster(
-        nodes=nodes, gpus_per_node=gpus_per_node, memory_bytes=memory, **{"reserve_bytes": 0} | cluster)
+    machines = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, memory_bytes=memory, **{"reserve_bytes": 0} | cluster)
     return build_job(config, resolve(config), machines, shape)

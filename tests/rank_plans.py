@@ -23,5 +23,8 @@ def plan_flows(plans: Iterable[RankPlan]) -> Iterator[Flow]:
     """Flows of rank plans, each counted where it arrives."""
     for plan in plans:
         counts = {plan.rank: plan.local} | plan.receives
-        yield (np.array(list(counts), np.int64), np.full(len(counts), plan.rank, np.int64),
-               np.array([sum(op.num_elements for op in ops) for ops in counts.values()], np.int64))
+        yield (
+            np.array(list(counts), np.int64),
+            np.full(len(counts), plan.rank, np.int64),
+            np.array([sum(op.num_elements for op in ops) for ops in counts.values()], np.int64),
+        )

@@ -31,8 +31,18 @@ def make_task(directory: Path) -> None:
     corpus = directory / "corpus.txt"
     corpus.write_text("\n".join(f"{r['prompt']}{r['answer']}" for r in rows))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(directory / "tokenizer"), model_type="char", vocab_size=16,
-        add_dummy_prefix=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, hard_vocab_limit=False)
+        input=str(corpus),
+        model_prefix=str(directory / "tokenizer"),
+        model_type="char",
+        vocab_size=16,
+        add_dummy_prefix=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     vocab = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).vocab_size()
     save_tiny_model(directory / "model", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2)
     (directory / "model" / "tokenizer.model").write_bytes((directory / "tokenizer.model").read_bytes())
@@ -42,17 +52,30 @@ def make_task(directory: Path) -> None:
         "    digits = sum(c.isdigit() for c in solution_str)\n"
         "    return {'score': digits / 8.0, 'digits': digits}\n"
         "def broken(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return 1 / (0 if ground_truth == '17' else 1)\n")
+        "    return 1 / (0 if ground_truth == '17' else 1)\n"
+    )
 
 
 def overrides_for(task: Path, run_dir: Path, *extra: str) -> list[str]:
     """Command line of a run on the task."""
     return [
-        f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
-        f"data.validation_files=[{task}/validation.jsonl]", "data.train_batch_size=8", "data.max_prompt_length=8",
-        "data.max_response_length=8", "rollout.n=4", "rollout.max_num_seqs=32", "actor.ppo_mini_batch_size=4",
-        "actor.max_tokens_per_microbatch=128", "actor.lr=1e-3", "algorithm.kl_coef=0.01", "trainer.total_steps=2",
-        f"reward.function={task}/reward.py:score", f"trainer.run_dir={run_dir}", *extra,
+        f"model.path={task}/model",
+        "model.dtype=float32",
+        f"data.train_files=[{task}/train.jsonl]",
+        f"data.validation_files=[{task}/validation.jsonl]",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "rollout.n=4",
+        "rollout.max_num_seqs=32",
+        "actor.ppo_mini_batch_size=4",
+        "actor.max_tokens_per_microbatch=128",
+        "actor.lr=1e-3",
+        "algorithm.kl_coef=0.01",
+        "trainer.total_steps=2",
+        f"reward.function={task}/reward.py:score",
+        f"trainer.run_dir={run_dir}",
+        *extra,
     ]
 
 
@@ -68,8 +91,12 @@ def load_nested(overrides: list[str]) -> dict[str, dict[str, Any]]:
 
 def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
     """Command line of a layout; sequence parallelism wherever there is tensor parallelism."""
-    return [f"actor.tensor_model_parallel_size={tp}", f"actor.pipeline_model_parallel_size={pp}",
-            f"rollout.tensor_model_parallel_size={rollout_tp}", f"actor.sequence_parallel={str(tp > 1).lower()}"]
+    return [
+        f"actor.tensor_model_parallel_size={tp}",
+        f"actor.pipeline_model_parallel_size={pp}",
+        f"rollout.tensor_model_parallel_size={rollout_tp}",
+        f"actor.sequence_parallel={str(tp > 1).lower()}",
+    ]
 
 
 def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
@@ -90,16 +117,30 @@ def fine_tune(rank: int, world_size: int, overrides: Sequence[str]) -> None:
 
 def sft_overrides(task: Path, *extra: str) -> list[str]:
     """Command line of supervised fine-tuning on the task."""
-    return [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
-            "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
-            "trainer.total_steps=4", "actor.lr=1e-3", *extra]
+    return [
+        f"model.path={task}/model",
+        "model.dtype=float32",
+        f"data.train_files=[{task}/train.jsonl]",
+        "data.train_batch_size=6",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "trainer.total_steps=4",
+        "actor.lr=1e-3",
+        *extra,
+    ]
 
 
 def import_engine() -> None:
     """Import vllm and what its engine imports lazily; forked ranks inherit all of it."""
     prepare_vllm(torch.device("cpu"))
-    for name in ("entrypoints.llm", "v1.worker.cpu_worker", "v1.engine.core", "model_executor.models.qwen2",
-                 "model_executor.models.qwen3", "model_executor.models.llama"):
+    for name in (
+        "entrypoints.llm",
+        "v1.worker.cpu_worker",
+        "v1.engine.core",
+        "model_executor.models.qwen2",
+        "model_executor.models.qwen3",
+        "model_executor.models.llama",
+    ):
         importlib.import_module(f"vllm.{name}")
 
 

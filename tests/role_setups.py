@@ -24,8 +24,14 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_setup(
-    role: str, path: Path, layout: LayoutConfig, groups: ParallelGroups, *, dtype: str = "float32",
-    spec: dict[str, Any] | None = None, **options: Any,
+    role: str,
+    path: Path,
+    layout: LayoutConfig,
+    groups: ParallelGroups,
+    *,
+    dtype: str = "float32",
+    spec: dict[str, Any] | None = None,
+    **options: Any,
 ) -> RoleSetup:
     """The setup of a role whose weights and shape are in `path`.
 
@@ -41,8 +47,12 @@ def make_setup(
     kind = RoleSpec(name=role, path=str(path), layout=layout, **_KINDS[role])
     shape = options.pop("shape", None) or load_model_shape(path, head="lm" if kind.head == "logprob" else "score")
     return RoleSetup(
-        spec=replace(kind, **(spec or {})), model=ModelConfig(path=str(path), dtype=dtype), shape=shape, groups=groups,
-        **dict(seed=1) | options)
+        spec=replace(kind, **(spec or {})),
+        model=ModelConfig(path=str(path), dtype=dtype),
+        shape=shape,
+        groups=groups,
+        **dict(seed=1) | options,
+    )
 
 
 def take_step(role: Any, minibatch: TrainBatch, *loss: Any) -> dict[str, float]:

@@ -19,8 +19,13 @@ def make_prompt(prompt_id: int) -> Prompt:
 
 def make_rollout(prompt: Prompt, sample_index: int, length: int, reward: float, **components: float) -> Rollout:
     rollout = Rollout.from_response(
-        prompt, sample_index, np.arange(length, dtype=np.int32), np.zeros(length, np.float32),
-        "length" if length > 4 else "stop", policy_version=7)
+        prompt,
+        sample_index,
+        np.arange(length, dtype=np.int32),
+        np.zeros(length, np.float32),
+        "length" if length > 4 else "stop",
+        policy_version=7,
+    )
     return replace(rollout, response=f"#### {length % 3}", reward=reward, reward_components=components)
 
 

@@ -25,9 +25,19 @@ UNTOUCHED = -7.0  # what a parameter holds where nothing is placed; no full tens
 def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
     """A model of a few thousand parameters whose sizes all differ, so that mixed-up axes show."""
     sizes: dict[str, Any] = dict(
-        num_layers=4, hidden_size=24, ffn_hidden_size=40, num_heads=8, num_kv_heads=4, head_dim=2, vocab_size=70,
-        tied_embeddings=False, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=64,
-        qkv_bias=FAMILIES[family].qkv_bias, qk_norm=FAMILIES[family].qk_norm,
+        num_layers=4,
+        hidden_size=24,
+        ffn_hidden_size=40,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=2,
+        vocab_size=70,
+        tied_embeddings=False,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=64,
+        qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm,
     )
     if FAMILIES[family].experts:
         sizes |= dict(num_experts=4, experts_per_token=2, normalizes_shares=True)
@@ -56,7 +66,9 @@ def find_sizes(placements: Iterable[ShardBox], padding_rows: int = 0) -> dict[st
 
 
 def make_empty_shards(
-    placements: Sequence[ShardBox], dtype: torch.dtype = torch.float32, padding_rows: int = 0,
+    placements: Sequence[ShardBox],
+    dtype: torch.dtype = torch.float32,
+    padding_rows: int = 0,
     fill: float = UNTOUCHED,
 ) -> dict[str, torch.Tensor]:
     """Parameters of one rank, filled with one number."""
@@ -86,7 +98,8 @@ def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     """Names of the tensors that are not bitwise equal (or exist on one side only)."""
     names = actual.keys() | expected.keys()
     return sorted(
-        name for name in names
+        name
+        for name in names
         if name not in actual or name not in expected or not torch.equal(actual[name], expected[name])
     )
 

@@ -31,7 +31,8 @@ BUDGET = 64
 GROUP_SIZE = 4
 PROMPT, LONGEST = 5, 24  # tokens of a prompt, and of the longest sequence
 SETTINGS: dict[str, Any] = dict(
-    lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5, max_tokens_per_microbatch=BUDGET)
+    lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5, max_tokens_per_microbatch=BUDGET
+)
 
 
 @dataclass(frozen=True)
@@ -78,22 +79,41 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
     for members in (range(8), range(8, 12)):
         part = [lengths[i] for i in members]
         shared = group_of and SharedPrompts([group_of[i] for i in members], [PROMPT] * len(part))
-        plans.append((members, plan_microbatches(
-            part, dp_size=model.groups.layout.dp_size, max_tokens=BUDGET,
-            count_multiple=model.microbatch_count_multiple, shared=shared)))
+        plans.append(
+            (
+                members,
+                plan_microbatches(
+                    part,
+                    dp_size=model.groups.layout.dp_size,
+                    max_tokens=BUDGET,
+                    count_multiple=model.microbatch_count_multiple,
+                    shared=shared,
+                ),
+            )
+        )
         responses = [n - PROMPT for n in part]
         weights.append(aggregate("token-mean", responses, LONGEST).weights)
         ledgers.append(build_ledger("token-mean", responses, LONGEST))
     device = model.device
     batch = build_train_batch(
-        sequences, np.concatenate(weights), plans, dp_rank=model.groups.at.dp,
+        sequences,
+        np.concatenate(weights),
+        plans,
+        dp_rank=model.groups.at.dp,
         padding=Padding(model.pad_multiple, buckets, LONGEST),
-        device=device, group_of=group_of)
+        device=device,
+        group_of=group_of,
+    )
     advantages = expand_to_tokens(rng.normal(size=len(lengths)), batch)
     noise = torch.from_numpy(rng.normal(size=(len(lengths) + 1, LONGEST)).astype(np.float32)).to(device)
     returns = noise[batch.sequence_ids, batch.position_ids % LONGEST]
-    return replace(batch, ledgers=ledgers, advantages=advantages, returns=returns,
-                   ref_logprobs=0.3 * returns - float(np.log(VOCAB_SIZE)))
+    return replace(
+        batch,
+        ledgers=ledgers,
+        advantages=advantages,
+        returns=returns,
+        ref_logprobs=0.3 * returns - float(np.log(VOCAB_SIZE)),
+    )
 
 
 def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]], TrainBatch]:
@@ -133,10 +153,15 @@ def find_differences(first: Trained, second: Trained) -> list[str]:
     pairs["weights"] = ([*first.model.params.values()], [*second.model.params.values()])
     states = [
         [x for state in adam.state.values() for x in state.values()]
-        for role in (first, second) for adam in role.optimizer.adams]
+        for role in (first, second)
+        for adam in role.optimizer.adams
+    ]
     pairs["states"] = (sum(states[: len(states) // 2], []), sum(states[len(states) // 2 :], []))
-    return [name for name, (a, b) in pairs.items()
-            if len(a) != len(b) or not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))]
+    return [
+        name
+        for name, (a, b) in pairs.items()
+        if len(a) != len(b) or not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    ]
 
 
 def have_equal_records(first: TrainBatch, second: TrainBatch) -> bool:
@@ -145,9 +170,7 @@ def have_equal_records(first: TrainBatch, second: TrainBatch) -> bool:
     return all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in pairs)
 
 
-def compare_modes(
-    setup: Setup, path: Path, world_size: int, num_steps: int, mode: str = "static"
-) -> dict[str, Any]:
+def compare_modes(setup: Setup, path: Path, world_size: int, num_steps: int, mode: str = "static") -> dict[str, Any]:
     """Run eager and another mode on the same padded microbatches; one rank's findings.
 
     Returns:
@@ -159,10 +182,13 @@ def compare_modes(
     eager, other = (build_role(setup, path, groups, name) for name in ("eager", mode))
     differences: dict[int, list[str]] = {}
     for step in range(num_steps):
-        batches = [build_ragged_batch(eager.model, other.model.buckets, step, shares_prompts=setup.shares_prompts)
-                   for _ in range(2)]
+        batches = [
+            build_ragged_batch(eager.model, other.model.buckets, step, shares_prompts=setup.shares_prompts)
+            for _ in range(2)
+        ]
         (scores, metrics, batch), (other_scores, other_metrics, other_batch) = (
-            take_steps(role, batch, step) for role, batch in zip((eager, other), batches, strict=True))
+            take_steps(role, batch, step) for role, batch in zip((eager, other), batches, strict=True)
+        )
         found = find_differences(eager, other)
         found += [] if torch.equal(scores, other_scores) else ["scores"]
         if isinstance(eager, Actor) and groups.is_last_stage and not have_equal_records(batch, other_batch):

@@ -38,8 +38,9 @@ def test_a_run_gives_its_recording(name: str, golden_task: Path, tmp_path: Path,
 
 def test_a_learning_rate_that_is_a_little_larger_is_found(golden_task: Path, tmp_path: Path) -> None:
     """The recording is made here, so that the comparison is one to the last bit on any machine."""
-    expected, found = (carry_out(RUNS["sft"], golden_task, tmp_path / rate, f"actor.lr={rate}")
-                       for rate in ("1e-3", "1.0001e-3"))
+    expected, found = (
+        carry_out(RUNS["sft"], golden_task, tmp_path / rate, f"actor.lr={rate}") for rate in ("1e-3", "1.0001e-3")
+    )
     result = compare(expected, found)
     assert result.is_exact and 0 < result.gaps["weights"] < 1e-4
     parts = {line.split(":")[0] for line in result.differences}
@@ -48,8 +49,12 @@ def test_a_learning_rate_that_is_a_little_larger_is_found(golden_task: Path, tmp
 
 def test_the_runs_do_what_they_are_for() -> None:
     """Several rounds of sampling, groups over several microbatches, truncated weights, a coefficient that moves."""
-    for name, key, least in (("dapo", "sampling/rounds", 2), ("shared_prompts", "packing/prompt_repeats", 1.5),
-                             ("gspo_tis", "mismatch/truncated_fraction", 0.1), ("ppo", "value/grad_norm", 1e-3)):
+    for name, key, least in (
+        ("dapo", "sampling/rounds", 2),
+        ("shared_prompts", "packing/prompt_repeats", 1.5),
+        ("gspo_tis", "mismatch/truncated_fraction", 0.1),
+        ("ppo", "value/grad_norm", 1e-3),
+    ):
         assert min(read(name)["metrics"][key].values()) >= least, name
     assert len(set(read("ppo")["metrics"]["kl/coef"].values())) == 3
     assert read("ppo")["weights"].keys() == {"actor", "critic", "huggingface"}
@@ -69,8 +74,13 @@ def test_what_differs_is_named() -> None:
     result = compare(expected, found)
     assert result.added == ["metrics: samples/bytes_per_rank"] and 0 < result.gaps["metrics"] < 1e-15
     assert [line.split(" was ")[0] for line in result.differences] == [
-        "metrics: kl/mean.1 is gone", "metrics: kl/mean.2 is gone", "metrics: policy/entropy.1",
-        "metrics: policy/loss.2", "rollouts: advantages.1.sha256", "rollouts: clipped.1.size"]
+        "metrics: kl/mean.1 is gone",
+        "metrics: kl/mean.2 is gone",
+        "metrics: policy/entropy.1",
+        "metrics: policy/loss.2",
+        "rollouts: advantages.1.sha256",
+        "rollouts: clipped.1.size",
+    ]
     assert compare(expected, copy.deepcopy(expected)).differences == []
 
 
@@ -90,4 +100,5 @@ def test_another_machine_is_compared_within_bounds_up_to_the_first_token_that_di
     assert result.differences == [] and result.flip == 2 and "weights" not in result.counts
     found["rollouts"]["tokens"]["1"]["sha256"] = "0"
     assert compare(expected, found).differences == [
-        "rollouts: tokens differ in the first step, nothing is left to compare"]
+        "rollouts: tokens differ in the first step, nothing is left to compare"
+    ]

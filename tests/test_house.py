@@ -235,8 +235,9 @@ def test_attributes_are_set_by_their_owner() -> None:
 def test_figures_find_what_they_should() -> None:
     """The figures themselves, on a house of two modules."""
     texts = {
-        "megatron_rl.a": "from megatron_rl import b\nclass Trainer:\n    x: int\n    def train(self, " + ", ".join(
-            f"p{n}" for n in range(8)) + "):\n        self.x = 1\n        self.part.x = 2\n",
+        "megatron_rl.a": "from megatron_rl import b\nclass Trainer:\n    x: int\n    def train(self, "
+        + ", ".join(f"p{n}" for n in range(8))
+        + "):\n        self.x = 1\n        self.part.x = 2\n",
         "megatron_rl.b": "import torch\ndef f(t, ctx):\n    from megatron_rl.a import Trainer\n"
         "    t.x, t.other = 1, 2\n    t.x += 1\n    ctx.x = 1\n    torch.x = 3\n    setattr(t, 'x', 4)\n",
     }
@@ -247,27 +248,41 @@ def test_figures_find_what_they_should() -> None:
     assert house_figures.count_train_lines(tree) == 3 and len(house_figures.list_root_modules(tree)) == 2
 
 
-@pytest.mark.parametrize(("body", "count"), [
-    ("x = Once()", 0), ("x = Twice()", 1), ("x = Once", 1), ("x: Once", 1), ("def f(self):\n  self.x = 1", 1),
-    ("@property\n def x(self): ...\n @x.setter\n def x(self, value):\n  self.x = value", 0)])
-@pytest.mark.parametrize(("other", "more"), [("", 0), ("@dataclass(frozen=True)\nclass B:\n x: int\n", 0),
-                                             ("@dataclass\nclass B:\n x: int\n", 1)])
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("x = Once()", 0),
+        ("x = Twice()", 1),
+        ("x = Once", 1),
+        ("x: Once", 1),
+        ("def f(self):\n  self.x = 1", 1),
+        ("@property\n def x(self): ...\n @x.setter\n def x(self, value):\n  self.x = value", 0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("other", "more"),
+    [("", 0), ("@dataclass(frozen=True)\nclass B:\n x: int\n", 0), ("@dataclass\nclass B:\n x: int\n", 1)],
+)
 def test_what_is_set_once_is_set_from_outside(body: str, count: int, other: str, more: int) -> None:
     """Unless another class has a plain attribute of that name: then it may as well be that one."""
-    text = ("class Once:\n def __set__(self, a, value):\n  assert self.n not in a.found\n  a.found[self.n] = value\n"
-            "class Twice:\n def __set__(self, a, value):\n  a.found[self.n] = value\n"
-            f"class A:\n {body}\n{other}a.x = 1\n")
+    text = (
+        "class Once:\n def __set__(self, a, value):\n  assert self.n not in a.found\n  a.found[self.n] = value\n"
+        "class Twice:\n def __set__(self, a, value):\n  a.found[self.n] = value\n"
+        f"class A:\n {body}\n{other}a.x = 1\n"
+    )
     tree = house_figures.Tree({"megatron_rl.a": ast.parse(text)}, {"megatron_rl.a": text})
     assert house_figures.count_outside_attributes(tree).total() == max(count, more)
 
 
 def test_arguments_of_a_library_are_not_ours() -> None:
     """In the function that says so, and the object itself: not its parts."""
-    text = ("from typing import Any\nfrom megatron.core import Adam\nfrom megatron_rl.b import Ours\n"
-            "class A:\n x: int\n"
-            "def f(a: Adam, b: Ours, c: Any, d):\n a.x = 0\n a.part.x = b.x = c.x = d.x = 1\n"
-            " def g(a, d: Adam):\n  a.x = 1\n  d.x = 0\n"
-            "def h(a):\n a.x = 1\n")
+    text = (
+        "from typing import Any\nfrom megatron.core import Adam\nfrom megatron_rl.b import Ours\n"
+        "class A:\n x: int\n"
+        "def f(a: Adam, b: Ours, c: Any, d):\n a.x = 0\n a.part.x = b.x = c.x = d.x = 1\n"
+        " def g(a, d: Adam):\n  a.x = 1\n  d.x = 0\n"
+        "def h(a):\n a.x = 1\n"
+    )
     tree = house_figures.Tree({"megatron_rl.a": ast.parse(text)}, {"megatron_rl.a": text})
     assert house_figures.count_outside_attributes(tree).total() == 6
 

@@ -17,16 +17,37 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems, list_steps
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
-PHASES = ("rollout", "reward", "old_logprobs", "ref_logprobs", "update", "reshard", "save", "record", "validation",
-          "write")
+PHASES = (
+    "rollout",
+    "reward",
+    "old_logprobs",
+    "ref_logprobs",
+    "update",
+    "reshard",
+    "save",
+    "record",
+    "validation",
+    "write",
+)
 KILLS_PER_PHASE = 4
 VARIANTS = {
     "grpo-async": ["algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2", *layout_overrides(2, 1, 1)],
-    "ppo-sync": ["algorithm.adv_estimator=gae", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.001",
-                 "algorithm.kl_horizon=64", "checkpoint.async_save=false", *layout_overrides(1, 2, 1)],
+    "ppo-sync": [
+        "algorithm.adv_estimator=gae",
+        "algorithm.kl_controller=adaptive",
+        "algorithm.kl_target=0.001",
+        "algorithm.kl_horizon=64",
+        "checkpoint.async_save=false",
+        *layout_overrides(1, 2, 1),
+    ],
 }
-SETTINGS = ["trainer.total_steps=6", "trainer.save_freq=1", "trainer.test_freq=3", "checkpoint.keep_last=2",
-            "trainer.log_rollouts=-1"]
+SETTINGS = [
+    "trainer.total_steps=6",
+    "trainer.save_freq=1",
+    "trainer.test_freq=3",
+    "checkpoint.keep_last=2",
+    "trainer.log_rollouts=-1",
+]
 
 
 def plan_blows(seed: str) -> list[Blow]:
@@ -34,7 +55,8 @@ def plan_blows(seed: str) -> list[Blow]:
     rng = random.Random(seed)
     return [
         Blow(phase, entry=rng.choice((1, 2, 3)), rank=number % 2, delay=rng.choice((0.0, 0.003, 0.01, 0.03, 0.1)))
-        for number in range(KILLS_PER_PHASE) for phase in rng.sample(PHASES, len(PHASES))
+        for number in range(KILLS_PER_PHASE)
+        for phase in rng.sample(PHASES, len(PHASES))
     ]
 
 

@@ -17,8 +17,15 @@ from distributed import run_ranks
 from rl_runs import overrides_for, read_records, train
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "reward_service.py"
-SETTINGS = ["trainer.total_steps=200", "trainer.save_freq=1", "data.validation_files=[]", "rollout.n=2",
-            "reward.service_retries=2", "reward.service_backoff_seconds=0.05", "reward.service_timeout_seconds=10"]
+SETTINGS = [
+    "trainer.total_steps=200",
+    "trainer.save_freq=1",
+    "data.validation_files=[]",
+    "rollout.n=2",
+    "reward.service_retries=2",
+    "reward.service_backoff_seconds=0.05",
+    "reward.service_timeout_seconds=10",
+]
 
 
 @pytest.fixture
@@ -77,8 +84,14 @@ def test_a_dead_service_with_fallback_is_counted(
     process.kill()
     process.wait()
     overrides = overrides_for(
-        task, tmp_path / "run", *SETTINGS, f"reward.service_url={url}", "reward.service_on_failure=fallback",
-        "reward.service_fallback_reward=0.25", "trainer.total_steps=1")
+        task,
+        tmp_path / "run",
+        *SETTINGS,
+        f"reward.service_url={url}",
+        "reward.service_on_failure=fallback",
+        "reward.service_fallback_reward=0.25",
+        "trainer.total_steps=1",
+    )
     assert run_ranks(train, 1, overrides, timeout=170) == [None]
     (record,) = read_records(tmp_path / "run")
     assert record["reward/service_failures"] == 1.0 and record["reward/mean"] == 0.25
@@ -87,10 +100,17 @@ def test_a_dead_service_with_fallback_is_counted(
 def test_a_function_that_hangs_is_reported_with_its_prompt(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     (tmp_path / "reward.py").write_text(
         "import time\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    time.sleep(600 if ground_truth == '17' else 0)\n    return len(solution_str)\n")
+        "    time.sleep(600 if ground_truth == '17' else 0)\n    return len(solution_str)\n"
+    )
     overrides = overrides_for(
-        task, tmp_path / "run", *SETTINGS, f"reward.function={tmp_path}/reward.py:score", "reward.workers=1",
-        "reward.timeout_seconds=1.5", "data.shuffle=false")
+        task,
+        tmp_path / "run",
+        *SETTINGS,
+        f"reward.function={tmp_path}/reward.py:score",
+        "reward.workers=1",
+        "reward.timeout_seconds=1.5",
+        "data.shuffle=false",
+    )
     started = time.monotonic()
     errors = run_ranks(train, 2, overrides, timeout=170)
     assert errors[0] == errors[1] and "prompt_id 7" in errors[0] and "1.5 s" in errors[0], errors[0]

@@ -53,8 +53,14 @@ def _watch(log: Path, seen: list[dict[str, Any]], is_over: threading.Event) -> N
 
 def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     run_dir = tmp_path / "run"
-    overrides = overrides_for(task, run_dir, "observability.status_port=0", "observability.histograms_every=1",
-                              "checkpoint.save_huggingface=false", "trainer.total_steps=3")
+    overrides = overrides_for(
+        task,
+        run_dir,
+        "observability.status_port=0",
+        "observability.histograms_every=1",
+        "checkpoint.save_huggingface=false",
+        "trainer.total_steps=3",
+    )
     start = time.monotonic()
     (printed, seen), (silent, _) = run_ranks(_watched_train, 2, overrides, run_dir, timeout=150)
     assert silent == "" and time.monotonic() - start < 150
@@ -87,8 +93,10 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
     tokens = [event.histogram_value.num for event in events.Histograms("distribution/advantage")]
     assert all(0 < num < r["tokens/response"] for num, r in zip(tokens, records[1:])), "rank 0 has its share of them"
     gaps = events.Histograms("distribution/logprob_gap")
-    assert all(max(abs(gap.histogram_value.min), gap.histogram_value.max) <= r["mismatch/max"] * 1.001
-               for gap, r in zip(gaps, records[1:]))
+    assert all(
+        max(abs(gap.histogram_value.min), gap.histogram_value.max) <= r["mismatch/max"] * 1.001
+        for gap, r in zip(gaps, records[1:])
+    )
     assert "samples/4/text_summary" in events.Tags()["tensors"]
 
 

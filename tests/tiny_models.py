@@ -28,9 +28,13 @@ from transformers import (
 
 VOCAB_SIZE = 517
 CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig,
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
     "gemma": GemmaConfig,
-    "qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
@@ -38,16 +42,29 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": dict(tie_word_embeddings=False, head_dim=16),  # not hidden_size / heads
     "mistral": dict(tie_word_embeddings=False, sliding_window=None),
     "gemma": dict(tie_word_embeddings=True, head_dim=16),
-    "qwen3_moe": dict(tie_word_embeddings=False, head_dim=16, num_experts=4, num_experts_per_tok=2,
-                      moe_intermediate_size=64, norm_topk_prob=True),
+    "qwen3_moe": dict(
+        tie_word_embeddings=False,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    ),
     "mixtral": dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
 # head_dim 32 is the smallest that vLLM's CPU attention serves.
 ENGINE_SIZES: dict[str, Any] = dict(
-    hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    hidden_size=128,
+    intermediate_size=192,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 
 
 def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 10000.0, **changes: Any) -> PreTrainedModel:
@@ -61,9 +78,15 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """
     sizes = dict(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+    )
     config = CONFIGS[family](**(sizes | _FAMILY_SIZES[family] | changes))
     torch.manual_seed(0)
     auto_class = AutoModelForSequenceClassification if "num_labels" in changes else AutoModelForCausalLM

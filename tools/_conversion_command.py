@@ -32,8 +32,16 @@ class ProgressBar(Progress):
         """There are so many bytes to write."""
         self._total, self._begun = num_bytes, time.monotonic()
         self._told = self._begun
-        self._bar = tqdm(total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc=self._label,
-                         dynamic_ncols=True, file=sys.stderr, disable=not sys.stderr.isatty())
+        self._bar = tqdm(
+            total=num_bytes,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            desc=self._label,
+            dynamic_ncols=True,
+            file=sys.stderr,
+            disable=not sys.stderr.isatty(),
+        )
 
     def advance(self, num_bytes: int) -> None:
         """So many more are written."""
@@ -42,8 +50,11 @@ class ProgressBar(Progress):
         now = time.monotonic()
         if self._bar.disable and num_bytes and (now - self._told > _LINE_SECONDS or self._done == self._total):
             self._told, share = now, 100 * self._done // self._total
-            print(f"{self._label}: {share}% of {self._total / 2**30:.2f} GiB in {now - self._begun:.0f} s",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{self._label}: {share}% of {self._total / 2**30:.2f} GiB in {now - self._begun:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         """Leave the line as it is."""
@@ -54,8 +65,9 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Options of both directions."""
     parser.add_argument("--dtype", choices=("same", *DTYPES), default="same", help="type of the output (same)")
     parser.add_argument("--file-gib", type=float, default=4.0, metavar="GIB", help="size of an output file (4)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N",
-                        help="that share the work (1; or use torchrun)")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="that share the work (1; or use torchrun)"
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing output when the new one is finished")
 
 
@@ -85,8 +97,12 @@ def _convert(convert: Callable[..., Path], options: argparse.Namespace) -> Path 
         UserError: as `convert` does, and for options without sense.
     """
     if options.processes < 1 or options.file_gib <= 0:
-        raise UserError(f"--processes {options.processes} --file-gib {options.file_gib}", source="command line",
-                        expected="numbers greater than 0", hint="leave them out for the defaults")
+        raise UserError(
+            f"--processes {options.processes} --file-gib {options.file_gib}",
+            source="command line",
+            expected="numbers greater than 0",
+            hint="leave them out for the defaults",
+        )
     torch.set_num_threads(1)  # copying needs no more, and the processes share the cores
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_launched:

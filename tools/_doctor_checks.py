@@ -56,8 +56,13 @@ class Needs:
 
 def check_machine(run_dir: Path, needs: Needs) -> list[Finding]:
     """Everything that needs no other rank."""
-    return [*_check_versions(), *_check_accelerators(), *_check_fast_paths(), *_check_limits(run_dir, needs),
-            *_check_name()]
+    return [
+        *_check_versions(),
+        *_check_accelerators(),
+        *_check_fast_paths(),
+        *_check_limits(run_dir, needs),
+        *_check_name(),
+    ]
 
 
 def _check_versions() -> Iterator[Finding]:
@@ -65,8 +70,15 @@ def _check_versions() -> Iterator[Finding]:
     device = "gpu" if torch.cuda.is_available() else "cpu"
     pins = ROOT / ("requirements.txt" if device == "gpu" else "requirements-cpu.txt")
     yield Finding("python", "ok", sys.version.split()[0])
-    command = [sys.executable, str(ROOT / "launch/check_environment.py"), "--device", device, "--requirements",
-               str(pins), "--quick"]
+    command = [
+        sys.executable,
+        str(ROOT / "launch/check_environment.py"),
+        "--device",
+        device,
+        "--requirements",
+        str(pins),
+        "--quick",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line.partition("broken: ")[2] for line in result.stderr.splitlines() if "broken: " in line]
     if result.returncode not in (0, 1) or (result.returncode and not lines):
@@ -86,9 +98,11 @@ def _check_accelerators() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         is_taken = free < 0.9 * total
         yield Finding(
-            f"accelerator {index}", "warning" if is_taken else "ok",
+            f"accelerator {index}",
+            "warning" if is_taken else "ok",
             f"{device.name}, {total / GIB:.1f} GiB ({free / GIB:.1f} free)",
-            "another process uses it: planned memory will not be there" if is_taken else "")
+            "another process uses it: planned memory will not be there" if is_taken else "",
+        )
 
 
 def _explain_no_accelerator() -> Finding:
@@ -100,12 +114,18 @@ def _explain_no_accelerator() -> Finding:
     if torch.version.cuda is None and torch.version.hip is None:
         gpus = list_gpus()
         return Finding(
-            "accelerators", "warning" if gpus else "ok",
+            "accelerators",
+            "warning" if gpus else "ok",
             f"none; torch is a CPU build{f', and nvidia-smi lists {len(gpus)} GPUs' if gpus else ''}",
-            "MEGATRON_RL_DEVICE=gpu bash launch/setup.sh installs the CUDA build" if gpus else "")
+            "MEGATRON_RL_DEVICE=gpu bash launch/setup.sh installs the CUDA build" if gpus else "",
+        )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
-    return Finding("accelerators", "problem", f"none, although torch is built for {build}",
-                   "check the driver, the container's --gpus, and CUDA_VISIBLE_DEVICES")
+    return Finding(
+        "accelerators",
+        "problem",
+        f"none, although torch is built for {build}",
+        "check the driver, the container's --gpus, and CUDA_VISIBLE_DEVICES",
+    )
 
 
 def _check_fast_paths() -> Iterator[Finding]:
@@ -116,31 +136,46 @@ def _check_fast_paths() -> Iterator[Finding]:
         if path.is_fast:
             yield Finding(f"fast path: {path.part}", "ok", path.active)
         else:
-            yield Finding(
-                f"fast path: {path.part}", "warning", f"{path.active}; missing: {path.brings}", path.advice)
+            yield Finding(f"fast path: {path.part}", "warning", f"{path.active}; missing: {path.brings}", path.advice)
     has_vllm = importlib.util.find_spec("vllm") is not None
-    yield Finding("rollout engine", "ok" if has_vllm else "warning", "vLLM" if has_vllm else "vLLM is not installed",
-                  "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it")
+    yield Finding(
+        "rollout engine",
+        "ok" if has_vllm else "warning",
+        "vLLM" if has_vllm else "vLLM is not installed",
+        "" if has_vllm else "rollout.engine=hf works without it, slowly; bash launch/setup.sh installs it",
+    )
 
 
 def _check_limits(run_dir: Path, needs: Needs) -> Iterator[Finding]:
-    yield _amount("shared memory", "/dev/shm", _free_gib(Path("/dev/shm")), needs.shared_memory_gib,
-                  "raise it (docker run --ipc host or --shm-size): ranks of a machine map each other's weights")
+    yield _amount(
+        "shared memory",
+        "/dev/shm",
+        _free_gib(Path("/dev/shm")),
+        needs.shared_memory_gib,
+        "raise it (docker run --ipc host or --shm-size): ranks of a machine map each other's weights",
+    )
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     yield _amount("disk", str(place), _free_gib(place), needs.disk_gib, "free some, or choose another trainer.run_dir")
     if not os.access(place, os.W_OK):
         yield Finding("disk", "problem", f"{place} cannot be written", "choose another trainer.run_dir")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= needs.open_files
-    yield Finding("open files", "ok" if is_enough else "problem", f"limit {soft} (hard {hard})",
-                  "" if is_enough else f"ulimit -n {needs.open_files}: every peer is a connection")
+    yield Finding(
+        "open files",
+        "ok" if is_enough else "problem",
+        f"limit {soft} (hard {hard})",
+        "" if is_enough else f"ulimit -n {needs.open_files}: every peer is a connection",
+    )
     adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if adapters:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         is_free = locked == resource.RLIM_INFINITY
-        yield Finding("RDMA", "ok" if is_free else "problem", f"{', '.join(adapters)}; locked memory "
-                      f"{'unlimited' if is_free else locked}", "" if is_free else "ulimit -l unlimited: RDMA pins its "
-                      "buffers")
+        yield Finding(
+            "RDMA",
+            "ok" if is_free else "problem",
+            f"{', '.join(adapters)}; locked memory {'unlimited' if is_free else locked}",
+            "" if is_free else "ulimit -l unlimited: RDMA pins its buffers",
+        )
     memory = psutil.virtual_memory()
     yield Finding("host memory", "ok", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available")
 
@@ -161,15 +196,23 @@ def _check_name() -> Iterator[Finding]:
     name, interface = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
     if interface is not None:
         is_there = all(part in psutil.net_if_addrs() for part in interface.split(","))
-        yield Finding("interface", "ok" if is_there else "problem", f"GLOO_SOCKET_IFNAME={interface}" +
-                      ("" if is_there else f"; this host has {', '.join(psutil.net_if_addrs())}"),
-                      "" if is_there else "name an interface that every node has")
+        yield Finding(
+            "interface",
+            "ok" if is_there else "problem",
+            f"GLOO_SOCKET_IFNAME={interface}"
+            + ("" if is_there else f"; this host has {', '.join(psutil.net_if_addrs())}"),
+            "" if is_there else "name an interface that every node has",
+        )
         return
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        yield Finding("host name", "warning", f"{name} does not resolve: {error}",
-                      "on several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them")
+        yield Finding(
+            "host name",
+            "warning",
+            f"{name} does not resolve: {error}",
+            "on several nodes set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them",
+        )
         return
     is_local = address.startswith("127.") and int(os.environ.get("WORLD_SIZE", 1)) > _ranks_here()
     advice = "gloo would listen where no other node reaches it: set GLOO_SOCKET_IFNAME to the interface between them"

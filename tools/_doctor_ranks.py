@@ -167,22 +167,36 @@ def _check_links(peers: list[Peer], rank: int, timeout: float) -> Iterator[Findi
             skew, trip = ask_time(peer.address, peer.port, min(timeout, 10.0))
         except OSError as error:
             yield Finding(
-                "link", "problem", f"{mine.host} ({mine.address}) does not reach {peer.host} at {peer.address}:"
-                f"{peer.port}: {error}", "check firewall and routes, or name the interface: GLOO_SOCKET_IFNAME")
+                "link",
+                "problem",
+                f"{mine.host} ({mine.address}) does not reach {peer.host} at {peer.address}:{peer.port}: {error}",
+                "check firewall and routes, or name the interface: GLOO_SOCKET_IFNAME",
+            )
             continue
         slowest = max(slowest, trip)
         if rank == 0 and abs(skew) - trip > _MAX_SKEW_SECONDS:
-            yield Finding("clock", "warning", f"the clock of {peer.host} is {skew:+.1f} s off that of {mine.host}",
-                          "synchronise the clocks (chrony): logs and 'newest checkpoint' go by them")
+            yield Finding(
+                "clock",
+                "warning",
+                f"the clock of {peer.host} is {skew:+.1f} s off that of {mine.host}",
+                "synchronise the clocks (chrony): logs and 'newest checkpoint' go by them",
+            )
     if rank == 0:
-        yield Finding("hosts", "ok", f"{len(leaders)}: " + ", ".join(f"{host} ({a})" for host, a in leaders) +
-                      (f"; slowest connection {slowest * 1e3:.1f} ms" if len(leaders) > 1 else ""))
+        yield Finding(
+            "hosts",
+            "ok",
+            f"{len(leaders)}: "
+            + ", ".join(f"{host} ({a})" for host, a in leaders)
+            + (f"; slowest connection {slowest * 1e3:.1f} ms" if len(leaders) > 1 else ""),
+        )
 
 
 def _compare(peers: list[Peer]) -> Iterator[Finding]:
     """Ranks must run the same code."""
-    for what, values in (("source of megatron_rl", [peer.code for peer in peers]),
-                         *((name, [peer.versions.get(name, "-") for peer in peers]) for name in _COMPARED)):
+    for what, values in (
+        ("source of megatron_rl", [peer.code for peer in peers]),
+        *((name, [peer.versions.get(name, "-") for peer in peers]) for name in _COMPARED),
+    ):
         odd = {value: peers[values.index(value)].host for value in values}
         if len(odd) > 1:
             seen = ", ".join(f"{value} on {host}" for value, host in odd.items())
@@ -198,8 +212,9 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, timeout: time
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=world_size,
-                                    timeout=timeout)
+            dist.init_process_group(
+                backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=world_size, timeout=timeout
+            )
             value = torch.full((_PAYLOAD,), float(rank + 1), device=device)
             dist.all_reduce(value.clone())  # the first call connects
             start = time.perf_counter()
@@ -207,23 +222,33 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, timeout: time
             total, seconds = value[-1].item(), time.perf_counter() - start
             dist.destroy_process_group()
         except RuntimeError as error:
-            yield Finding(backend, "problem", f"rank {rank}: {str(error).splitlines()[0][:300]}",
-                          f"set {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
-                          + ("; NCCL_DEBUG=INFO says what was tried" if backend == "nccl" else ""))
+            yield Finding(
+                backend,
+                "problem",
+                f"rank {rank}: {str(error).splitlines()[0][:300]}",
+                f"set {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
+                + ("; NCCL_DEBUG=INFO says what was tried" if backend == "nccl" else ""),
+            )
             return
         expected = world_size * (world_size + 1) / 2
         if total != expected:
-            yield Finding(backend, "problem", f"an all-reduce gave {total} instead of {expected}",
-                          "the network or an accelerator corrupts data")
+            yield Finding(
+                backend,
+                "problem",
+                f"an all-reduce gave {total} instead of {expected}",
+                "the network or an accelerator corrupts data",
+            )
         elif rank == 0:
-            yield Finding(backend, "ok", f"all-reduce of {value.nbytes >> 20} MiB over {world_size} ranks in "
-                          f"{seconds * 1e3:.0f} ms")
+            yield Finding(
+                backend,
+                "ok",
+                f"all-reduce of {value.nbytes >> 20} MiB over {world_size} ranks in {seconds * 1e3:.0f} ms",
+            )
 
 
 def gather_findings(store: dist.Store, rank: int, world_size: int, findings: list[Finding]) -> list[list[Finding]]:
     """Everybody's findings, on every rank, by the store."""
     store.set(f"findings{rank}", json.dumps([asdict(finding) for finding in findings]))
-    reports = [[Finding(**entry) for entry in json.loads(store.get(f"findings{other}"))]
-               for other in range(world_size)]
+    reports = [[Finding(**entry) for entry in json.loads(store.get(f"findings{other}"))] for other in range(world_size)]
     _meet(store, "end", world_size)  # nobody leaves, with the store, before all have read
     return reports

@@ -52,10 +52,15 @@ torchrun itself exits with 1 for all of them; `launch/train_single_node.sh` (wit
 `launch/train_multi_node.sh` pass {preempted} on.
 """
 _VALUES = {
-    "failed": EXIT_FAILED, "user_error": EXIT_USER_ERROR, "stalled": EXIT_STALLED, "preempted": EXIT_PREEMPTED,
-    "interrupted": EXIT_INTERRUPTED, "watchdog": "checkpoints.md#the-watchdog",
+    "failed": EXIT_FAILED,
+    "user_error": EXIT_USER_ERROR,
+    "stalled": EXIT_STALLED,
+    "preempted": EXIT_PREEMPTED,
+    "interrupted": EXIT_INTERRUPTED,
+    "watchdog": "checkpoints.md#the-watchdog",
     "traceback": "the traceback is in `logs/rank<N>.log`",
-    "signals": "checkpoints.md#signals-and-exit-codes"}
+    "signals": "checkpoints.md#signals-and-exit-codes",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ def _name_room(path: Path) -> str:
 def _read_rows(root: Path) -> list[_Row]:
     trees = {
         path.relative_to(root): ast.parse(path.read_text(encoding="utf-8"))
-        for room in _ROOMS for path in sorted((root / room).rglob("*.py"))
+        for room in _ROOMS
+        for path in sorted((root / room).rglob("*.py"))
     }
     public = [builder for tree in trees.values() for builder in _find_builders(tree) if builder.is_shared]
     rows = []
@@ -121,7 +127,7 @@ class _Builder:
 
     def bind(self, call: ast.Call) -> dict[str, ast.expr]:
         """The arguments of a call by parameter."""
-        names = self.parameters[self.parameters[:1] == ("self",):]
+        names = self.parameters[self.parameters[:1] == ("self",) :]
         return dict(zip(names, call.args)) | {word.arg: word.value for word in call.keywords if word.arg}
 
 
@@ -154,20 +160,25 @@ class _ModuleReader:
     def __init__(self, path: Path, tree: ast.Module, shared: list[_Builder]) -> None:
         self._path, self._tree = path, tree
         own = list(_find_builders(tree))
-        imported = {
-            alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         self._builders = {b.function.name: b for b in shared if b.function.name in imported}
         self._builders |= {b.function.name: b for b in own}
         self._constants = {
-            target.id: node.value for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
-            if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant | ast.JoinedStr)}
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant | ast.JoinedStr)
+        }
 
     def rows(self) -> Iterator[_Row]:
         """One per error written out, or per call of a function that builds one out of texts."""
         calls = [(node, builder) for node in ast.walk(self._tree) if (builder := self._builder_of(node)) is not None]
         replaced = {
-            builder.error for node, builder in calls
-            if any(self._is_prose(value) for name, value in builder.bind(node).items() if name in builder.advice)}
+            builder.error
+            for node, builder in calls
+            if any(self._is_prose(value) for name, value in builder.bind(node).items() if name in builder.advice)
+        }
         for node, builder in calls:
             texts = {name: value for name, value in builder.bind(node).items() if self._is_text(value)}
             if builder.error in replaced and texts:

@@ -32,8 +32,7 @@ class GatherSummary:
 
 
 def summarize_gather(
-    source: Sequence[Shard], *, num_ranks: int, stage_ranks: int, block_ranks: int, itemsize: int,
-    ranks_per_node: int
+    source: Sequence[Shard], *, num_ranks: int, stage_ranks: int, block_ranks: int, itemsize: int, ranks_per_node: int
 ) -> GatherSummary:
     """What a rank receives when the full model passes through it.
 
@@ -51,8 +50,11 @@ def summarize_gather(
     """
     shard_of = {rank: index for index, shard in enumerate(source) for rank in shard.ranks}
     classes = list(dict.fromkeys(find_classes(TensorIndex(source), TensorIndex([])).values()))
-    pieces = [(list(piece.holders), box_volume(piece.box) * len(tensors.names))
-              for tensors in classes for piece in tensors.pieces]
+    pieces = [
+        (list(piece.holders), box_volume(piece.box) * len(tensors.names))
+        for tensors in classes
+        for piece in tensors.pieces
+    ]
     received = []
     for first in range(0, num_ranks, stage_ranks):
         block = range(first, first + block_ranks)
@@ -75,5 +77,4 @@ def summarize_gather(
 
 def predict_gather_seconds(gather: GatherSummary, bandwidths: Bandwidths) -> float:
     """Receiving alone; a tensor crosses the nodes and is then gathered, so the two do not overlap."""
-    return (gather.bytes_within_node / bandwidths.within_node
-            + gather.bytes_across_nodes / bandwidths.across_nodes)
+    return gather.bytes_within_node / bandwidths.within_node + gather.bytes_across_nodes / bandwidths.across_nodes

@@ -27,8 +27,11 @@ def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in known or name in sizes or not value.isdecimal() or int(value) < 1:
             raise UserError(
-                f"cannot read {part.strip()!r} in {flag} {text}", source="command line",
-                expected=f"sizes of at least 1, each once, of {', '.join(known)}", hint=f"{flag} tp=8,dp=2, say")
+                f"cannot read {part.strip()!r} in {flag} {text}",
+                source="command line",
+                expected=f"sizes of at least 1, each once, of {', '.join(known)}",
+                hint=f"{flag} tp=8,dp=2, say",
+            )
         sizes[name] = int(value)
     return sizes
 
@@ -47,8 +50,12 @@ def read_training_layout(text: str, flag: str, num_ranks: int | None = None) -> 
     dp = sizes.pop("dp", 1 if num_ranks is None else None)
     taken = math.prod(sizes.get(name, 1) for name in ("tp", "pp", "cp")) * (dp or 1)
     if num_ranks is not None and dp is not None and taken != num_ranks:
-        raise UserError(f"{flag} {text} takes {taken} ranks, there are {num_ranks}", source="command line",
-                        expected=f"tp * pp * cp * dp = {num_ranks}", hint="leave dp out: it is the rest")
+        raise UserError(
+            f"{flag} {text} takes {taken} ranks, there are {num_ranks}",
+            source="command line",
+            expected=f"tp * pp * cp * dp = {num_ranks}",
+            hint="leave dp out: it is the rest",
+        )
     return ParallelLayout(num_ranks or taken, **{f"{name}_size": size for name, size in sizes.items()})
 
 
@@ -61,8 +68,12 @@ def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
     sizes = parse_sizes(text, flag, ENGINE_SIZES)
     tp = sizes.get("tp", 1)
     if num_ranks % tp or sizes.get("dp", num_ranks // tp) * tp != num_ranks:
-        raise UserError(f"{flag} {text} does not fill the {num_ranks} ranks of the training layout",
-                        source="command line", expected=f"tp * dp = {num_ranks}", hint="leave dp out: it is the rest")
+        raise UserError(
+            f"{flag} {text} does not fill the {num_ranks} ranks of the training layout",
+            source="command line",
+            expected=f"tp * dp = {num_ranks}",
+            hint="leave dp out: it is the rest",
+        )
     return tp
 
 
@@ -92,9 +103,17 @@ def read_shape(path: Path) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", source="--hf-config",
-                        expected="a model directory or its config.json", hint="check for a typo") from None
+        raise UserError(
+            f"cannot read {path}: {error}",
+            source="--hf-config",
+            expected="a model directory or its config.json",
+            hint="check for a typo",
+        ) from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}", source="--hf-config",
-                        expected="a JSON object", hint="pass the config.json of the model")
+        raise UserError(
+            f"{path} holds a {type(config).__name__}",
+            source="--hf-config",
+            expected="a JSON object",
+            hint="pass the config.json of the model",
+        )
     return model_shape_from_config(config, source=str(path))

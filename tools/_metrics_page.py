@@ -58,8 +58,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/lr", "learning rate"),
         Metric("policy/entropy", "of the next-token distribution", "nats"),
         Metric("policy/clip_fraction", "tokens whose loss is clipped", "share"),
-        Metric("policy/ratio_max_deviation",
-               "largest log-prob change before the first optimizer step: 0 when everything agrees", "nats"),
+        Metric(
+            "policy/ratio_max_deviation",
+            "largest log-prob change before the first optimizer step: 0 when everything agrees",
+            "nats",
+        ),
         Metric("sft/loss", "SFT: next-token loss", "nats"),
     ),
     "KL": (
@@ -101,8 +104,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("packing/prompt_repeats", "executed over unique prompt tokens"),
         Metric("packing/padding_share", "padding of the buckets (step_mode static and graph)", "share"),
         Metric("packing/padding_share_<bucket>", "the same of each bucket", "share"),
-        Metric("samples/bytes_per_rank", "samples received by the rank that received most: headers, the tokens it "
-               "trains on, columns; not what the rollout log fetches", "bytes"),
+        Metric(
+            "samples/bytes_per_rank",
+            "samples received by the rank that received most: headers, the tokens it "
+            "trains on, columns; not what the rollout log fetches",
+            "bytes",
+        ),
     ),
     "Weights": (
         Metric("reshard/bytes_moved", "between ranks, per switch", "bytes"),
@@ -133,8 +140,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 
 def find_metric(key: str) -> Metric | None:
     """The row of a key of a record, the most literal one; None where there is none."""
-    found = [metric for metrics in METRICS.values() for metric in metrics
-             if re.fullmatch(_PLACEHOLDER.sub(".+", re.escape(metric.name)), key)]
+    found = [
+        metric
+        for metrics in METRICS.values()
+        for metric in metrics
+        if re.fullmatch(_PLACEHOLDER.sub(".+", re.escape(metric.name)), key)
+    ]
     return min(found, key=lambda metric: len(_PLACEHOLDER.findall(metric.name)), default=None)
 
 

@@ -20,8 +20,10 @@ from megatron_rl.types import UserError
 _ENTRY = "verl/trainer/ppo/core_algos.py"
 _PACKAGES = ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers")
 _CLASSES = {
-    "verl.protocol": ("DataProto",), "verl.trainer.config": ("AlgoConfig",),
-    "verl.workers.config.actor": ("PolicyLossConfig",), "verl.trainer.config.algorithm": ("RolloutCorrectionConfig",),
+    "verl.protocol": ("DataProto",),
+    "verl.trainer.config": ("AlgoConfig",),
+    "verl.workers.config.actor": ("PolicyLossConfig",),
+    "verl.trainer.config.algorithm": ("RolloutCorrectionConfig",),
 }
 _THIRD_PARTY = {"omegaconf": ("DictConfig",), "tensordict": ("TensorDict",)}
 
@@ -41,8 +43,12 @@ def load_verl(checkout: Path) -> SimpleNamespace:
         UserError: the directory is no checkout of verl.
     """
     if not (checkout / _ENTRY).is_file():
-        raise UserError(f"there is no {_ENTRY} in {checkout}", source="CHECKOUT", expected="a checkout of verl",
-                        hint="git clone https://github.com/volcengine/verl")
+        raise UserError(
+            f"there is no {_ENTRY} in {checkout}",
+            source="CHECKOUT",
+            expected="a checkout of verl",
+            hint="git clone https://github.com/volcengine/verl",
+        )
     for name in _PACKAGES:
         package = _add_module(name)
         package.__path__ = [str(checkout.joinpath(*name.split(".")))]
@@ -52,10 +58,13 @@ def load_verl(checkout: Path) -> SimpleNamespace:
     _add_module("verl.workers.config").ActorConfig = ActorConfig
     groupwise = importlib.import_module("verl.utils.groupwise")
     vars(sys.modules["verl.utils"]).update(
-        as_torch_index=groupwise.as_torch_index, group_mean_std=groupwise.group_mean_std)
+        as_torch_index=groupwise.as_torch_index, group_mean_std=groupwise.group_mean_std
+    )
     return SimpleNamespace(
         core=importlib.import_module("verl.trainer.ppo.core_algos"),
-        correction=importlib.import_module("verl.trainer.ppo.rollout_corr_helper"), ActorConfig=ActorConfig)
+        correction=importlib.import_module("verl.trainer.ppo.rollout_corr_helper"),
+        ActorConfig=ActorConfig,
+    )
 
 
 def _add_module(name: str) -> ModuleType:

@@ -76,13 +76,27 @@ def format_page() -> str:
     together = [(", ".join(f"`{name}`" for name in group.names), group.meaning) for group in GROUPS]
     shared = [name for name in sorted(own) if name in ALIASES]
     note = f"\nOf these, {', '.join(f'`{name}`' for name in shared)} are also names of this program's own.\n"
-    return (_INTRODUCTION + _UNDERSTOOD + _rows(understood) + note + _TOGETHER + _rows(together) + _ONLY
-            + _rows(accepted) + _IGNORED + _rows(ignored))
+    return (
+        _INTRODUCTION
+        + _UNDERSTOOD
+        + _rows(understood)
+        + note
+        + _TOGETHER
+        + _rows(together)
+        + _ONLY
+        + _rows(accepted)
+        + _IGNORED
+        + _rows(ignored)
+    )
 
 
 def _describe_values(alias: Renamed) -> str:
-    pairs = [f"`{render(theirs)}`" if theirs == ours and isinstance(theirs, bool) == isinstance(ours, bool)
-             else f"`{render(theirs)}` is `{render(ours)}`" for theirs, ours in alias.values]
+    pairs = [
+        f"`{render(theirs)}`"
+        if theirs == ours and isinstance(theirs, bool) == isinstance(ours, bool)
+        else f"`{render(theirs)}` is `{render(ours)}`"
+        for theirs, ours in alias.values
+    ]
     return ", ".join(pairs) + ("; others are refused" if alias.closed else "")
 
 

@@ -66,8 +66,10 @@ def read_prompts(options: argparse.Namespace) -> list[np.ndarray]:
     if not prompts or min(map(len, prompts)) < 2 or options.response_length < 1 or options.engine_tp < 1:
         raise UserError(
             f"{len(prompts)} prompts, --response-length {options.response_length}, --engine-tp {options.engine_tp}",
-            source="command line", expected="prompts of at least 2 tokens, numbers of at least 1",
-            hint="leave the options out for the defaults")
+            source="command line",
+            expected="prompts of at least 2 tokens, numbers of at least 1",
+            hint="leave the options out for the defaults",
+        )
     return prompts
 
 
@@ -81,15 +83,29 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     layout, prompts = read_training_layout(options.layout, "--layout", world_size), read_prompts(options)
     weights = resolve_weights(options.checkpoint) if options.checkpoint else None
     if world_size % options.engine_tp:
-        raise UserError(f"--engine-tp {options.engine_tp} with {world_size} ranks", source="command line",
-                        expected="a divisor of the ranks", hint="start more ranks with torchrun")
+        raise UserError(
+            f"--engine-tp {options.engine_tp} with {world_size} ranks",
+            source="command line",
+            expected="a divisor of the ranks",
+            hint="start more ranks with torchrun",
+        )
     process = init_distributed(timeout_minutes=30)
     from megatron_rl.parity.check import ParityCheck, run_parity  # imports megatron-core and transformers: seconds
 
-    return run_parity(ParityCheck(
-        hf=options.hf, weights=weights, layout=layout, sequence_parallel=options.sequence_parallel,
-        dtype=options.dtype, engine=None if options.engine == "none" else options.engine,
-        engine_tp_size=options.engine_tp, prompts=prompts, response_length=options.response_length), process)
+    return run_parity(
+        ParityCheck(
+            hf=options.hf,
+            weights=weights,
+            layout=layout,
+            sequence_parallel=options.sequence_parallel,
+            dtype=options.dtype,
+            engine=None if options.engine == "none" else options.engine,
+            engine_tp_size=options.engine_tp,
+            prompts=prompts,
+            response_length=options.response_length,
+        ),
+        process,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the curves of several runs over each other.
 
-    python tools/compare_runs.py grpo=RUN_DIR ppo=RUN_DIR --metrics reward/mean policy/entropy --out F.png
+python tools/compare_runs.py grpo=RUN_DIR ppo=RUN_DIR --metrics reward/mean policy/entropy --out F.png
 """
 
 from __future__ import annotations

@@ -45,10 +45,14 @@ _GROUP_SIZES, _WIDTH = [4, 3, 5, 2], 12
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _NAMES = ("actor_rollout_ref.model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=4")
 # Settings of the comparison, by verl's names; the shares of tokens are such that verl's choice is not random.
-_LOSS_SETTINGS = {
-    "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
+_LOSS_SETTINGS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
 _COV_SETTINGS = {
-    "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.1}
+    "clip_cov_ratio": 1.0,
+    "clip_cov_lb": 0.05,
+    "clip_cov_ub": 2.0,
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 0.1,
+}
 _NOT_IN_CHECKOUT = "this checkout has no such loss; the formula is the paper's"
 _FLOAT32 = "verl sums squares in float32; its other form, grpo, is equal"
 _ONE = "a group of one: verl keeps the reward itself, here there is nothing to compare with and the advantage is 0"
@@ -101,8 +105,12 @@ class Batch:
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """[b, w] -> [t], NaN at prompts."""
-        return torch.cat([torch.cat([row.new_full((1,), torch.nan), row[:n]])
-                          for row, n in zip(padded, self.lengths.tolist(), strict=True)])
+        return torch.cat(
+            [
+                torch.cat([row.new_full((1,), torch.nan), row[:n]])
+                for row, n in zip(padded, self.lengths.tolist(), strict=True)
+            ]
+        )
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """[t] -> the tokens in the loss, in verl's order."""
@@ -121,7 +129,8 @@ class Batch:
     def loss_inputs(self, logprobs: torch.Tensor, chosen: torch.Tensor | None = None) -> PolicyLossInputs:
         """Packed tokens of a policy loss."""
         return PolicyLossInputs(
-            logprobs, self.pack(self.old), self.pack(self.advantages), self.packed_mask, self.sequence_ids, chosen)
+            logprobs, self.pack(self.old), self.pack(self.advantages), self.packed_mask, self.sequence_ids, chosen
+        )
 
 
 def read_settings(*overrides: str) -> AlgorithmConfig:
@@ -147,8 +156,13 @@ def compare_estimators(verl: SimpleNamespace) -> Iterator[Row]:
             yield Row("estimator", name, ours, None, "a group of one: an error in verl, advantage 0 here")
         if name == "remax":
             worst = _compare_advantages(verl, name, config, Batch(0), with_kl=True)
-            yield Row("estimator", name, ours, worst, "KL in the reward: each token gets what follows it in verl, all "
-                      "of the response's here")
+            yield Row(
+                "estimator",
+                name,
+                ours,
+                worst,
+                "KL in the reward: each token gets what follows it in verl, all of the response's here",
+            )
 
 
 def _compare_advantages(
@@ -166,11 +180,21 @@ def _compare_advantages(
         if name == "remax":
             given["reward_baselines"] = batch.baselines
     expected, expected_returns = verl.core.get_adv_estimator_fn(name)(**given)
-    found = compute_advantages(AdvantageInputs(
-        scores=rewards.sum(1).numpy(), group_sizes=batch.group_sizes,
-        baselines=batch.baselines[np.cumsum(batch.group_sizes) - 1].numpy(), token_rewards=batch.pack(rewards),
-        values=batch.pack(batch.values), loss_mask=batch.packed_mask, sequence_ids=batch.sequence_ids,
-        group=dist.group.WORLD, old_logprobs=batch.pack(batch.old), sum_pi_squared=batch.pack(batch.squares)), config)
+    found = compute_advantages(
+        AdvantageInputs(
+            scores=rewards.sum(1).numpy(),
+            group_sizes=batch.group_sizes,
+            baselines=batch.baselines[np.cumsum(batch.group_sizes) - 1].numpy(),
+            token_rewards=batch.pack(rewards),
+            values=batch.pack(batch.values),
+            loss_mask=batch.packed_mask,
+            sequence_ids=batch.sequence_ids,
+            group=dist.group.WORLD,
+            old_logprobs=batch.pack(batch.old),
+            sum_pi_squared=batch.pack(batch.squares),
+        ),
+        config,
+    )
     worst = measure(batch.unpack(found.advantages), expected[batch.mask])
     if found.returns is not None:
         worst = max(worst, measure(batch.unpack(found.returns), expected_returns[batch.mask]))
@@ -185,42 +209,65 @@ def compare_losses(verl: SimpleNamespace) -> Iterator[Row]:
             continue
         for aggregation, _ in AGGREGATIONS:
             config = read_settings(
-                f"{_ACTOR}.policy_loss.loss_mode={name}", f"{_ACTOR}.loss_agg_mode={aggregation}",
+                f"{_ACTOR}.policy_loss.loss_mode={name}",
+                f"{_ACTOR}.loss_agg_mode={aggregation}",
                 *(f"{_ACTOR}.{key}={value}" for key, value in _LOSS_SETTINGS.items()),
-                *(f"{_ACTOR}.policy_loss.{key}={value}" for key, value in _COV_SETTINGS.items()))
+                *(f"{_ACTOR}.policy_loss.{key}={value}" for key, value in _COV_SETTINGS.items()),
+            )
             worst = max(_compare_loss(verl, name, aggregation, config, Batch(seed)) for seed in _SEEDS)
             here = f"{ours}, {config.loss_agg_mode}"
             if config.loss_agg_mode == "constant":
                 here += " times the sequences"
             yield Row("loss", f"{name}, {aggregation}", here, worst)
     for name in ("clip_cov", "kl_cov"):
-        yield Row("loss", name, LOSS_MODES[name], None, "tokens are chosen once a step from old_logprobs here, and "
-                  "again in each micro batch in verl; above both choose from the same log-probs")
-    yield Row("loss", "vanilla without clip_ratio_c", f"dual_clip={read_settings().dual_clip}",
-              abs((read_settings().dual_clip or 0.0) - 3.0))
+        yield Row(
+            "loss",
+            name,
+            LOSS_MODES[name],
+            None,
+            "tokens are chosen once a step from old_logprobs here, and "
+            "again in each micro batch in verl; above both choose from the same log-probs",
+        )
+    yield Row(
+        "loss",
+        "vanilla without clip_ratio_c",
+        f"dual_clip={read_settings().dual_clip}",
+        abs((read_settings().dual_clip or 0.0) - 3.0),
+    )
 
 
-def _compare_loss(
-    verl: SimpleNamespace, name: str, aggregation: str, config: AlgorithmConfig, batch: Batch
-) -> float:
+def _compare_loss(verl: SimpleNamespace, name: str, aggregation: str, config: AlgorithmConfig, batch: Batch) -> float:
     theirs = batch.new.clone().requires_grad_()
     settings = verl.ActorConfig(
-        clip_ratio=0.2, global_batch_info={}, policy_loss=verl.ActorConfig(**_COV_SETTINGS), **_LOSS_SETTINGS)
+        clip_ratio=0.2, global_batch_info={}, policy_loss=verl.ActorConfig(**_COV_SETTINGS), **_LOSS_SETTINGS
+    )
     expected, _ = verl.core.get_policy_loss_fn(name)(
-        old_log_prob=batch.old, log_prob=theirs, advantages=batch.advantages, response_mask=batch.mask.double(),
-        loss_agg_mode=aggregation, config=settings)
+        old_log_prob=batch.old,
+        log_prob=theirs,
+        advantages=batch.advantages,
+        response_mask=batch.mask.double(),
+        loss_agg_mode=aggregation,
+        config=settings,
+    )
     expected.backward()
     ours = batch.pack(batch.new).requires_grad_()
     new = batch.pack(batch.new)
     chosen = choose_tokens(
-        PolicyLossInputs(new, new, batch.pack(batch.advantages), batch.packed_mask, batch.sequence_ids), config,
-        dist.group.WORLD)
+        PolicyLossInputs(new, new, batch.pack(batch.advantages), batch.packed_mask, batch.sequence_ids),
+        config,
+        dist.group.WORLD,
+    )
     assert chosen is None or 0 < chosen.sum() < batch.packed_mask.sum(), "the comparison needs both kinds of tokens"
     weights = aggregate(config.loss_agg_mode, batch.lengths.tolist(), _WIDTH).weights
     factor = len(weights) if config.loss_agg_mode == "constant" else 1
     loss, _ = compute_policy_loss(
-        batch.loss_inputs(ours, chosen), torch.zeros_like(ours), None, None,
-        factor * torch.from_numpy(weights)[batch.sequence_ids] * batch.packed_mask, config)
+        batch.loss_inputs(ours, chosen),
+        torch.zeros_like(ours),
+        None,
+        None,
+        factor * torch.from_numpy(weights)[batch.sequence_ids] * batch.packed_mask,
+        config,
+    )
     loss.backward()
     return max(measure(loss, expected), measure(batch.unpack(ours.grad), theirs.grad[batch.mask]))
 
@@ -232,8 +279,10 @@ def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
             if reason and ours != "k3":
                 continue
             batch, found = Batch(seed), []
-            for function in (lambda p, q, kl=name: verl.core.kl_penalty(p, q, kl),
-                             lambda p, q, kl=ours: compute_kl(p, q, kl)):
+            for function in (
+                lambda p, q, kl=name: verl.core.kl_penalty(p, q, kl),
+                lambda p, q, kl=ours: compute_kl(p, q, kl),
+            ):
                 logprobs = (batch.ref + scale * (batch.old - batch.ref)).requires_grad_()
                 value = function(logprobs, batch.ref)
                 value.sum().backward()
@@ -241,8 +290,12 @@ def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
             (theirs, their_gradient), (mine, my_gradient) = found
             yield Row("KL", name, ours, max(measure(mine, theirs), measure(my_gradient, their_gradient)), reason)
     yield Row("KL", "full", "-", None, "refused: needs both distributions; verl raises NotImplementedError")
-    config = read_settings("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
-                           "algorithm.kl_ctrl.target_kl=0.05", "algorithm.kl_ctrl.kl_coef=0.2")
+    config = read_settings(
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.05",
+        "algorithm.kl_ctrl.kl_coef=0.2",
+    )
     theirs = verl.core.AdaptiveKLController(0.2, 0.05, config.kl_horizon)
     ours = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
     for seed in range(20):
@@ -258,18 +311,23 @@ def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
     for level in ("token", "sequence"):
         for is_normalized in (False, True):
             config = read_settings(
-                f"{_CORRECTION}.rollout_is={level}", f"{_CORRECTION}.rollout_is_threshold=1.5",
-                f"{_CORRECTION}.rollout_is_batch_normalize={is_normalized}")
+                f"{_CORRECTION}.rollout_is={level}",
+                f"{_CORRECTION}.rollout_is_threshold=1.5",
+                f"{_CORRECTION}.rollout_is_batch_normalize={is_normalized}",
+            )
             worst = 0.0
             for batch in map(Batch, _SEEDS):
                 expected, _ = verl.correction.compute_rollout_correction_weights(
-                    batch.old - batch.rollout, batch.mask.double(), level, 1.5, is_normalized)
+                    batch.old - batch.rollout, batch.mask.double(), level, 1.5, is_normalized
+                )
                 found, sums = compute_importance_weights(
-                    batch.pack(batch.old), batch.pack(batch.rollout), batch.packed_mask, batch.sequence_ids, config)
+                    batch.pack(batch.old), batch.pack(batch.rollout), batch.packed_mask, batch.sequence_ids, config
+                )
                 found = normalize_weights(found, sums) if config.importance_normalize else found
                 worst = max(worst, measure(batch.unpack(found), expected[batch.mask]))
-            yield Row("importance", f"rollout_is={level}" + ", normalized" * is_normalized,
-                      config.importance_sampling, worst)
+            yield Row(
+                "importance", f"rollout_is={level}" + ", normalized" * is_normalized, config.importance_sampling, worst
+            )
     worst = 0.0
     for batch in map(Batch, _SEEDS):
         expected, _ = verl.core.compute_value_loss(batch.new, batch.ref, batch.old, batch.mask.double(), 0.2)
@@ -281,7 +339,11 @@ def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
 
 
 COMPARISONS: tuple[Callable[[SimpleNamespace], Iterator[Row]], ...] = (
-    compare_estimators, compare_losses, compare_kl, compare_the_rest)
+    compare_estimators,
+    compare_losses,
+    compare_kl,
+    compare_the_rest,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -35,9 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     return run_conversion(
         partial(
-            convert_to_megatron, options.hf, options.out, dtype=DTYPES.get(options.dtype),
-            file_bytes=int(options.file_gib * 2**30), force=options.force),
-        options)
+            convert_to_megatron,
+            options.hf,
+            options.out,
+            dtype=DTYPES.get(options.dtype),
+            file_bytes=int(options.file_gib * 2**30),
+            force=options.force,
+        ),
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory")
     parser.add_argument("--out", type=Path, required=True, help="new directory for the model")
     parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="of a training checkpoint (actor)")
-    parser.add_argument("--config", type=Path, metavar="DIR",
-                        help="config.json and tokenizer, where the checkpoint has none")
+    parser.add_argument(
+        "--config", type=Path, metavar="DIR", help="config.json and tokenizer, where the checkpoint has none"
+    )
     parser.add_argument("--no-verify", action="store_true", help="do not compare the digests of the checkpoint first")
     add_output_options(parser)
     return parser
@@ -42,9 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
     source = CheckpointWeights(options.checkpoint, options.role, options.config, verify=not options.no_verify)
     return run_conversion(
         partial(
-            convert_to_huggingface, source, options.out, dtype=DTYPES.get(options.dtype),
-            file_bytes=int(options.file_gib * 2**30), force=options.force),
-        options)
+            convert_to_huggingface,
+            source,
+            options.out,
+            dtype=DTYPES.get(options.dtype),
+            file_bytes=int(options.file_gib * 2**30),
+            force=options.force,
+        ),
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ SIGNS = {"ok": "  ok      ", "warning": "  WARNING ", "problem": "  PROBLEM "}
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("checkpoints"), metavar="DIR",
-                        help="where runs are written (checkpoints)")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="where runs are written (checkpoints)"
+    )
     parser.add_argument("--disk-gib", type=float, default=10, help="free disk there (10)")
     parser.add_argument("--shared-memory-gib", type=float, default=1, help="free shared memory (1)")
     parser.add_argument("--open-files", type=int, default=1024, help="limit of open files (1024)")
@@ -80,8 +81,12 @@ def main(arguments: list[str] | None = None) -> int:
             reports = gather_findings(store, rank, world_size, findings + more)
         except (RuntimeError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            failure = Finding("rendezvous", "problem", f"rank {os.environ['RANK']}: {reason[:300]}",
-                              "a rank did not come in time: check MASTER_ADDR, and the other nodes' output")
+            failure = Finding(
+                "rendezvous",
+                "problem",
+                f"rank {os.environ['RANK']}: {reason[:300]}",
+                "a rank did not come in time: check MASTER_ADDR, and the other nodes' output",
+            )
             reports, rank = [[*findings, failure]], 0
     merged = merge(reports)
     if rank == 0:

@@ -32,13 +32,25 @@ _NOT_READ = ("data.train_files=[none]", "data.train_batch_size=1")
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="+", metavar="RECIPE.yaml | section.key=value",
-                        help="a recipe and settings over it, as for launch/pretrain_grpo.py; or settings alone")
-    parser.add_argument("--samples", type=int, metavar="N",
-                        help="responses to each prompt, for rollout.validation_n; draw several at a temperature")
+    parser.add_argument(
+        "settings",
+        nargs="+",
+        metavar="RECIPE.yaml | section.key=value",
+        help="a recipe and settings over it, as for launch/pretrain_grpo.py; or settings alone",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="responses to each prompt, for rollout.validation_n; draw several at a temperature",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics and what was evaluated here")
-    parser.add_argument("--rollouts", type=Path, metavar="DIR",
-                        help="write all rollouts to DIR/<set>, which tools/view_rollouts.py opens")
+    parser.add_argument(
+        "--rollouts",
+        type=Path,
+        metavar="DIR",
+        help="write all rollouts to DIR/<set>, which tools/view_rollouts.py opens",
+    )
     return parser
 
 
@@ -55,8 +67,9 @@ def read_config(options: argparse.Namespace) -> RunConfig:
     loaded = load_config(recipe, [*settings, *_NOT_READ])
     notes, rollout = list(loaded.notes), loaded.config.rollout
     if rollout.validation_n > 1 and rollout.validation_temperature == 0:
-        notes.append(f"all {rollout.validation_n} responses to a prompt are the same one: "
-                     "rollout.validation_temperature is 0")
+        notes.append(
+            f"all {rollout.validation_n} responses to a prompt are the same one: rollout.validation_temperature is 0"
+        )
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -65,9 +78,11 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 def format_report(report: dict[str, Any]) -> str:
     """What was evaluated, and one line per metric."""
-    lines = [f"{report['model']} (step {report['step']}): {report['layout']}, {report['engine']} "
-             f"tp={report['engine_tp_size']}, {report['samples']} responses per prompt at temperature "
-             f"{report['temperature']:g}"]
+    lines = [
+        f"{report['model']} (step {report['step']}): {report['layout']}, {report['engine']} "
+        f"tp={report['engine_tp_size']}, {report['samples']} responses per prompt at temperature "
+        f"{report['temperature']:g}"
+    ]
     width = max(map(len, report["metrics"]))
     return "\n".join([*lines, *(f"  {name:{width}}  {value:.4f}" for name, value in report["metrics"].items())])
 

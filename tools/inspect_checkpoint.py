@@ -73,8 +73,10 @@ def _format_manifest(manifest: dict[str, Any]) -> Iterator[str]:
 
 def _format_model(model: dict[str, Any]) -> str:
     experts = f", {model['num_experts']} experts" if model["num_experts"] else ""
-    return (f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}{experts}, "
-            f"vocabulary {model['vocab_size']}")
+    return (
+        f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}{experts}, "
+        f"vocabulary {model['vocab_size']}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

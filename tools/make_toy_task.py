@@ -32,8 +32,17 @@ import sentencepiece
 from megatron_rl.types import UserError
 
 ARGUMENTS_FILE = "task.json"
-FILES = ("tokenizer.model", "train.jsonl", "validation.jsonl", "train_mixed.jsonl", "validation_mixed.jsonl",
-         "model/config.json", "model/model.safetensors", "model/tokenizer.model", ARGUMENTS_FILE)
+FILES = (
+    "tokenizer.model",
+    "train.jsonl",
+    "validation.jsonl",
+    "train_mixed.jsonl",
+    "validation_mixed.jsonl",
+    "model/config.json",
+    "model/model.safetensors",
+    "model/tokenizer.model",
+    ARGUMENTS_FILE,
+)
 DATA_SOURCE = "toy_arithmetic"
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 HEAD_DIMS = (32, 64)  # what the rollout engine's CPU attention supports for small heads
@@ -45,22 +54,38 @@ Row = dict[str, str]
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory to write (created)", metavar="DIR")
     parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
     parser.add_argument("--train", type=int, default=4000, help="training prompts", metavar="N")
     parser.add_argument("--validation", type=int, default=256, help="validation prompts", metavar="N")
     parser.add_argument("--max-operand", type=int, default=99, help="largest operand; the smallest is 0", metavar="N")
     parser.add_argument("--operations", default="+", help="any of + and -; use --operations=- for - alone")
-    parser.add_argument("--slip-rate", type=float, default=0.65, metavar="P",
-                        help="share of demonstrations that forget every carry and borrow")
-    parser.add_argument("--long-share", type=float, default=0.4, metavar="P",
-                        help="share of the mixed prompts whose operands have one digit more than --max-operand")
+    parser.add_argument(
+        "--slip-rate",
+        type=float,
+        default=0.65,
+        metavar="P",
+        help="share of demonstrations that forget every carry and borrow",
+    )
+    parser.add_argument(
+        "--long-share",
+        type=float,
+        default=0.4,
+        metavar="P",
+        help="share of the mixed prompts whose operands have one digit more than --max-operand",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts and of the weights")
     parser.add_argument("--hidden-size", type=int, default=128, help="width of the model", metavar="H")
-    parser.add_argument("--intermediate-size", type=int, default=argparse.SUPPRESS, metavar="F",
-                        help="width of the MLP (default: 5 x hidden size)")
+    parser.add_argument(
+        "--intermediate-size",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="F",
+        help="width of the MLP (default: 5 x hidden size)",
+    )
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
     parser.add_argument("--heads", type=int, default=4, help="attention heads; hidden size / heads must be 32 or 64")
     parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
@@ -73,6 +98,7 @@ def check_arguments(task: dict[str, Any]) -> None:
     Raises:
         UserError: names the argument and what is accepted.
     """
+
     def refuse(flag: str, found: Any, expected: str) -> None:
         raise UserError(f"--{flag} {found}", source="command line", expected=expected, hint=f"change --{flag}")
 
@@ -81,8 +107,11 @@ def check_arguments(task: dict[str, Any]) -> None:
             refuse(name.replace("_", "-"), task[name], "a number greater than 0")
     if not 0 <= task["seed"] < 2**63:
         refuse("seed", task["seed"], "0 <= seed < 2^63")
-    if not task["operations"] or set(task["operations"]) - set("+-") or len(set(task["operations"])) < len(
-            task["operations"]):
+    if (
+        not task["operations"]
+        or set(task["operations"]) - set("+-")
+        or len(set(task["operations"])) < len(task["operations"])
+    ):
         refuse("operations", repr(task["operations"]), "+, - or +-")
     if not 0.0 <= task["slip_rate"] <= 1.0:
         refuse("slip-rate", task["slip_rate"], "a share between 0 and 1")
@@ -113,11 +142,15 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
     if len(validation) < task["validation"] or len(train) < task["train"]:
         raise UserError(
             f"{task['train']} training and {task['validation']} validation prompts asked for; with these operands "
-            f"there are {len(train)} and {len(validation)}", source="--train, --validation",
-            expected="at most as many prompts as there are", hint="raise --max-operand, or ask for fewer prompts")
+            f"there are {len(train)} and {len(validation)}",
+            source="--train, --validation",
+            expected="at most as many prompts as there are",
+            hint="raise --max-operand, or ask for fewer prompts",
+        )
     train_rows, validation_rows = (
         [_row(prompt, answer) for prompt, answer in generator.sample(expressions, size)]
-        for expressions, size in ((train, task["train"]), (validation, task["validation"])))
+        for expressions, size in ((train, task["train"]), (validation, task["validation"]))
+    )
     for row in train_rows:
         slips = generator.random() < task["slip_rate"]
         row["demonstration"] = forget_carries(row["prompt"]) if slips else row["answer"]
@@ -134,8 +167,8 @@ def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list
         smaller, larger = sorted(generator.randrange(lowest, 10 * lowest) for _ in range(2))
         drawn[larger, smaller] = _row(*generator.choice(_expressions(larger, smaller, task["operations"])))
     long = list(drawn.values())
-    mixed_validation = [*validation, *long[:sizes[0]]]
-    mixed_train = [*({key: row[key] for key in row if key != "demonstration"} for row in train), *long[sizes[0]:]]
+    mixed_validation = [*validation, *long[: sizes[0]]]
+    mixed_train = [*({key: row[key] for key in row if key != "demonstration"} for row in train), *long[sizes[0] :]]
     for rows in (mixed_train, mixed_validation):
         generator.shuffle(rows)
     return mixed_train, mixed_validation
@@ -167,10 +200,22 @@ def train_tokenizer(operations: str) -> bytes:
     alphabet = "0123456789=" + "".join(sorted(operations))
     model = io.BytesIO()  # no file names inside the model: its bytes depend on the alphabet only
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([alphabet]), model_writer=model, model_type="char", vocab_size=len(alphabet) + 4,
-        character_coverage=1.0, split_digits=True, normalization_rule_name="identity", add_dummy_prefix=False,
-        remove_extra_whitespaces=False, pad_id=PAD_ID, bos_id=BOS_ID, eos_id=EOS_ID, unk_id=UNK_ID,
-        num_threads=1, minloglevel=2)
+        sentence_iterator=iter([alphabet]),
+        model_writer=model,
+        model_type="char",
+        vocab_size=len(alphabet) + 4,
+        character_coverage=1.0,
+        split_digits=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        pad_id=PAD_ID,
+        bos_id=BOS_ID,
+        eos_id=EOS_ID,
+        unk_id=UNK_ID,
+        num_threads=1,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 
@@ -186,11 +231,21 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
 
     logging.disable_progress_bar()
     config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=task["hidden_size"], intermediate_size=task["intermediate_size"],
-        num_hidden_layers=task["layers"], num_attention_heads=task["heads"], num_key_value_heads=task["kv_heads"],
-        max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        vocab_size=vocab_size,
+        hidden_size=task["hidden_size"],
+        intermediate_size=task["intermediate_size"],
+        num_hidden_layers=task["layers"],
+        num_attention_heads=task["heads"],
+        num_key_value_heads=task["kv_heads"],
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype=torch.float32)
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype=torch.float32,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task["seed"])
         model = Qwen2ForCausalLM(config)
@@ -210,8 +265,12 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
     proto = train_tokenizer(task["operations"])
     for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
         file.write_bytes(proto)
-    for name, rows in (("train", train), ("validation", validation), ("train_mixed", mixed_train),
-                       ("validation_mixed", mixed_validation)):
+    for name, rows in (
+        ("train", train),
+        ("validation", validation),
+        ("train_mixed", mixed_train),
+        ("validation_mixed", mixed_validation),
+    ):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     vocab_size = sentencepiece.SentencePieceProcessor(model_proto=proto).vocab_size()
@@ -237,13 +296,21 @@ def already_made(out: Path, task: dict[str, Any]) -> bool:
         made = None
     missing = [name for name in FILES if not (out / name).is_file()]
     if not isinstance(made, dict) or missing:
-        raise UserError(f"{out} is not empty and holds no complete task (missing: {', '.join(missing) or 'arguments'})",
-                        source="--out", expected="a new or empty directory", hint=hint)
+        raise UserError(
+            f"{out} is not empty and holds no complete task (missing: {', '.join(missing) or 'arguments'})",
+            source="--out",
+            expected="a new or empty directory",
+            hint=hint,
+        )
     if made != task:
         keys = [key for key in sorted(made.keys() | task) if made.get(key) != task.get(key)]
         changes = ", ".join(f"{key} {made.get(key)} (now {task.get(key)})" for key in keys)
-        raise UserError(f"{out} holds a task made with other arguments: {changes}", source="--out",
-                        expected="the same arguments", hint=hint)
+        raise UserError(
+            f"{out} holds a task made with other arguments: {changes}",
+            source="--out",
+            expected="the same arguments",
+            hint=hint,
+        )
     return True
 
 

@@ -30,15 +30,17 @@ from megatron_rl.types import UserError
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; what it does not know are overrides of the recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("recipe", type=Path, help="YAML recipe; section.key=value overrides may follow")
     parser.add_argument("--hf-config", type=Path, help="model directory or config.json of the policy")
     parser.add_argument("--critic-hf-config", type=Path, help="the same of the critic, where critic.path is set")
     parser.add_argument("--reward-hf-config", type=Path, help="the same of the reward model")
     cluster = parser.add_argument_group("cluster")
     for flag, default, kind, text in (
-        ("--nodes", 1, int, "machines"), ("--gpus-per-node", 8, int, "accelerators per machine"),
+        ("--nodes", 1, int, "machines"),
+        ("--gpus-per-node", 8, int, "accelerators per machine"),
         ("--gpu-memory-gib", 80.0, float, "memory of one accelerator"),
         ("--intra-gb-s", 400.0, float, "GB/s per accelerator and direction inside a node"),
         ("--inter-gb-s", 50.0, float, "GB/s per accelerator and direction between nodes"),
@@ -47,8 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("--host-gb-s", 50.0, float, "GB/s between it and the host"),
     ):
         cluster.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default:g})")
-    cluster.add_argument("--reserve-gib", type=float, help="of its memory, for driver, communication buffers and "
-                         f"fragmentation (default: {RESERVE * 100:g} percent)")
+    cluster.add_argument(
+        "--reserve-gib",
+        type=float,
+        help=f"of its memory, for driver, communication buffers and fragmentation (default: {RESERVE * 100:g} percent)",
+    )
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument("--mfu", type=float, default=0.4, help="share of peak operations in training (0.4)")
     assumed.add_argument("--mean-response", type=float, default=0.5, help="mean response over the longest one (0.5)")
@@ -67,12 +72,24 @@ def read_plan_job(options: argparse.Namespace, overrides: list[str]) -> tuple[Jo
     loaded, memory = load_config(options.recipe, overrides), int(options.gpu_memory_gib * GIB)
     reserve = RESERVE * memory if options.reserve_gib is None else options.reserve_gib * GIB
     cluster = Cluster(
-        nodes=options.nodes, gpus_per_node=options.gpus_per_node, memory_bytes=memory, reserve_bytes=int(reserve),
-        within_node=options.intra_gb_s * 1e9, across_nodes=options.inter_gb_s * 1e9, flops=options.tflops * 1e12,
-        memory_bandwidth=options.memory_gb_s * 1e9, host_bandwidth=options.host_gb_s * 1e9)
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        memory_bytes=memory,
+        reserve_bytes=int(reserve),
+        within_node=options.intra_gb_s * 1e9,
+        across_nodes=options.inter_gb_s * 1e9,
+        flops=options.tflops * 1e12,
+        memory_bandwidth=options.memory_gb_s * 1e9,
+        host_bandwidth=options.host_gb_s * 1e9,
+    )
     given = {"actor": options.hf_config, "critic": options.critic_hf_config, "reward_model": options.reward_hf_config}
-    job = read_job(loaded.config, resolve(loaded.config), cluster, options.recipe,
-                   {name: path for name, path in given.items() if path is not None})
+    job = read_job(
+        loaded.config,
+        resolve(loaded.config),
+        cluster,
+        options.recipe,
+        {name: path for name, path in given.items() if path is not None},
+    )
     return job, loaded.notes
 
 

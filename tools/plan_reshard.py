@@ -40,10 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--destination", required=True, help="engine layout: tp=8 (dp is the rest)")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="consecutive ranks that share a node (8)")
     parser.add_argument("--dtype", choices=sorted(ITEM_SIZES), default="bfloat16", help="on the wire (bfloat16)")
-    parser.add_argument("--intra-gb-s", type=float, default=400.0,
-                        help="GB/s per rank and direction inside a node (400)")
-    parser.add_argument("--inter-gb-s", type=float, default=50.0,
-                        help="GB/s per rank and direction between nodes (50)")
+    parser.add_argument(
+        "--intra-gb-s", type=float, default=400.0, help="GB/s per rank and direction inside a node (400)"
+    )
+    parser.add_argument("--inter-gb-s", type=float, default=50.0, help="GB/s per rank and direction between nodes (50)")
     parser.add_argument("--bucket-mib", type=int, default=16, help="staging bucket, see hybrid.bucket_bytes (16)")
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     return parser
@@ -57,8 +57,12 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     """
     for flag in ("ranks_per_node", "bucket_mib"):
         if getattr(options, flag) < 1:
-            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}", source="command line",
-                            expected="a number greater than 0", hint="leave it out for the default")
+            raise UserError(
+                f"--{flag.replace('_', '-')} {getattr(options, flag)}",
+                source="command line",
+                expected="a number greater than 0",
+                hint="leave it out for the default",
+            )
     bandwidths = Bandwidths(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9)
     shape = read_shape(options.hf_config)
     layout, rollout_tp = read_layouts(shape, options.source, options.destination)
@@ -68,24 +72,41 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     planner = Planner(source, destination, ranks_per_node=node)
     first = planner.plan(0)
     planning_seconds = time.perf_counter() - start
-    summary = summarize(planner.flows(), num_ranks=world, itemsize=itemsize, ranks_per_node=node,
-                        bucket_bytes=options.bucket_mib << 20)
+    summary = summarize(
+        planner.flows(), num_ranks=world, itemsize=itemsize, ranks_per_node=node, bucket_bytes=options.bucket_mib << 20
+    )
     gather = summarize_gather(
-        source, num_ranks=world, stage_ranks=world // layout.pp_size, block_ranks=layout.tp_size * layout.ep_size,
-        itemsize=itemsize, ranks_per_node=node)
+        source,
+        num_ranks=world,
+        stage_ranks=world // layout.pp_size,
+        block_ranks=layout.tp_size * layout.ep_size,
+        itemsize=itemsize,
+        ranks_per_node=node,
+    )
     prediction = predict_seconds(summary, bandwidths)
     return {
-        "source": layout.describe(), "destination": f"tp={rollout_tp} dp={world // rollout_tp}",
-        "dtype": options.dtype, "ranks_per_node": node,
-        "intra_gb_s": options.intra_gb_s, "inter_gb_s": options.inter_gb_s,
+        "source": layout.describe(),
+        "destination": f"tp={rollout_tp} dp={world // rollout_tp}",
+        "dtype": options.dtype,
+        "ranks_per_node": node,
+        "intra_gb_s": options.intra_gb_s,
+        "inter_gb_s": options.inter_gb_s,
         "model_bytes": sum(map(math.prod, shape.logical_tensors().values())) * itemsize,
-        **asdict(summary), "bytes_moved": summary.bytes_moved,
-        "critical_path": prediction.critical, "predicted_seconds": prediction.seconds,
-        "rank_0": {"operations": len(first.local) + sum(map(len, first.receives.values())),
-                   "receives_from": len(first.receives), "sends_to": len(first.sends),
-                   "planning_seconds": planning_seconds},
-        "gather": {**asdict(gather), "bytes_received": gather.bytes_received,
-                   "predicted_seconds": predict_gather_seconds(gather, bandwidths)},
+        **asdict(summary),
+        "bytes_moved": summary.bytes_moved,
+        "critical_path": prediction.critical,
+        "predicted_seconds": prediction.seconds,
+        "rank_0": {
+            "operations": len(first.local) + sum(map(len, first.receives.values())),
+            "receives_from": len(first.receives),
+            "sends_to": len(first.sends),
+            "planning_seconds": planning_seconds,
+        },
+        "gather": {
+            **asdict(gather),
+            "bytes_received": gather.bytes_received,
+            "predicted_seconds": predict_gather_seconds(gather, bandwidths),
+        },
     }
 
 
@@ -99,18 +120,22 @@ def format_result(result: dict[str, Any]) -> str:
     lines = [
         f"{result['num_ranks']} ranks, {result['ranks_per_node']} per node: {result['source']} -> "
         f"{result['destination']}, {result['dtype']}, model {gib(result['model_bytes'])}",
-        "", f"{'':34}{'all ranks':>20}{'busiest sends':>20}{'busiest receives':>20}",
+        "",
+        f"{'':34}{'all ranks':>20}{'busiest sends':>20}{'busiest receives':>20}",
         f"{'stays on its rank':34}{gib(result['bytes_kept']):>20}",
     ]
     for title, where in (("inside a node", "within"), ("between nodes", "across")):
         total = result["bytes_within_node" if where == "within" else "bytes_across_nodes"]
-        lines.append(f"{title:34}{gib(total):>20}{gib(result[f'max_egress_{where}']):>20}"
-                     f"{gib(result[f'max_ingress_{where}']):>20}")
+        lines.append(
+            f"{title:34}{gib(total):>20}{gib(result[f'max_egress_{where}']):>20}"
+            f"{gib(result[f'max_ingress_{where}']):>20}"
+        )
     lines += [
         f"{'egress, busiest / mean':34}{result['egress_balance']:>20.3f}",
         f"{'rank 0':34}{first['operations']} operations, receives from {first['receives_from']} ranks, "
         f"sends to {first['sends_to']}; planned in {first['planning_seconds']:.2f} s",
-        "", f"predicted from {result['intra_gb_s']:g} GB/s inside and {result['inter_gb_s']:g} GB/s between nodes, "
+        "",
+        f"predicted from {result['intra_gb_s']:g} GB/s inside and {result['inter_gb_s']:g} GB/s between nodes, "
         "not measured:",
         f"{'':34}{'this plan':>20}{'gather full tensors':>20}",
         f"{'seconds':34}{result['predicted_seconds']:>20.4f}{gather['predicted_seconds']:>20.4f}",

@@ -50,11 +50,18 @@ class Dataset:
 
 DATASETS = {
     "gsm8k": Dataset(
-        "openai/gsm8k", "question", "answer",
-        'Let\'s think step by step and output the final answer after "####".', strips_commas=True),
+        "openai/gsm8k",
+        "question",
+        "answer",
+        'Let\'s think step by step and output the final answer after "####".',
+        strips_commas=True,
+    ),
     "math": Dataset(
-        "DigitalLearningGmbH/MATH-lighteval", "problem", "solution",
-        "Let's think step by step and output the final answer within \\boxed{}."),
+        "DigitalLearningGmbH/MATH-lighteval",
+        "problem",
+        "solution",
+        "Let's think step by step and output the final answer within \\boxed{}.",
+    ),
 }
 
 
@@ -65,12 +72,26 @@ def find_files(directory: Path, split: str) -> list[Path]:
         UserError: there are files of several kinds.
     """
     kinds = [sorted(directory.glob(pattern)) for pattern in (f"{split}.jsonl", f"{split}/**/*.json")]
-    kinds.append(sorted(path for pattern in (f"{split}.parquet", f"{split}-*.parquet", f"main/{split}-*.parquet",
-                                             f"data/{split}-*.parquet") for path in directory.glob(pattern)))
+    kinds.append(
+        sorted(
+            path
+            for pattern in (
+                f"{split}.parquet",
+                f"{split}-*.parquet",
+                f"main/{split}-*.parquet",
+                f"data/{split}-*.parquet",
+            )
+            for path in directory.glob(pattern)
+        )
+    )
     found = [files for files in kinds if files]
     if len(found) > 1:
-        raise UserError(f"{directory} holds the split {split} several times: " + ", ".join(str(f[0]) for f in found),
-                        source="--input", expected="one form of each split", hint="move the others away")
+        raise UserError(
+            f"{directory} holds the split {split} several times: " + ", ".join(str(f[0]) for f in found),
+            source="--input",
+            expected="one form of each split",
+            hint="move the others away",
+        )
     return found[0] if found else []
 
 
@@ -87,8 +108,12 @@ def read_split(files: list[Path]) -> Iterator[Row]:
         try:
             columns = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {file}: {error}", source=str(file), expected="one JSON object",
-                            hint="correct or remove this file") from None
+            raise UserError(
+                f"cannot read {file}: {error}",
+                source=str(file),
+                expected="one JSON object",
+                hint="correct or remove this file",
+            ) from None
         yield Row(index, str(file), columns)
 
 
@@ -101,10 +126,17 @@ def build_prompt(row: Row, dataset: Dataset, split: str, instruction: str) -> di
     question, solution = row.scalar_text(dataset.question), row.scalar_text(dataset.solution)
     answer = extract_answer(solution)
     if not answer:
-        raise UserError("the solution names no final answer", source=row.location,
-                        expected='"#### ANSWER" or \\boxed{ANSWER}', hint="correct or remove this row")
-    further = {name: value for name, value in row.columns.items()
-               if name not in (dataset.question, dataset.solution) and isinstance(value, str | int | float)}
+        raise UserError(
+            "the solution names no final answer",
+            source=row.location,
+            expected='"#### ANSWER" or \\boxed{ANSWER}',
+            hint="correct or remove this row",
+        )
+    further = {
+        name: value
+        for name, value in row.columns.items()
+        if name not in (dataset.question, dataset.solution) and isinstance(value, str | int | float)
+    }
     return {
         "data_source": dataset.data_source,
         "prompt": [{"role": "user", "content": f"{question} {instruction}".strip()}],
@@ -143,9 +175,11 @@ def main(arguments: list[str] | None = None) -> int:
             files = find_files(options.input, split)
             if not files:
                 raise UserError(
-                    f"{options.input} holds no split {split!r}", source="--input",
+                    f"{options.input} holds no split {split!r}",
+                    source="--input",
                     expected=f"{split}.jsonl, {split}.parquet, {split}-*.parquet, or {split}/**/*.json",
-                    hint="see --help for the forms; name other splits with --splits")
+                    hint="see --help for the forms; name other splits with --splits",
+                )
             rows = [build_prompt(row, dataset, split, instruction) for row in read_split(files)]
             path = options.out / f"{split}.{options.format}"
             write_rows(rows, path)

@@ -73,8 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capsule", type=Path, help="<run_dir>/capsules/step_<N>")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="another layout, a moved model.path")
-    parser.add_argument("--tolerance", type=float, default=1e-5, metavar="T",
-                        help="in another layout: largest difference relative to max(1, |recorded|) (1e-5)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        metavar="T",
+        help="in another layout: largest difference relative to max(1, |recorded|) (1e-5)",
+    )
     parser.add_argument("--allow-changed", action="store_true", help="take files with other content than was written")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here as well")
     return parser
@@ -115,18 +120,31 @@ def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
     tolerance = None if is_same_layout(capsule, trainer.config, world_size) else options.tolerance
     rows = compare_sections(capsule.sections, trainer.sections, tolerance=tolerance, read=capsule.read_parameter)
     manifest, packages = capsule.manifest, list_packages()
-    changed = {name: [version, packages.get(name)] for name, version in manifest["packages"].items()
-               if packages.get(name) != version}
+    changed = {
+        name: [version, packages.get(name)]
+        for name, version in manifest["packages"].items()
+        if packages.get(name) != version
+    }
     here = ", ".join(f"{name} {role.model.groups.layout.describe()}" for name, role in trainer.trained.items())
     then = ", ".join(f"{name} {layout}" for name, layout in manifest["layouts"].items())
     how = "bit by bit" if tolerance is None else f"what it begins with bit by bit, the rest within {tolerance:g}"
-    title = [f"{options.capsule}: step {capsule.step} on {count_ranks(manifest['world_size'])} ({then})",
-             f"done again on {count_ranks(world_size)} ({here}); compared {how}",
-             *(f"another version: {name} {old}, now {new}" for name, (old, new) in changed.items())]
+    title = [
+        f"{options.capsule}: step {capsule.step} on {count_ranks(manifest['world_size'])} ({then})",
+        f"done again on {count_ranks(world_size)} ({here}); compared {how}",
+        *(f"another version: {name} {old}, now {new}" for name, (old, new) in changed.items()),
+    ]
     print(format_report(rows, "\n".join(title)), flush=True)
-    content = make_report(rows, {
-        "capsule": str(options.capsule), "step": capsule.step, "tolerance": tolerance, "overrides": options.overrides,
-        "layouts": {"recorded": then, "now": here}, "changed_packages": changed})
+    content = make_report(
+        rows,
+        {
+            "capsule": str(options.capsule),
+            "step": capsule.step,
+            "tolerance": tolerance,
+            "overrides": options.overrides,
+            "layouts": {"recorded": then, "now": here},
+            "changed_packages": changed,
+        },
+    )
     if options.json:
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return content["verdict"] == "equal"

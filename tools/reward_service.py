@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward service to start from: POST /score with the math rule, as `reward.service_url` asks it.
 
-    python tools/reward_service.py --port 8700
-    torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.service_url=http://localhost:8700/score
+python tools/reward_service.py --port 8700
+torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.service_url=http://localhost:8700/score
 """
 
 from __future__ import annotations
@@ -46,10 +46,15 @@ class Batch(BaseModel):
 async def score(batch: Batch) -> dict[str, list[dict[str, float]]]:
     """One score per sample, in order, with what the rule counts, and the rule `format` as a component."""
     # One at a time; `uvicorn --workers` adds processes.
-    return {"scores": [
-        {**score_math(sample.response, sample.ground_truth, sample.data_source),
-         "format": marks_answer(sample.response)}
-        for sample in batch.samples]}
+    return {
+        "scores": [
+            {
+                **score_math(sample.response, sample.ground_truth, sample.data_source),
+                "format": marks_answer(sample.response),
+            }
+            for sample in batch.samples
+        ]
+    }
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -43,8 +43,11 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
     estimator = find_advantage_estimator(name)
     if estimator.needs_values and inputs.values is None:
         raise UserError(
-            f'{_SETTING} = "{name}" needs values, and there is no critic', source=_SETTING, expected="a critic",
-            hint="set critic.enable=true, or choose an estimator that works on rewards only")
+            f'{_SETTING} = "{name}" needs values, and there is no critic',
+            source=_SETTING,
+            expected="a critic",
+            hint="set critic.enable=true, or choose an estimator that works on rewards only",
+        )
     assert inputs.baselines is not None or not estimator.needs_greedy_baseline, f"{name} needs greedy baselines"
     result = estimator.estimate(replace(inputs, options=find_options(config, name)), config)
     if not isinstance(result, Advantages):
@@ -53,8 +56,11 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
     return Advantages(
         _finish(result.advantages, inputs, f"{name}: advantages"),
         None if returns is None else _finish(returns, inputs, f"{name}: returns"),
-        {f"estimator/{name}/{metric}": _average(value, inputs, f"{name}: metric {metric}")
-         for metric, value in result.metrics.items()})
+        {
+            f"estimator/{name}/{metric}": _average(value, inputs, f"{name}: metric {metric}")
+            for metric, value in result.metrics.items()
+        },
+    )
 
 
 def _average(value: float | torch.Tensor, inputs: AdvantageInputs, what: str) -> float:
@@ -73,14 +79,19 @@ def _finish(values: torch.Tensor, inputs: AdvantageInputs, what: str) -> torch.T
     if not isinstance(values, torch.Tensor) or list(values.shape) != expected:
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise UserError(
-            f"the estimator returned {found}", source=what,
+            f"the estimator returned {found}",
+            source=what,
             expected=f"a tensor of shape {expected}, one number per token",
-            hint="inputs.expand makes it from one number per rollout")
+            hint="inputs.expand makes it from one number per rollout",
+        )
     return torch.where(inputs.loss_mask, values, 0.0).float()
 
 
 def compute_token_rewards(
-    rewards: Sequence[float] | np.ndarray, kl: torch.Tensor | None, kl_coef: float, loss_mask: torch.Tensor,
+    rewards: Sequence[float] | np.ndarray,
+    kl: torch.Tensor | None,
+    kl_coef: float,
+    loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Reward of each token (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.

@@ -62,7 +62,10 @@ def aggregate(
     if weights.shape != lengths.shape or not (weights.dtype.kind in "fiu" and np.isfinite(weights).all()):
         raise UserError(
             f'the aggregation "{mode}" returned {weights.dtype} {list(weights.shape)}: {weights}',
-            source="algorithm.loss_agg_mode", expected=f"a finite weight for each of {len(lengths)} sequences",
-            hint="return one number per entry of inputs.lengths, and divide by no length that may be 0")
+            source="algorithm.loss_agg_mode",
+            expected=f"a finite weight for each of {len(lengths)} sequences",
+            hint="return one number per entry of inputs.lengths, and divide by no length that may be 0",
+        )
     return SequenceWeights(
-        np.where(lengths > 0, weights.astype(np.float64), 0.0), {name: float(value) for name, value in metrics.items()})
+        np.where(lengths > 0, weights.astype(np.float64), 0.0), {name: float(value) for name, value in metrics.items()}
+    )

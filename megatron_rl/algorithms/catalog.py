@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 AdvantageEstimator = Callable[["AdvantageInputs", AlgorithmConfig], "torch.Tensor | Advantages"]
 PolicyLoss = Callable[
     ["PolicyLossInputs", AlgorithmConfig],
-    "tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]"]
+    "tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]",
+]
 LossAggregation = Callable[["AggregationInputs"], "np.ndarray | tuple[np.ndarray, dict[str, float]]"]
 
 _ESTIMATOR, _LOSS, _AGGREGATION = "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.loss_agg_mode"
@@ -69,25 +70,34 @@ ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
     "opo": RegisteredEstimator(_formula("opo"), needs_group=True),
     "gpg": RegisteredEstimator(_formula("gpg"), needs_group=True),
     "optimal_token_baseline": RegisteredEstimator(
-        _formula("optimal_token_baseline"), needs_group=True, needs_sum_pi_squared=True),
+        _formula("optimal_token_baseline"), needs_group=True, needs_sum_pi_squared=True
+    ),
     "remax": RegisteredEstimator(_formula("remax"), needs_greedy_baseline=True),
     "reinforce_plus_plus_baseline": RegisteredEstimator(_formula("reinforce_plus_plus_baseline"), needs_group=True),
     "reinforce_plus_plus": RegisteredEstimator(_formula("reinforce_plus_plus")),
     "gae": RegisteredEstimator(_formula("gae"), needs_values=True),
 }
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    **{name: _loss(name) for name in (
-        "ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient")},
+    **{
+        name: _loss(name)
+        for name in ("ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient")
+    },
     **{name: _loss(name, "covariance") for name in ("clip_cov", "kl_cov")},
 }
 LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
     name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
-    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")}
+    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
+}
 
 
 def register_advantage_estimator(
-    name: str, *, needs_values: bool = False, needs_greedy_baseline: bool = False, needs_group: bool = False,
-    needs_sum_pi_squared: bool = False, options: type | None = None,
+    name: str,
+    *,
+    needs_values: bool = False,
+    needs_greedy_baseline: bool = False,
+    needs_group: bool = False,
+    needs_sum_pi_squared: bool = False,
+    options: type | None = None,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Decorator: make `estimator(inputs, config)` known as algorithm.adv_estimator = `name`.
 
@@ -165,7 +175,10 @@ def find_loss_aggregation(name: str) -> LossAggregation:
 
 
 def _register(
-    table: dict[str, Any], name: str, setting: str, options: type | None,
+    table: dict[str, Any],
+    name: str,
+    setting: str,
+    options: type | None,
     make_entry: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[[Any], Any]:
     """The decorator that enters a function, and its options, under a name."""

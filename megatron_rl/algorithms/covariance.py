@@ -33,7 +33,7 @@ def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """The surrogate without a clip, and a penalty on the chosen tokens (KL-Cov).
 
-        loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| where chosen)
+    loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| where chosen)
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     token_loss = -bounded_ratio(log_ratio) * inputs.advantages
@@ -43,9 +43,7 @@ def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tu
 
 
 @torch.no_grad()
-def choose_tokens(
-    inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist.ProcessGroup
-) -> torch.Tensor | None:
+def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
     """The tokens that `clip_cov` or `kl_cov` hold back: max(1, cov_ratio * tokens of the step) of them; collective.
 
         kl_cov      the greatest cov_t

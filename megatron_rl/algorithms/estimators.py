@@ -29,8 +29,14 @@ def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
     """
     if not config.norm_adv_by_std:
         return compute_dr_grpo_advantages(inputs, config)
-    return inputs.expand(np.concatenate([
-        _centre(r) / (r.std(ddof=1) + _STD_EPSILON) if len(r) > 1 else np.zeros(1) for r in inputs.grouped_scores()]))
+    return inputs.expand(
+        np.concatenate(
+            [
+                _centre(r) / (r.std(ddof=1) + _STD_EPSILON) if len(r) > 1 else np.zeros(1)
+                for r in inputs.grouped_scores()
+            ]
+        )
+    )
 
 
 def compute_dr_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -41,10 +47,9 @@ def compute_dr_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig)
 def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """REINFORCE leave-one-out (arXiv 2402.14740).
 
-        A_i = r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean(r))
+    A_i = r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean(r))
     """
-    return inputs.expand(np.concatenate([
-        _centre(r) * len(r) / max(len(r) - 1, 1) for r in inputs.grouped_scores()]))
+    return inputs.expand(np.concatenate([_centre(r) * len(r) / max(len(r) - 1, 1) for r in inputs.grouped_scores()]))
 
 
 def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -54,8 +59,9 @@ def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConf
 
     `norm_adv_by_std=False` leaves out the division.
     """
-    return inputs.expand(np.concatenate([
-        _lead_of_the_best(scores, config.norm_adv_by_std) for scores in inputs.grouped_scores()]))
+    return inputs.expand(
+        np.concatenate([_lead_of_the_best(scores, config.norm_adv_by_std) for scores in inputs.grouped_scores()])
+    )
 
 
 def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -66,14 +72,17 @@ def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     Collective: lengths are counted over all ranks.
     """
     lengths = np.split(_count_tokens(inputs), np.cumsum(inputs.group_sizes)[:-1])
-    return inputs.expand(np.concatenate([
-        _centre(scores, weights) for scores, weights in zip(inputs.grouped_scores(), lengths, strict=True)]))
+    return inputs.expand(
+        np.concatenate(
+            [_centre(scores, weights) for scores, weights in zip(inputs.grouped_scores(), lengths, strict=True)]
+        )
+    )
 
 
 def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Group policy gradient (GPG, arXiv 2504.02546): A_i = alpha (r_i - mean(r)).
 
-        alpha = responses of the step / those whose reward is not 0
+    alpha = responses of the step / those whose reward is not 0
     """
     scores = np.asarray(inputs.scores, np.float64)
     return inputs.expand(len(scores) / max(np.count_nonzero(scores), 1) * _centred_scores(inputs))
@@ -98,8 +107,7 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
         energy = energy * inputs.importance_weights[where].double().square()
     weights = _discounted_sums(energy.flip(0), ids.flip(0), 1.0).flip(0) + _WEIGHT_EPSILON
     sizes = torch.as_tensor(inputs.group_sizes, device=device)
-    groups = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)[
-        inputs.find_rollouts()[where]]
+    groups = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)[inputs.find_rollouts()[where]]
     # A shift that is the same for a group makes equal rewards exactly 0.
     shifts = torch.tensor([scores[0] for scores in inputs.grouped_scores()], dtype=torch.float32, device=device)
     returns = _discounted_sums(inputs.token_rewards[where].double(), ids, 1.0) - shifts[groups]
@@ -125,7 +133,7 @@ def compute_reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, con
 def compute_reinforce_plus_plus_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """REINFORCE++ (arXiv 2501.03262): discounted returns of the token rewards, whitened over all tokens.
 
-        A_t = sum_{l >= 0} gamma^l r_{t+l}
+    A_t = sum_{l >= 0} gamma^l r_{t+l}
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     sums = _discounted_sums(inputs.token_rewards[where].double(), inputs.sequence_ids[where], config.gamma)

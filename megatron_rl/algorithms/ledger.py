@@ -49,11 +49,15 @@ def build_ledger(
     found = aggregate(mode, lengths, max_response_length, options)
     num_tokens, num_sequences = int(lengths.sum()), len(lengths)
     denominators = {
-        "token-mean": max(num_tokens, 1), "seq-mean-token-mean": num_sequences, "seq-mean-token-sum": num_sequences,
-        "constant": num_sequences * max_response_length}
+        "token-mean": max(num_tokens, 1),
+        "seq-mean-token-mean": num_sequences,
+        "seq-mean-token-sum": num_sequences,
+        "constant": num_sequences * max_response_length,
+    }
     metrics = {f"aggregation/{mode}/{name}": value for name, value in found.metrics.items()}
     return LossLedger(
-        mode, num_tokens, num_sequences, float(denominators.get(mode, 1.0)), float(found.weights @ lengths), metrics)
+        mode, num_tokens, num_sequences, float(denominators.get(mode, 1.0)), float(found.weights @ lengths), metrics
+    )
 
 
 def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
@@ -72,7 +76,8 @@ def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
         raise LedgerError(
             f"loss_agg_mode {ledger.mode}: the minibatch has {ledger.num_tokens} tokens in the loss in "
             f"{ledger.num_sequences} sequences and loss weights that sum to {ledger.weight_sum:.8g}, but the losses of "
-            f"all microbatches and ranks counted {tokens:.15g} tokens and weights that sum to {weight_sum:.8g}")
+            f"all microbatches and ranks counted {tokens:.15g} tokens and weights that sum to {weight_sum:.8g}"
+        )
 
 
 def is_ledger_met(ledger: LossLedger, tokens: torch.Tensor, weight_sum: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,8 @@ def find_clipped(inputs: PolicyLossInputs, config: AlgorithmConfig) -> torch.Ten
 def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """The inputs with zeros at masked positions: garbage there reaches neither a formula nor its gradient."""
     logprobs, old_logprobs, advantages = (
-        torch.where(inputs.loss_mask, x, 0.0) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages))
+        torch.where(inputs.loss_mask, x, 0.0) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages)
+    )
     return replace(inputs, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
 
 
@@ -110,18 +111,27 @@ def _call_policy_loss(
     found = find_policy_loss(name)(replace(inputs, options=find_options(config, name)), config)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     metrics = parts.pop() if len(parts) == 3 and isinstance(parts[2], dict) else {}
-    if len(parts) == 2 and all(
-            isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values())
-    ) and parts[1].dtype == torch.bool:
-        return parts[0], parts[1], {
-            f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
-            for metric, values in metrics.items()}
+    if (
+        len(parts) == 2
+        and all(isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values()))
+        and parts[1].dtype == torch.bool
+    ):
+        return (
+            parts[0],
+            parts[1],
+            {
+                f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
+                for metric, values in metrics.items()
+            },
+        )
     words = [*map(_describe, parts), *(f"{metric}: {_describe(values)}" for metric, values in metrics.items())]
     raise UserError(
-        f'the policy loss "{name}" returned {", ".join(words) or "nothing"}', source=_SETTING,
+        f'the policy loss "{name}" returned {", ".join(words) or "nothing"}',
+        source=_SETTING,
         expected=f"a tuple of two tensors {shape}: the loss of each token, and whether it is clipped (bool); a third "
-                 "may be a dict of metrics, tensors of this shape",
-        hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated")
+        "may be a dict of metrics, tensors of this shape",
+        hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated",
+    )
 
 
 def _describe(part: Any) -> str:
@@ -134,5 +144,8 @@ def compute_sft_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Negative log-likelihood of the response tokens: `sum_t w_t (-logprobs_t)`."""
     loss = -(loss_weights * torch.where(loss_mask, logprobs, 0.0)).sum()
-    return loss, {"loss": loss.detach(), "tokens": loss_mask.sum().float(),
-                  "weights": torch.where(loss_mask, loss_weights, 0.0).sum()}
+    return loss, {
+        "loss": loss.detach(),
+        "tokens": loss_mask.sum().float(),
+        "weights": torch.where(loss_mask, loss_weights, 0.0).sum(),
+    }

@@ -91,9 +91,13 @@ def compute_importance_weights(
     normal = {"normal": torch.where(counted, weights, 0.0).double().sum(), "normal_count": counted.sum()}
     weights = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
     sums = {
-        "tokens": loss_mask.sum(), "weight": weights.double().sum(),
-        "truncated": (loss_mask & is_truncated).sum(), "masked": (loss_mask & is_masked).sum(),
-        "sequences": (is_first & (counts > 0)).sum(), "rejected": (is_first & is_rejected).sum(), **normal,
+        "tokens": loss_mask.sum(),
+        "weight": weights.double().sum(),
+        "truncated": (loss_mask & is_truncated).sum(),
+        "masked": (loss_mask & is_masked).sum(),
+        "sequences": (is_first & (counts > 0)).sum(),
+        "rejected": (is_first & is_rejected).sum(),
+        **normal,
     }
     return weights, {name: float(value) for name, value in sums.items()}
 

@@ -89,12 +89,14 @@ def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> t
 def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """`dppo_tv` with the binary KL divergence (DPPO, arXiv 2602.04879).
 
-        D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
+    D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
     """
     logprobs, old_logprobs = inputs.logprobs.detach(), inputs.old_logprobs
     p, old = logprobs.exp(), old_logprobs.exp()
-    divergence = old * (old_logprobs - logprobs) + (1.0 - old) * (
-        ((1.0 - old).clamp(min=0) + _KL_EPSILON) / ((1.0 - p).clamp(min=0) + _KL_EPSILON)).log()
+    divergence = (
+        old * (old_logprobs - logprobs)
+        + (1.0 - old) * (((1.0 - old).clamp(min=0) + _KL_EPSILON) / ((1.0 - p).clamp(min=0) + _KL_EPSILON)).log()
+    )
     return _cut_outwards(inputs, config, divergence * (p - old).sign())
 
 

@@ -64,8 +64,7 @@ def finish_explained_variance(sums: dict[str, float]) -> float:
     1: the values predict the returns up to a constant; 0: no better than a constant; negative: worse.
     """
     tokens = max(sums["tokens"], 1.0)
-    variance, error_variance = (
-        sums[f"{name}2"] / tokens - (sums[name] / tokens) ** 2 for name in ("returns", "error"))
+    variance, error_variance = (sums[f"{name}2"] / tokens - (sums[name] / tokens) ** 2 for name in ("returns", "error"))
     if variance <= _CONSTANT * sums["returns2"] / tokens:
         return 0.0
     return 1.0 - max(error_variance, 0.0) / variance

@@ -106,7 +106,10 @@ def _compare_all_values(
     others = {values.name: values for values in found}
     rows = [
         _compare_values(f"{section}: {values.name}", values, others[values.name], tolerance)
-        if values.name in others else _missing(f"{section}: {values.name}") for values in recorded]
+        if values.name in others
+        else _missing(f"{section}: {values.name}")
+        for values in recorded
+    ]
     if recorded and recorded[0].index == "update":  # the metrics of a step come before those of the next
         first_step = [_first_step(values, others.get(values.name), tolerance) for values in recorded]
         rows = [rows[place] for place in sorted(range(len(rows)), key=first_step.__getitem__)]
@@ -124,7 +127,7 @@ def _first_step(values: Values, other: Values | None, tolerance: float | None) -
 def _is_different(recorded: np.ndarray, found: np.ndarray, tolerance: float | None) -> np.ndarray:
     both_nan = np.isnan(recorded) & np.isnan(found)
     if tolerance is None:
-        bits = (recorded.view(f"u{recorded.itemsize}") == found.view(f"u{found.itemsize}"))
+        bits = recorded.view(f"u{recorded.itemsize}") == found.view(f"u{found.itemsize}")
         return ~(bits | both_nan)
     with np.errstate(invalid="ignore"):
         gap = np.abs(found.astype(np.float64) - recorded)
@@ -150,8 +153,12 @@ def _compare_values(what: str, recorded: Values, found: Values, tolerance: float
         return Row(what, len(different), _BITWISE if is_equal else _CLOSE, *gaps, 0)
     place = int(different.argmax())
     first = Difference(
-        what, recorded.describe_place(place), recorded.array[place].item(), found.array[place].item(),
-        f"{count} of {len(different)} numbers differ")
+        what,
+        recorded.describe_place(place),
+        recorded.array[place].item(),
+        found.array[place].item(),
+        f"{count} of {len(different)} numbers differ",
+    )
     return Row(what, len(different), _DIFFERENT, *gaps, count, (first,))
 
 
@@ -168,8 +175,14 @@ def _compare_parameters(
     gaps = _measure(recorded.samples[unequal], found.samples[unequal])
     names, wrong = list(recorded.shapes), np.flatnonzero(different).tolist()
     verdict = _DIFFERENT if wrong else _CLOSE if unequal.any() else _BITWISE
-    return Row(section, len(names), verdict, *gaps, len(wrong), tuple(
-        _describe_parameter(section, names[row], row, recorded, found, read) for row in wrong))
+    return Row(
+        section,
+        len(names),
+        verdict,
+        *gaps,
+        len(wrong),
+        tuple(_describe_parameter(section, names[row], row, recorded, found, read) for row in wrong),
+    )
 
 
 def _describe_parameter(
@@ -185,8 +198,10 @@ def _describe_parameter(
         before = value_before(value, change[1])
         if before is not None:
             return Difference(what, _describe_element(change[0], shape), before, value.item(), "the only element")
-    sizes = (f"norm {recorded.sizes[row, 0]:.9g} recorded, {found.sizes[row, 0]:.9g} now; "
-             f"{int((old != new).sum())} of {len(old)} sampled elements differ")
+    sizes = (
+        f"norm {recorded.sizes[row, 0]:.9g} recorded, {found.sizes[row, 0]:.9g} now; "
+        f"{int((old != new).sum())} of {len(old)} sampled elements differ"
+    )
     place = int(np.abs(new - old).argmax())
     if old[place] == new[place]:
         return Difference(what, "", None, None, sizes)
@@ -201,8 +216,10 @@ def make_report(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, A
     """The result as JSON."""
     first = find_first(rows)
     return {
-        "verdict": "different" if first else "equal", "first_difference": asdict(first) if first else None,
-        **settings, "rows": [asdict(row) for row in rows],
+        "verdict": "different" if first else "equal",
+        "first_difference": asdict(first) if first else None,
+        **settings,
+        "rows": [asdict(row) for row in rows],
     }
 
 
@@ -210,9 +227,15 @@ def format_report(rows: Sequence[Row], title: str) -> str:
     """The result as a table for people."""
     lines = [title, "", f"{'what':44}{'count':>10}{'largest gap':>14}{'relative':>12}  verdict"]
     for row in rows:
-        lines.append(f"{row.what:44}{row.count:>10,}{row.max_abs:>14.3g}{row.max_relative:>12.3g}  {row.verdict}"
-                     + (f" ({row.num_different:,})" if row.num_different else ""))
+        lines.append(
+            f"{row.what:44}{row.count:>10,}{row.max_abs:>14.3g}{row.max_relative:>12.3g}  {row.verdict}"
+            + (f" ({row.num_different:,})" if row.num_different else "")
+        )
     first = find_first(rows)
-    lines += ["", f"first difference: {first}" if first else "no difference", "",
-              f"verdict: {'different' if first else 'equal'}"]
+    lines += [
+        "",
+        f"first difference: {first}" if first else "no difference",
+        "",
+        f"verdict: {'different' if first else 'equal'}",
+    ]
     return "\n".join(lines)

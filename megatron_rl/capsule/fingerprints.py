@@ -73,15 +73,28 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
     """Of the weights of a role, the same on every rank; collective over `group`."""
     shapes = role.model.shape.logical_tensors()
     saved = choose_saved(role, find_holders(role), group.rank())
-    return fingerprint_pieces(shapes, (
-        Piece(p.hf_name, shapes[p.hf_name], tuple(start for start, _ in p.hf_box),
-              role.model.params[p.param][box_slices(p.local_box)]) for p in saved), group)
+    return fingerprint_pieces(
+        shapes,
+        (
+            Piece(
+                p.hf_name,
+                shapes[p.hf_name],
+                tuple(start for start, _ in p.hf_box),
+                role.model.params[p.param][box_slices(p.local_box)],
+            )
+            for p in saved
+        ),
+        group,
+    )
 
 
 def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
     """Of the optimizer states of a role, the same on every rank; none before its first step; collective."""
-    shapes = {f"{STATE_PREFIX}{state}.{name}": shape
-              for name, shape in role.model.shape.logical_tensors().items() for state in _STATES}
+    shapes = {
+        f"{STATE_PREFIX}{state}.{name}": shape
+        for name, shape in role.model.shape.logical_tensors().items()
+        for state in _STATES
+    }
     return fingerprint_pieces(shapes, make_state_pieces(role, group.rank(), find_holders(role)), group)
 
 
@@ -105,13 +118,20 @@ class StoredRole:
         is_state = name.startswith(STATE_PREFIX)
         key = name if is_state else self._table[name][0].key
         if key not in self._reader.tensors:
-            raise UserError(f"{key} is not there", source=str(self._reader.directory),
-                            expected="the files as they were written", hint="copy them again")
+            raise UserError(
+                f"{key} is not there",
+                source=str(self._reader.directory),
+                expected="the files as they were written",
+                hint="copy them again",
+            )
         size, dtype = self._reader.tensors[key]
         box = full_box(size if is_state else self._shapes[name])
         tensor = torch.empty(box_shape(box), dtype=dtype)
-        pieces = [Piece(key, size, (0,) * len(size), tensor)] if is_state else make_weight_pieces(
-            self._table, [ShardBox(name, box, name, box)], {name: tensor})
+        pieces = (
+            [Piece(key, size, (0,) * len(size), tensor)]
+            if is_state
+            else make_weight_pieces(self._table, [ShardBox(name, box, name, box)], {name: tensor})
+        )
         for piece in pieces:
             self._reader.read(piece.key, piece.box, piece.data)
         return tensor
@@ -119,7 +139,8 @@ class StoredRole:
     def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> Fingerprints:
         """Of the tensors that `shapes` names, read one by one."""
         return fingerprint_pieces(
-            shapes, (Piece(name, size, (0,) * len(size), self.read(name)) for name, size in shapes.items()), None)
+            shapes, (Piece(name, size, (0,) * len(size), self.read(name)) for name, size in shapes.items()), None
+        )
 
 
 def fingerprint_pieces(
@@ -138,8 +159,7 @@ def fingerprint_pieces(
         data, row = data[(None,) * (len(piece.shape) - data.ndim)], rows[piece.key]
         if row not in places:
             places[row] = np.stack(np.unravel_index(sample_places(piece.key, piece.shape), piece.shape))
-        bits[row] += torch.tensor(
-            [int(compute_digest(data, piece.box, piece.shape)), _sum_bits(data), data.numel()])
+        bits[row] += torch.tensor([int(compute_digest(data, piece.box, piece.shape)), _sum_bits(data), data.numel()])
         numbers[row, 0] += torch.linalg.vector_norm(data, dtype=torch.float64).cpu() ** 2
         numbers[row, 1:] += _pick(data, piece, places[row])
         highest[row] = torch.maximum(highest[row], data.abs().max().double().cpu())
@@ -152,8 +172,11 @@ def fingerprint_pieces(
         assert bits[row, 2] == np.prod(shapes[names[row]]), f"{names[row]}: each element counts once"
     bits, numbers, highest = bits[seen].numpy(), numbers[seen].numpy(), highest[seen].numpy()
     return Fingerprints(
-        {names[row]: tuple(shapes[names[row]]) for row in seen}, bits[:, :2],
-        np.stack([np.sqrt(numbers[:, 0]), highest], axis=1), numbers[:, 1:])
+        {names[row]: tuple(shapes[names[row]]) for row in seen},
+        bits[:, :2],
+        np.stack([np.sqrt(numbers[:, 0]), highest], axis=1),
+        numbers[:, 1:],
+    )
 
 
 def _sum_bits(data: torch.Tensor) -> int:

@@ -114,8 +114,11 @@ class StepObserver:
             return [tokens[name] for name in names if name in tokens]
 
         def metrics_of(prefixes: tuple[str, ...], index: Index) -> list[Values]:
-            return [Values(name, index, np.array(values, np.float64))
-                    for name, values in counted.items() if name.startswith(prefixes)]
+            return [
+                Values(name, index, np.array(values, np.float64))
+                for name, values in counted.items()
+                if name.startswith(prefixes)
+            ]
 
         sections = [
             Section("rollouts", True, _describe_rollouts(samples, rollouts)),
@@ -141,13 +144,19 @@ def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list
     lengths = np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64)
     found = [
         Values("group size", "group", headers.group_sizes.astype(np.int64)),
-        Values("prompt tokens", "token", np.concatenate([r.prompt.tokens for r in rollouts]),
-               headers["num_prompt_tokens"].astype(np.int64)),
+        Values(
+            "prompt tokens",
+            "token",
+            np.concatenate([r.prompt.tokens for r in rollouts]),
+            headers["num_prompt_tokens"].astype(np.int64),
+        ),
         Values("response tokens", "token", np.concatenate([r.response_tokens for r in rollouts]), lengths),
         Values("rollout_logprobs", "token", np.concatenate([r.rollout_logprobs for r in rollouts]), lengths),
         Values("finish reason", "rollout", headers["finish_reason"].astype(np.int64)),
-        *(Values(f"reward component {name}", "rollout", np.nan_to_num(headers.component(name)))
-          for name in sorted(headers.names)),
+        *(
+            Values(f"reward component {name}", "rollout", np.nan_to_num(headers.component(name)))
+            for name in sorted(headers.names)
+        ),
         Values("reward", "rollout", headers["reward"]),
     ]
     if samples.baselines is not None:
@@ -182,10 +191,12 @@ def decode_sections(entries: Sequence[Mapping[str, Any]], arrays: Mapping[str, n
         if "shapes" in entry:
             content: Fingerprints | list[Values] = Fingerprints(
                 {name: tuple(shape) for name, shape in entry["shapes"].items()},
-                *(arrays[f"{number}.{kind}"] for kind in ("bits", "sizes", "samples")))
+                *(arrays[f"{number}.{kind}"] for kind in ("bits", "sizes", "samples")),
+            )
         else:
             content = [
                 Values(item["name"], item["index"], arrays[key], arrays.get(f"{key}.lengths"))
-                for item, key in ((item, f"{number}.{place}") for place, item in enumerate(entry["values"]))]
+                for item, key in ((item, f"{number}.{place}") for place, item in enumerate(entry["values"]))
+            ]
         sections.append(Section(entry["name"], entry["is_input"], content))
     return sections

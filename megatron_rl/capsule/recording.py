@@ -52,8 +52,13 @@ class CapsuleRecorder:
     """
 
     def __init__(
-        self, config: RunConfig, plan: BatchPlan, run: Run, roles: Mapping[str, SavedRole],
-        save_state: Callable[[Path], UserError | None], decode: Callable[[list[int]], str],
+        self,
+        config: RunConfig,
+        plan: BatchPlan,
+        run: Run,
+        roles: Mapping[str, SavedRole],
+        save_state: Callable[[Path], UserError | None],
+        decode: Callable[[list[int]], str],
     ) -> None:
         self._config, self._plan, self._run, self._roles = config, plan, run, roles
         self._save_state, self._decode = save_state, decode
@@ -109,10 +114,13 @@ class CapsuleRecorder:
         ]
         num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
         manifest = begin_manifest(CAPSULE_KIND, step) | {
-            "state": f"{STATE}/step_{step - 1}", "world_size": self._plan.world_size,
+            "state": f"{STATE}/step_{step - 1}",
+            "world_size": self._plan.world_size,
             "device": "cuda" if torch.cuda.is_available() else "cpu",
             "layouts": {name: role.model.groups.layout.describe() for name, role in self._roles.items()},
-            "config": config_to_dict(self._config), "plan": asdict(self._plan), "metrics": self._run.counted(),
+            "config": config_to_dict(self._config),
+            "plan": asdict(self._plan),
+            "metrics": self._run.counted(),
             "sections": entries,
         }
         return num_bytes + seal(partial, manifest, records)

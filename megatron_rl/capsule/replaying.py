@@ -70,7 +70,8 @@ class Capsule:
         role = section.split()[0]
         directory = self.state / role
         return StoredRole(
-            directory, load_model_shape(directory / CONFIG_DIR, head="score" if role == "critic" else "lm"))
+            directory, load_model_shape(directory / CONFIG_DIR, head="score" if role == "critic" else "lm")
+        )
 
 
 def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
@@ -87,24 +88,38 @@ def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
         partial = directory.with_name(directory.name + ".partial")
         raise UserError(
             f"there is no {directory}" + (", only an unfinished one" if partial.is_dir() else ""),
-            source=str(directory), expected="a directory <run_dir>/capsules/step_<N>",
-            hint="trainer.capture_step=N writes one; one that ends in .partial was cut off: capture the step again")
+            source=str(directory),
+            expected="a directory <run_dir>/capsules/step_<N>",
+            hint="trainer.capture_step=N writes one; one that ends in .partial was cut off: capture the step again",
+        )
     problems = [] if allow_changed else find_problems(directory)
     if problems:
         raise UserError(
-            "; ".join(problems[:3]), source=str(directory), expected="the capsule as it was written",
-            hint="copy it again; --allow-changed does the step with what is there and says what that changes")
+            "; ".join(problems[:3]),
+            source=str(directory),
+            expected="the capsule as it was written",
+            hint="copy it again; --allow-changed does the step with what is there and says what that changes",
+        )
     manifest = read_manifest(directory)
     if manifest.get("kind") != CAPSULE_KIND:
-        raise UserError(f"{directory} holds something else: {manifest.get('kind')}", source=str(directory),
-                        expected="a capsule", hint="trainer.capture_step=N writes one to <run_dir>/capsules/step_<N>")
+        raise UserError(
+            f"{directory} holds something else: {manifest.get('kind')}",
+            source=str(directory),
+            expected="a capsule",
+            hint="trainer.capture_step=N writes one to <run_dir>/capsules/step_<N>",
+        )
     try:
         arrays = load_file(directory / VALUES_FILE)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{VALUES_FILE} does not read: {error}", source=str(directory),
-                        expected="the file as it was written", hint="copy the capsule again") from None
+        raise UserError(
+            f"{VALUES_FILE} does not read: {error}",
+            source=str(directory),
+            expected="the file as it was written",
+            hint="copy the capsule again",
+        ) from None
     return Capsule(
-        directory, manifest, decode_sections(manifest["sections"], arrays), read_rollouts(directory / ROLLOUTS_FILE))
+        directory, manifest, decode_sections(manifest["sections"], arrays), read_rollouts(directory / ROLLOUTS_FILE)
+    )
 
 
 def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> RunConfig:
@@ -120,15 +135,29 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
     """
     recorded = capsule.manifest["config"]
     sections = {name: dict(values) for name, values in recorded.items() if name not in _UNUSED_SECTIONS}
-    sections["rollout"] = {"engine": "hf", "n": recorded["rollout"]["n"],
-                           "temperature": recorded["rollout"]["temperature"]}
+    sections["rollout"] = {
+        "engine": "hf",
+        "n": recorded["rollout"]["n"],
+        "temperature": recorded["rollout"]["temperature"],
+    }
     sections["data"] |= {
-        "train_files": [str(capsule.directory / ROLLOUTS_FILE)], "validation_files": [], "prompt_key": "prompt",
-        "answer_key": "answer", "overlong_prompts": "truncate"}
+        "train_files": [str(capsule.directory / ROLLOUTS_FILE)],
+        "validation_files": [],
+        "prompt_key": "prompt",
+        "answer_key": "answer",
+        "overlong_prompts": "truncate",
+    }
     sections["trainer"] |= {
-        "total_steps": capsule.manifest["plan"]["total_steps"], "run_dir": str(run_dir), "capture_step": None,
-        "test_freq": 0, "val_before_train": False, "best_metric": None, "save_freq": 0, "save_final": False,
-        "profile_steps": []}
+        "total_steps": capsule.manifest["plan"]["total_steps"],
+        "run_dir": str(run_dir),
+        "capture_step": None,
+        "test_freq": 0,
+        "val_before_train": False,
+        "best_metric": None,
+        "save_freq": 0,
+        "save_final": False,
+        "profile_steps": [],
+    }
     sections["observability"] = {"tensorboard": False, "progress_bar": False}
     return load_config(sections, overrides).config
 
@@ -140,7 +169,8 @@ def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool
         return False
     names = (*(item.name for item in dataclasses.fields(LayoutConfig)), *_ORDER)
     return all(
-        getattr(getattr(config, role), name) == manifest["config"][role][name] for role in _TRAINED for name in names)
+        getattr(getattr(config, role), name) == manifest["config"][role][name] for role in _TRAINED for name in names
+    )
 
 
 def restore_state(
@@ -155,8 +185,11 @@ def restore_state(
     if problems:
         named = share_object(_name_changed(capsule) if group.rank() == 0 else None, group)
         raise UserError(
-            "; ".join([*problems[:3], *named]), source=str(capsule.state), expected="the state as it was written",
-            hint="copy it again; --allow-changed does the step with what is there and compares what comes of it")
+            "; ".join([*problems[:3], *named]),
+            source=str(capsule.state),
+            expected="the state as it was written",
+            hint="copy it again; --allow-changed does the step with what is there and compares what comes of it",
+        )
     return load_training_state(capsule.state, roles, side_files={}, group=group, is_verified=True)
 
 

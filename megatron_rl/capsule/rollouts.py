@@ -34,16 +34,29 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
     lines = []
     for number, rollout in zip(samples.headers.rollouts["group"].tolist(), rollouts, strict=True):
         baseline, prompt = None if samples.baselines is None else float(samples.baselines[number]), rollout.prompt
-        lines.append(json.dumps({
-            "group": number, "prompt_id": prompt.prompt_id, "sample_index": rollout.sample_index,
-            "prompt": prompt.text, "response": rollout.response, "answer": prompt.ground_truth,
-            "data_source": prompt.data_source, "reward": rollout.reward,
-            "reward_components": rollout.reward_components,
-            "greedy_baseline": baseline, "finish_reason": rollout.finish_reason,
-            "policy_version": rollout.policy_version, "prompt_tokens": prompt.tokens.tolist(),
-            "response_tokens": rollout.response_tokens.tolist(),
-            "rollout_logprobs": rollout.rollout_logprobs.tolist(),
-        }, ensure_ascii=False) + "\n")
+        lines.append(
+            json.dumps(
+                {
+                    "group": number,
+                    "prompt_id": prompt.prompt_id,
+                    "sample_index": rollout.sample_index,
+                    "prompt": prompt.text,
+                    "response": rollout.response,
+                    "answer": prompt.ground_truth,
+                    "data_source": prompt.data_source,
+                    "reward": rollout.reward,
+                    "reward_components": rollout.reward_components,
+                    "greedy_baseline": baseline,
+                    "finish_reason": rollout.finish_reason,
+                    "policy_version": rollout.policy_version,
+                    "prompt_tokens": prompt.tokens.tolist(),
+                    "response_tokens": rollout.response_tokens.tolist(),
+                    "rollout_logprobs": rollout.rollout_logprobs.tolist(),
+                },
+                ensure_ascii=False,
+            )
+            + "\n"
+        )
     return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # half a character: its escape
 
 
@@ -72,20 +85,30 @@ def read_rollouts(path: Path) -> Recording:
         baselines = {row["group"]: row["greedy_baseline"] for row in rows}.values()
         rollouts = [(row["group"], _read_rollout(row, prompts[row["group"]])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"it does not read: {type(error).__name__}: {error}", source=str(path),
-                        expected="the file as it was written", hint="capture the step again") from None
+        raise UserError(
+            f"it does not read: {type(error).__name__}: {error}",
+            source=str(path),
+            expected="the file as it was written",
+            hint="capture the step again",
+        ) from None
     return Recording(rollouts, None if None in baselines else np.array([*baselines]))
 
 
 def _read_prompt(row: dict[str, Any]) -> Prompt:
-    return Prompt(row["prompt_id"], np.array(row["prompt_tokens"], np.int32), row["prompt"], row["answer"],
-                  row["data_source"])
+    return Prompt(
+        row["prompt_id"], np.array(row["prompt_tokens"], np.int32), row["prompt"], row["answer"], row["data_source"]
+    )
 
 
 def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
     rollout = Rollout.from_response(
-        prompt, row["sample_index"], np.array(row["response_tokens"], np.int32),
-        np.array(row["rollout_logprobs"], np.float32), row["finish_reason"], row["policy_version"])
+        prompt,
+        row["sample_index"],
+        np.array(row["response_tokens"], np.int32),
+        np.array(row["rollout_logprobs"], np.float32),
+        row["finish_reason"],
+        row["policy_version"],
+    )
     return replace(rollout, response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
 
 
@@ -110,8 +133,13 @@ class RecordedRollouts:
     def collect(self, step: int) -> Experience:
         """The recorded rollouts, which every rank has read."""
         prompts = {group: rollout.prompt for group, rollout in self._recording.rollouts}
-        return replicate(self._recording.rollouts, list(prompts.values()), world(),
-                         mask_truncated=self._mask_truncated, baselines=self._recording.baselines)
+        return replicate(
+            self._recording.rollouts,
+            list(prompts.values()),
+            world(),
+            mask_truncated=self._mask_truncated,
+            baselines=self._recording.baselines,
+        )
 
     def state_dict(self) -> dict[str, int]:
         """There is nothing to remember."""

@@ -45,7 +45,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def convert_to_megatron(
-    source: Path, out: Path, *, dtype: torch.dtype | None, file_bytes: int, force: bool, workers: Workers,
+    source: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    force: bool,
+    workers: Workers,
     progress: Progress | None = None,
 ) -> Path:
     """Write a model in HF format as a distributed checkpoint; collective over the workers.
@@ -74,13 +80,21 @@ def convert_to_megatron(
     units = split_units(sizes, file_bytes, lambda index, _: f"__{index}_0.distcp")
     stats = {str(file): file.stat() for file in sorted(set(files.values()))}
     fingerprint = {
-        "to": "megatron", "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-        "dtypes": sorted(set(map(str, dtypes.values()))), "file_bytes": file_bytes, "shape": dataclasses.asdict(shape)}
+        "to": "megatron",
+        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "dtypes": sorted(set(map(str, dtypes.values()))),
+        "file_bytes": file_bytes,
+        "shape": dataclasses.asdict(shape),
+    }
     finished = run_units(
-        units, bind(_write_distcp, files=files, dtypes=dtypes, table=table), partial, fingerprint, workers, progress)
+        units, bind(_write_distcp, files=files, dtypes=dtypes, table=table), partial, fingerprint, workers, progress
+    )
     manifest = begin_manifest("weights", step=0) | {
-        "policy_version": 0, "has_optimizer": False, "source": source.resolve().name,
-        "model": dataclasses.asdict(shape)}
+        "policy_version": 0,
+        "has_optimizer": False,
+        "source": source.resolve().name,
+        "model": dataclasses.asdict(shape),
+    }
 
     def finish() -> None:
         chunks = [chunk for unit in finished for chunk in unit.chunks]
@@ -110,8 +124,14 @@ class CheckpointWeights:
 
 
 def convert_to_huggingface(
-    source: CheckpointWeights, out: Path, *, dtype: torch.dtype | None, file_bytes: int, force: bool,
-    workers: Workers, progress: Progress | None = None,
+    source: CheckpointWeights,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    force: bool,
+    workers: Workers,
+    progress: Progress | None = None,
 ) -> Path:
     """Write the weights of a distributed checkpoint as a model in HF format; collective over the workers.
 
@@ -136,14 +156,26 @@ def convert_to_huggingface(
     check_global_shapes(reader, table, weights)
     dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}
     units = split_units(
-        {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in sizes.items()}, file_bytes,
-        name_safetensors)
+        {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in sizes.items()},
+        file_bytes,
+        name_safetensors,
+    )
     digest = hashlib.sha256((weights / METADATA_FILE).read_bytes()).hexdigest()
-    fingerprint = {"to": "huggingface", "source": [str(weights.resolve()), digest], "file_bytes": file_bytes,
-                   "dtypes": sorted(set(map(str, dtypes.values()))), "shape": dataclasses.asdict(shape)}
+    fingerprint = {
+        "to": "huggingface",
+        "source": [str(weights.resolve()), digest],
+        "file_bytes": file_bytes,
+        "dtypes": sorted(set(map(str, dtypes.values()))),
+        "shape": dataclasses.asdict(shape),
+    }
     run_units(
-        units, bind(_write_safetensors, reader=reader, dtypes=dtypes, table=table, sizes=sizes), partial, fingerprint,
-        workers, progress)
+        units,
+        bind(_write_safetensors, reader=reader, dtypes=dtypes, table=table, sizes=sizes),
+        partial,
+        fingerprint,
+        workers,
+        progress,
+    )
 
     def finish() -> None:
         main = max(set(dtypes.values()), key=list(dtypes.values()).count)
@@ -156,8 +188,12 @@ def convert_to_huggingface(
 def _claim(out: Path, force: bool) -> Path:
     """The temporary name of an output that may be written."""
     if out.exists() and not force:
-        raise UserError(f"{out} exists", source="--out", expected="a new directory",
-                        hint="choose another name, or pass --force to replace it when the new one is finished")
+        raise UserError(
+            f"{out} exists",
+            source="--out",
+            expected="a new directory",
+            hint="choose another name, or pass --force to replace it when the new one is finished",
+        )
     return out.with_name(out.name + ".partial")
 
 
@@ -174,11 +210,20 @@ def _finish(out: Path, finish: Any, workers: Workers) -> Path:
 
 def _find_damage(weights: Path, workers: Workers) -> UserError | None:
     """Look at this worker's share of the files; a checkpoint of megatron-core has no digests."""
-    directory = next((d for d in (weights, weights.parent) if (d / DIGESTS_FILE).is_file()
-                      and (d / MANIFEST_FILE).is_file()), None)
+    directory = next(
+        (d for d in (weights, weights.parent) if (d / DIGESTS_FILE).is_file() and (d / MANIFEST_FILE).is_file()), None
+    )
     problems = find_problems(directory, workers.rank, workers.size) if directory else []
-    return UserError("; ".join(problems[:3]), source=str(directory), expected="a whole checkpoint",
-                     hint="take another one, or copy this one again") if problems else None
+    return (
+        UserError(
+            "; ".join(problems[:3]),
+            source=str(directory),
+            expected="a whole checkpoint",
+            hint="take another one, or copy this one again",
+        )
+        if problems
+        else None
+    )
 
 
 def _split_rows(place: GlobalPlacement, itemsize: int) -> Iterator[Box]:
@@ -190,7 +235,12 @@ def _split_rows(place: GlobalPlacement, itemsize: int) -> Iterator[Box]:
 
 
 def _write_distcp(
-    unit: Unit, path: Path, progress: Progress, *, files: Mapping[str, Path], dtypes: Mapping[str, torch.dtype],
+    unit: Unit,
+    path: Path,
+    progress: Progress,
+    *,
+    files: Mapping[str, Path],
+    dtypes: Mapping[str, torch.dtype],
     table: Table,
 ) -> Finished:
     writer = ChunkWriter(path)
@@ -209,7 +259,13 @@ def _write_distcp(
 
 
 def _write_safetensors(
-    unit: Unit, path: Path, progress: Progress, *, reader: ChunkReader, dtypes: Mapping[str, torch.dtype], table: Table,
+    unit: Unit,
+    path: Path,
+    progress: Progress,
+    *,
+    reader: ChunkReader,
+    dtypes: Mapping[str, torch.dtype],
+    table: Table,
     sizes: Mapping[str, tuple[int, ...]],
 ) -> Finished:
     writer = SafetensorsWriter(path, {name: (sizes[name], dtypes[name]) for name in unit.tensors})

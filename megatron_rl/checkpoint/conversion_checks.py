@@ -26,20 +26,26 @@ def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) ->
     """Refuse tensors that the conversion would drop silently."""
     surplus = [name for name in files if name not in shape.logical_tensors() and not name.endswith(_NOT_PARAMETERS)]
     if surplus == ["lm_head.weight"] and shape.tied_embeddings:
-        with safe_open(files["lm_head.weight"], "pt") as head, \
-                safe_open(files["model.embed_tokens.weight"], "pt") as embedding:
+        with (
+            safe_open(files["lm_head.weight"], "pt") as head,
+            safe_open(files["model.embed_tokens.weight"], "pt") as embedding,
+        ):
             is_tied = torch.equal(head.get_tensor("lm_head.weight"), embedding.get_tensor("model.embed_tokens.weight"))
         if is_tied:
             return
         raise UserError(
             "config.json ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight",
-            source=str(source), expected="equal tensors, or tie_word_embeddings=false",
-            hint="set tie_word_embeddings to false in config.json if the head was trained by itself")
+            source=str(source),
+            expected="equal tensors, or tie_word_embeddings=false",
+            hint="set tie_word_embeddings to false in config.json if the head was trained by itself",
+        )
     if surplus:
         raise UserError(
             f"{len(surplus)} tensor(s) have no place in a {shape.family} model: {', '.join(sorted(surplus)[:3])}",
-            source=str(source), expected="the tensors that config.json describes",
-            hint="adapters must be merged first; for a new architecture see docs/add_a_family.md")
+            source=str(source),
+            expected="the tensors that config.json describes",
+            hint="adapters must be merged first; for a new architecture see docs/add_a_family.md",
+        )
 
 
 def read_dtypes(files: Mapping[str, Path], shape: ModelShape) -> dict[str, torch.dtype]:
@@ -48,8 +54,12 @@ def read_dtypes(files: Mapping[str, Path], shape: ModelShape) -> dict[str, torch
     stored = {name: dtype for name, (_, dtype) in read_headers(files).items() if name in shape.logical_tensors()}
     for name, dtype in stored.items():
         if dtype not in names:
-            raise UserError(f"{name} is stored as {dtype}", source=str(files[name]),
-                            expected=f"one of {sorted(names)}", hint="dequantize the model first")
+            raise UserError(
+                f"{name} is stored as {dtype}",
+                source=str(files[name]),
+                expected=f"one of {sorted(names)}",
+                hint="dequantize the model first",
+            )
     return {name: names[dtype] for name, dtype in stored.items()}
 
 
@@ -61,8 +71,12 @@ def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], sour
     for found in by_key.values():
         if len(found) > 1:
             listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
-            raise UserError(f"tensors that become one differ in type: {listed}", source=str(source),
-                            expected="one type", hint="pass --dtype to convert all of them")
+            raise UserError(
+                f"tensors that become one differ in type: {listed}",
+                source=str(source),
+                expected="one type",
+                hint="pass --dtype to convert all of them",
+            )
 
 
 def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> None:
@@ -70,11 +84,17 @@ def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> Non
     wrong = []
     for key, shape in {place.key: place.shape for places in table.values() for place in places}.items():
         found = reader.tensors.get(key, ((), None))[0]
-        is_padded = key in ("embedding.word_embeddings.weight", "output_layer.weight") and found[1:] == shape[1:] \
+        is_padded = (
+            key in ("embedding.word_embeddings.weight", "output_layer.weight")
+            and found[1:] == shape[1:]
             and found[:1] >= shape[:1]
+        )
         if found != shape and not is_padded:
             wrong.append(f"{key} is {list(found) if found else 'missing'}, config.json says {list(shape)}")
     if wrong:
         raise UserError(
-            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}", source=str(weights),
-            expected="the tensors that config.json describes", hint="config.json and checkpoint belong to two models")
+            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",
+            source=str(weights),
+            expected="the tensors that config.json describes",
+            hint="config.json and checkpoint belong to two models",
+        )

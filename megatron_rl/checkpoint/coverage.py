@@ -73,6 +73,7 @@ def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tup
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:
         states = [*(MOMENTS if role["optimizer_steps"] else ()), *([] if role["dtype"] == "float32" else [MAIN_PARAM])]
-        tensors |= {f"{STATE_PREFIX}{state}.{name}": size
-                    for state in states for name, size in shape.logical_tensors().items()}
+        tensors |= {
+            f"{STATE_PREFIX}{state}.{name}": size for state in states for name, size in shape.logical_tensors().items()
+        }
     return tensors

@@ -81,11 +81,19 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         version = manifest["format"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = "there is none" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} does not read: {what}", source=str(directory), expected="a checkpoint of this package",
-                        hint="name a directory step_<N> or the output of tools/convert_hf_to_megatron.py") from None
+        raise UserError(
+            f"{path} does not read: {what}",
+            source=str(directory),
+            expected="a checkpoint of this package",
+            hint="name a directory step_<N> or the output of tools/convert_hf_to_megatron.py",
+        ) from None
     if version > FORMAT_VERSION:
-        raise UserError(f"{path} has format {version}", source=str(directory), expected=f"at most {FORMAT_VERSION}",
-                        hint="a newer version of this package wrote it")
+        raise UserError(
+            f"{path} has format {version}",
+            source=str(directory),
+            expected=f"at most {FORMAT_VERSION}",
+            hint="a newer version of this package wrote it",
+        )
     return manifest
 
 
@@ -168,7 +176,7 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     steps = [(step, path) for step, path in list_steps(root) if latest is None or step <= latest]
     passing = [(step, path) for step, path in steps if step != latest and _is_passing(path)]
     steps = [item for item in steps if item not in passing]
-    for step, path in passing + (steps[max(keep_last, 1):] if keep_last is not None else []):
+    for step, path in passing + (steps[max(keep_last, 1) :] if keep_last is not None else []):
         if step not in kept:
             doomed = path.with_name(path.name + ".deleting")  # half a checkpoint must not bear a whole one's name
             path.rename(doomed)
@@ -202,9 +210,11 @@ def resolve_weights(path: Path, role: str = "actor") -> Path:
         if (candidate / "metadata.json").is_file() and (candidate / ".metadata").is_file():
             return candidate
     raise UserError(
-        f"{path} holds no Megatron distributed checkpoint", source=str(path),
+        f"{path} holds no Megatron distributed checkpoint",
+        source=str(path),
         expected="the output of tools/convert_hf_to_megatron.py, a directory step_<N>, or a run directory",
-        hint="an unfinished one ends in .partial" if path.name.endswith(_UNFINISHED) else "check for a typo")
+        hint="an unfinished one ends in .partial" if path.name.endswith(_UNFINISHED) else "check for a typo",
+    )
 
 
 def find_weights(path: str | Path) -> FoundWeights:

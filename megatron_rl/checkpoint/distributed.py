@@ -33,8 +33,12 @@ def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection
 
 @torch.no_grad()
 def load_weights(
-    directory: Path, shape: ModelShape, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
-    *, may_lack: Collection[str] = (),
+    directory: Path,
+    shape: ModelShape,
+    placements: Iterable[ShardBox],
+    params: Mapping[str, torch.Tensor],
+    *,
+    may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint, whichever is there.
 

@@ -131,8 +131,12 @@ def read_digests(directory: Path) -> dict[str, str]:
         return {path: digest for digest, path in pairs}
     except (OSError, ValueError) as error:
         what = "is missing" if isinstance(error, FileNotFoundError) else f"does not read: {error}"
-        raise UserError(f"{directory / DIGESTS_FILE} {what}", source=str(directory),
-                        expected="a finished checkpoint", hint="it was never finished; take another one") from None
+        raise UserError(
+            f"{directory / DIGESTS_FILE} {what}",
+            source=str(directory),
+            expected="a finished checkpoint",
+            hint="it was never finished; take another one",
+        ) from None
 
 
 def find_damage(
@@ -164,8 +168,9 @@ def find_damage(
             problems.append(f"{path} cannot be read: {error.strerror}")
             continue
         if found != digest:
-            problems.append(f"{path} has another content than was written (SHA-256 {found[:12]}..., "
-                            f"{digest[:12]}... expected)")
+            problems.append(
+                f"{path} has another content than was written (SHA-256 {found[:12]}..., {digest[:12]}... expected)"
+            )
     return problems
 
 
@@ -175,14 +180,24 @@ def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = No
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
             f"the disk is full or a file would be too large: {error.strerror}{wanted}, "
-            f"{_free_bytes(directory):,} are free", source=where, expected="room for the checkpoint",
-            hint="delete old checkpoints (checkpoint.keep_last does it), or raise the quota; nothing old was touched")
+            f"{_free_bytes(directory):,} are free",
+            source=where,
+            expected="room for the checkpoint",
+            hint="delete old checkpoints (checkpoint.keep_last does it), or raise the quota; nothing old was touched",
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(f"it cannot be written: {error.strerror}", source=where,
-                         expected="a directory that this user may write to",
-                         hint="change its permissions or choose another place; nothing old was touched")
-    return UserError(f"it cannot be written: {error.strerror or error}", source=where, expected="a working disk",
-                     hint="see the log of the file system; nothing old was touched")
+        return UserError(
+            f"it cannot be written: {error.strerror}",
+            source=where,
+            expected="a directory that this user may write to",
+            hint="change its permissions or choose another place; nothing old was touched",
+        )
+    return UserError(
+        f"it cannot be written: {error.strerror or error}",
+        source=where,
+        expected="a working disk",
+        hint="see the log of the file system; nothing old was touched",
+    )
 
 
 def explain_write_error(error: Exception, directory: Path) -> UserError:

@@ -57,8 +57,11 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
             wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
     if wrong:
         raise UserError(
-            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}", source=str(directory),
-            expected="the tensors that config.json describes", hint="config.json and weights belong to two models")
+            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",
+            source=str(directory),
+            expected="the tensors that config.json describes",
+            hint="config.json and weights belong to two models",
+        )
 
 
 def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, may_lack: Collection[str]) -> None:
@@ -67,35 +70,49 @@ def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, m
     if not shape.has_score_head:
         if SCORE_HEAD in files:
             raise UserError(
-                f"there is a {SCORE_HEAD}: this model scores and does not generate", source=source,
-                expected=f"a {family.architecture}", hint="a reward model or critic belongs to reward_model.path "
-                "or critic.path")
+                f"there is a {SCORE_HEAD}: this model scores and does not generate",
+                source=source,
+                expected=f"a {family.architecture}",
+                hint="a reward model or critic belongs to reward_model.path or critic.path",
+            )
         return
     if SCORE_HEAD not in files:
         if SCORE_HEAD not in may_lack:
             raise UserError(
-                f"there is no {SCORE_HEAD}", source=source,
-                expected=f"a {family.scoring_architecture} with one label", hint="a language model gives no scores")
+                f"there is no {SCORE_HEAD}",
+                source=source,
+                expected=f"a {family.scoring_architecture} with one label",
+                hint="a language model gives no scores",
+            )
         return
     size, _ = read_headers({SCORE_HEAD: files[SCORE_HEAD]})[SCORE_HEAD]
     if size != (1, shape.hidden_size):
         raise UserError(
-            f"{SCORE_HEAD} is {list(size)}", source=source, expected=f"one label: [1, {shape.hidden_size}]",
-            hint="save the model with num_labels=1")
+            f"{SCORE_HEAD} is {list(size)}",
+            source=source,
+            expected=f"one label: [1, {shape.hidden_size}]",
+            hint="save the model with num_labels=1",
+        )
     bias = SCORE_HEAD.replace("weight", "bias")
     if bias in files:
         with safe_open(files[bias], framework="pt") as handle:
             value = handle.get_tensor(bias)
         if value.any():
             raise UserError(
-                f"{bias} is {value.tolist()}", source=source, expected=f"a {family.scoring_architecture}, without bias",
-                hint="this head has no bias; without it all scores would be shifted")
+                f"{bias} is {value.tolist()}",
+                source=source,
+                expected=f"a {family.scoring_architecture}, without bias",
+                hint="this head has no bias; without it all scores would be shifted",
+            )
 
 
 @torch.no_grad()
 def load_huggingface(
-    directory: str | Path, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor],
-    *, may_lack: Collection[str] = (),
+    directory: str | Path,
+    placements: Iterable[ShardBox],
+    params: Mapping[str, torch.Tensor],
+    *,
+    may_lack: Collection[str] = (),
 ) -> None:
     """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
 
@@ -138,7 +155,11 @@ class ShardedModel:
 
 
 def save_huggingface(
-    directory: str | Path, model: ShardedModel, *, side_files_from: str | Path, bucket_bytes: int,
+    directory: str | Path,
+    model: ShardedModel,
+    *,
+    side_files_from: str | Path,
+    bucket_bytes: int,
     max_file_bytes: int = 4 << 30,
 ) -> Path:
     """Write a model in HF format; collective over its group, rank 0 writes.
@@ -196,8 +217,12 @@ def finish_model(
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]
     described |= dict.fromkeys(keys, dtype_name(dtype))
     if shape.has_score_head:  # transformers counts `id2label`
-        described |= {"architectures": [FAMILIES[shape.family].scoring_architecture], "num_labels": 1,
-                      "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        described |= {
+            "architectures": [FAMILIES[shape.family].scoring_architecture],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
     copy_side_files(files, partial)
     write_file(partial / "config.json", (json.dumps(described, indent=2) + "\n").encode())
     publish(partial, directory)

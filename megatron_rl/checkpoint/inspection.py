@@ -34,8 +34,14 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         UserError: it is none of these, or its headers do not read.
     """
     if any(path.glob("*.safetensors")):
-        return {"kind": "huggingface", "directory": str(path), "digest": None, "manifest": None, "recipe": None,
-                "parts": {"model": _list_safetensors(path)}}
+        return {
+            "kind": "huggingface",
+            "directory": str(path),
+            "digest": None,
+            "manifest": None,
+            "recipe": None,
+            "parts": {"model": _list_safetensors(path)},
+        }
     directory = _find_directory(path)
     has_manifest = (directory / MANIFEST_FILE).is_file()
     manifest = read_manifest(directory) if has_manifest else None
@@ -44,9 +50,11 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     recipe = directory / RECIPE_FILE
     digests = directory / DIGESTS_FILE
     return {
-        "kind": manifest["kind"] if manifest else "torch_dist", "directory": str(directory),
+        "kind": manifest["kind"] if manifest else "torch_dist",
+        "directory": str(directory),
         "digest": hashlib.sha256(digests.read_bytes()).hexdigest() if digests.is_file() else None,
-        "manifest": manifest, "recipe": recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
+        "manifest": manifest,
+        "recipe": recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
         "parts": parts,
     }
 
@@ -59,8 +67,12 @@ def verify_checkpoint(path: Path) -> list[str]:
     """
     directory = _find_directory(path)
     if not (directory / DIGESTS_FILE).is_file() and not (directory / MANIFEST_FILE).is_file():
-        raise UserError(f"{directory} has no digests", source=str(path), expected="a checkpoint of this package",
-                        hint="megatron-core and transformers write none")
+        raise UserError(
+            f"{directory} has no digests",
+            source=str(path),
+            expected="a checkpoint of this package",
+            hint="megatron-core and transformers write none",
+        )
     return find_problems(directory)
 
 
@@ -74,13 +86,27 @@ def _find_directory(path: Path) -> Path:
 def _list_chunks(directory: Path) -> list[dict[str, Any]]:
     reader = ChunkReader(directory)
     return [
-        {"name": key, "shape": list(shape), "dtype": dtype_name(dtype), "bytes": math.prod(shape) * dtype.itemsize,
-         "chunks": len(reader.chunks(key, tuple((0, size) for size in shape)))}
+        {
+            "name": key,
+            "shape": list(shape),
+            "dtype": dtype_name(dtype),
+            "bytes": math.prod(shape) * dtype.itemsize,
+            "chunks": len(reader.chunks(key, tuple((0, size) for size in shape))),
+        }
         for key, (shape, dtype) in sorted(reader.tensors.items())
     ]
 
 
 def _list_safetensors(path: Path) -> list[dict[str, Any]]:
     files = index_safetensors(path)
-    return [{"name": name, "shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * _ITEM_BYTES.get(dtype, 0),
-             "chunks": 1, "file": files[name].name} for name, (shape, dtype) in read_headers(files).items()]
+    return [
+        {
+            "name": name,
+            "shape": list(shape),
+            "dtype": dtype,
+            "bytes": math.prod(shape) * _ITEM_BYTES.get(dtype, 0),
+            "chunks": 1,
+            "file": files[name].name,
+        }
+        for name, (shape, dtype) in read_headers(files).items()
+    ]

@@ -52,17 +52,29 @@ def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_o
     Raises:
         TypeError: `content.state` cannot be written as JSON.
     """
-    return json.loads(json.dumps(begin_manifest("training", content.step) | {
-        "policy_version": content.policy_version, "has_optimizer": with_optimizer, "is_passing": content.is_passing,
-        "state": content.state,
-        "roles": {name: describe_role(role) for name, role in roles.items()},
-    }))
+    return json.loads(
+        json.dumps(
+            begin_manifest("training", content.step)
+            | {
+                "policy_version": content.policy_version,
+                "has_optimizer": with_optimizer,
+                "is_passing": content.is_passing,
+                "state": content.state,
+                "roles": {name: describe_role(role) for name, role in roles.items()},
+            }
+        )
+    )
 
 
 def begin_manifest(kind: str, step: int) -> dict[str, Any]:
     """What every manifest says."""
-    return {"format": FORMAT_VERSION, "kind": kind, "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "step": step, "packages": list_packages()}
+    return {
+        "format": FORMAT_VERSION,
+        "kind": kind,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "packages": list_packages(),
+    }
 
 
 def describe_role(role: SavedRole) -> dict[str, Any]:
@@ -95,7 +107,9 @@ def finish_role(
 
 
 def finish_directory(
-    partial: Path, manifest: dict[str, Any], content: RunContent,
+    partial: Path,
+    manifest: dict[str, Any],
+    content: RunContent,
     parts: Sequence[tuple[dict[str, list[Chunk]], list[FileRecord]]],
 ) -> int:
     """Write what describes the ranks' files, and give the directory its name; returns its bytes.
@@ -113,8 +127,7 @@ def finish_directory(
     records = [record for _, files in parts for record in files]
     for name in manifest["roles"]:
         chunks = [chunk for by_role, _ in parts for chunk in by_role.get(name, ())]
-        records += finish_role(
-            partial / name, chunks, content.side_files.get(name, {}), {"iteration": content.step})
+        records += finish_role(partial / name, chunks, content.side_files.get(name, {}), {"iteration": content.step})
     records.append(write_file(partial / RECIPE_FILE, content.recipe.encode()))
     return seal(partial, manifest, records)
 
@@ -132,9 +145,11 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
     problems = find_problems(partial, reads_all=False)
     if problems:
         raise UserError(
-            f"{len(problems)} parts are missing: {'; '.join(problems[:3])}", source=str(partial),
+            f"{len(problems)} parts are missing: {'; '.join(problems[:3])}",
+            source=str(partial),
             expected="every element of every tensor, and every file in its size",
-            hint="if no other error explains it, please report it; older checkpoints are untouched")
+            hint="if no other error explains it, please report it; older checkpoints are untouched",
+        )
     publish(partial, partial.with_name(partial.name.removesuffix(".partial")))
     return sum(sizes.values())
 
@@ -156,6 +171,8 @@ def check_model(saved: Mapping[str, Any], shape: ModelShape, directory: Path) ->
         found = ", ".join(f"{name} {saved[name]!r} where the model has {wanted[name]!r}" for name in different)
         what = "vocabulary" if different == ["vocab_size"] else "model"
         raise UserError(
-            f"the checkpoint belongs to another {what}: {found}", source=str(directory),
+            f"the checkpoint belongs to another {what}: {found}",
+            source=str(directory),
             expected="a checkpoint of the model that model.path names",
-            hint="correct model.path, or start a new run from the model in HF format")
+            hint="correct model.path, or start a new run from the model in HF format",
+        )

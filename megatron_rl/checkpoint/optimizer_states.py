@@ -89,7 +89,8 @@ def create_states(role: SavedRole, steps: int) -> None:
             if counts_in_state:
                 on_device = any(optimizer.defaults.get(name) for name in ("capturable", "fused"))
                 optimizer.state[main]["step"] = torch.tensor(
-                    float(steps), dtype=torch.float32, device=main.device if on_device else None)
+                    float(steps), dtype=torch.float32, device=main.device if on_device else None
+                )
 
 
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
@@ -108,8 +109,13 @@ def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> I
         param, placements = role.model.params[shard.param], by_param[shard.param]
         if saved_by is not None:
             placements = [
-                p for p in placements if box_volume(p.hf_box) and _saves(
-                    role.model.groups.layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=shard.is_sharded)]
+                p
+                for p in placements
+                if box_volume(p.hf_box)
+                and _saves(
+                    role.model.groups.layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=shard.is_sharded
+                )
+            ]
         state = shard.optimizer.state.get(shard.main, {})
         flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
         if param.dtype != torch.float32:
@@ -118,7 +124,10 @@ def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> I
 
 
 def _cut(
-    start: int, flat: Mapping[str, torch.Tensor], placements: Sequence[ShardBox], param_shape: tuple[int, ...],
+    start: int,
+    flat: Mapping[str, torch.Tensor],
+    placements: Sequence[ShardBox],
+    param_shape: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Piece]:
     """Cut flat states, which begin at element `start` of a parameter, along its placements."""

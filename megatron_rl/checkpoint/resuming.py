@@ -52,8 +52,12 @@ class ResumedRun:
 
 
 def load_training_state(
-    directory: Path, roles: Mapping[str, SavedRole], *, side_files: Mapping[str, Mapping[str, Path]],
-    group: dist.ProcessGroup, is_verified: bool = False,
+    directory: Path,
+    roles: Mapping[str, SavedRole],
+    *,
+    side_files: Mapping[str, Mapping[str, Path]],
+    group: dist.ProcessGroup,
+    is_verified: bool = False,
 ) -> ResumedRun:
     """Restore all roles from a checkpoint; collective.
 
@@ -69,8 +73,12 @@ def load_training_state(
     """
     problems = [] if is_verified else find_problems_together(directory, group)
     if problems:
-        raise UserError("; ".join(problems[:3]), source=str(directory), expected="a whole checkpoint",
-                        hint="take an older one, or copy this one again")
+        raise UserError(
+            "; ".join(problems[:3]),
+            source=str(directory),
+            expected="a whole checkpoint",
+            hint="take an older one, or copy this one again",
+        )
     error: UserError | None = None
     try:
         manifest = read_manifest(directory)
@@ -83,46 +91,62 @@ def load_training_state(
         for name, role in roles.items():
             _load_role(directory / name, manifest["roles"][name], role, group.rank())
         same_layout = all(
-            describe_role(role)["layout"] == manifest["roles"][name]["layout"] for name, role in roles.items())
+            describe_role(role)["layout"] == manifest["roles"][name]["layout"] for name, role in roles.items()
+        )
         if same_layout:
             restore_rng(_read_rng(directory / "rng" / f"rank_{group.rank()}.safetensors"))
     except UserError as caught:
         error = caught
     raise_together(error, group)
-    return ResumedRun(
-        directory, manifest["step"], manifest["policy_version"], recipe, manifest["state"], same_layout)
+    return ResumedRun(directory, manifest["step"], manifest["policy_version"], recipe, manifest["state"], same_layout)
 
 
 def _check_roles(
-    directory: Path, manifest: Mapping[str, Any], roles: Mapping[str, SavedRole],
+    directory: Path,
+    manifest: Mapping[str, Any],
+    roles: Mapping[str, SavedRole],
     side_files: Mapping[str, Mapping[str, Path]],
 ) -> None:
     """Refuse a checkpoint that does not fit the run."""
     if not manifest.get("has_optimizer"):
         raise UserError(
-            "the checkpoint has weights only", source=str(directory), expected="one with optimizer states",
-            hint="export it with tools/convert_megatron_to_hf.py and start a new run from that model")
+            "the checkpoint has weights only",
+            source=str(directory),
+            expected="one with optimizer states",
+            hint="export it with tools/convert_megatron_to_hf.py and start a new run from that model",
+        )
     for name, role in roles.items():
         saved = manifest["roles"].get(name)
         if saved is None:
             raise UserError(
-                f"the checkpoint has no {name}", source=str(directory), expected=f"one of {sorted(roles)}",
-                hint="the run that wrote it trained other roles; compare its config.yaml")
+                f"the checkpoint has no {name}",
+                source=str(directory),
+                expected=f"one of {sorted(roles)}",
+                hint="the run that wrote it trained other roles; compare its config.yaml",
+            )
         check_model(saved["model"], role.model.shape, directory / name)
         dtype = describe_role(role)["dtype"]
         if saved["dtype"] != dtype:
             raise UserError(
                 f"the {name} was trained in {saved['dtype']}, this run has model.dtype={dtype}",
-                source=str(directory / name), expected=f"model.dtype={saved['dtype']}",
-                hint="a change of type would change the numbers silently; set the old one")
+                source=str(directory / name),
+                expected=f"model.dtype={saved['dtype']}",
+                hint="a change of type would change the numbers silently; set the old one",
+            )
         check_vocabulary(directory / name / CONFIG_DIR, side_files.get(name, {}))
 
 
 @torch.no_grad()
 def _load_role(directory: Path, saved: Mapping[str, Any], role: SavedRole, rank: int) -> None:
     reader = ChunkReader(directory)
-    _fill(reader, list(make_weight_pieces(
-        megatron_global_placements(role.model.shape), role.model.placements(rank), role.model.params)))
+    _fill(
+        reader,
+        list(
+            make_weight_pieces(
+                megatron_global_placements(role.model.shape), role.model.placements(rank), role.model.params
+            )
+        ),
+    )
     create_states(role, saved["optimizer_steps"])
     _fill(reader, list(make_state_pieces(role, rank, None)))
     role.optimizer.resume(saved["optimizer_steps"], saved["schedule"])
@@ -137,5 +161,9 @@ def _read_rng(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} does not read: {error}", source=str(path), expected="the file as it was written",
-                        hint="take an older checkpoint, or copy this one again") from None
+        raise UserError(
+            f"{path} does not read: {error}",
+            source=str(path),
+            expected="the file as it was written",
+            hint="take an older checkpoint, or copy this one again",
+        ) from None

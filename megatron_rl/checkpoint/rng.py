@@ -40,8 +40,7 @@ def restore_rng(states: dict[str, torch.Tensor]) -> None:
     gauss = states["python.gauss"].tolist()
     random.setstate((version, tuple(python), gauss[0] if gauss else None))
     *keys, position, has_gauss = states["numpy"].tolist()
-    np.random.set_state(
-        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     tracker = not_none(get_cuda_rng_tracker())

@@ -35,18 +35,22 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
-            f"{len(missing)} file(s) of the model are missing: {', '.join(missing[:3])}", source=str(directory),
+            f"{len(missing)} file(s) of the model are missing: {', '.join(missing[:3])}",
+            source=str(directory),
             expected=f"every file that {index.name} names" if named else "all numbered parts",
-            hint=f"download {', '.join(missing[:3])} again")
+            hint=f"download {', '.join(missing[:3])} again",
+        )
     held = {file: _read_names(file) for file in files}
     if named is not None:
         _check_index(index, named, held)
         return {name: directory / file for name, file in named.items()}
     if not files:
         raise UserError(
-            f"{directory} has no weights", source=str(directory),
+            f"{directory} has no weights",
+            source=str(directory),
             expected="*.safetensors (with their index when sharded)",
-            hint="download the checkpoint again, or convert .bin files with transformers' save_pretrained")
+            hint="download the checkpoint again, or convert .bin files with transformers' save_pretrained",
+        )
     return {name: file for file, names in held.items() for name in names}
 
 
@@ -74,8 +78,12 @@ def _read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name."""
 
     def refuse(found: str) -> UserError:
-        return UserError(found, source=str(index), expected='{"weight_map": {tensor: name of a file beside the index}}',
-                         hint=f"download {index.name} again")
+        return UserError(
+            found,
+            source=str(index),
+            expected='{"weight_map": {tensor: name of a file beside the index}}',
+            hint=f"download {index.name} again",
+        )
 
     try:
         content = json.loads(index.read_bytes())
@@ -111,5 +119,7 @@ def _check_index(index: Path, named: Mapping[str, str], held: Mapping[Path, set[
             others = [other.name for other, names in held.items() if name in names]
             raise UserError(
                 f"{name} is not in {file}, as {index.name} says" + (f", but in {others[0]}" if others else ""),
-                source=str(index), expected="an index that fits the files",
-                hint=f"download {index.name} and {file} again, from one version of the model")
+                source=str(index),
+                expected="an index that fits the files",
+                hint=f"download {index.name} and {file} again, from one version of the model",
+            )

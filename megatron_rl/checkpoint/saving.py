@@ -105,7 +105,13 @@ class CheckpointSaver:
     """
 
     def __init__(
-        self, root: Path, group: dist.ProcessGroup, *, async_save: bool, keep_last: int | None, keep_best: bool,
+        self,
+        root: Path,
+        group: dist.ProcessGroup,
+        *,
+        async_save: bool,
+        keep_last: int | None,
+        keep_best: bool,
         report: Callable[[SaveOutcome], None],
     ) -> None:
         self._root, self._group, self._report = root, group, report
@@ -119,8 +125,13 @@ class CheckpointSaver:
         return self._pending is not None
 
     def save(
-        self, content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool = True,
-        is_best: bool = False, export: Callable[[Path], None] | None = None,
+        self,
+        content: RunContent,
+        roles: Mapping[str, SavedRole],
+        *,
+        with_optimizer: bool = True,
+        is_best: bool = False,
+        export: Callable[[Path], None] | None = None,
         rng: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Save; collective. An error is reported, not raised; a save that is still going on is finished first.
@@ -154,8 +165,7 @@ class CheckpointSaver:
             if self._async:
                 pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
         if self._async:
-            thread = threading.Thread(
-                target=_write, args=(pending, pieces, rng, rank), name="checkpoint", daemon=True)
+            thread = threading.Thread(target=_write, args=(pending, pieces, rng, rank), name="checkpoint", daemon=True)
             thread.start()
             self._pending, self._blocked = (pending, thread), time.monotonic() - started
             return None
@@ -224,19 +234,35 @@ class CheckpointSaver:
             shutil.rmtree(pending.partial, ignore_errors=True)
         seconds = time.monotonic() - pending.started
         blocked, self._pending = seconds if self._pending is None else self._blocked, None
-        self._report(SaveOutcome(
-            pending.content.step, self._root / f"step_{pending.content.step}", seconds, blocked, num_bytes, deleted,
-            error))
+        self._report(
+            SaveOutcome(
+                pending.content.step,
+                self._root / f"step_{pending.content.step}",
+                seconds,
+                blocked,
+                num_bytes,
+                deleted,
+                error,
+            )
+        )
 
 
 def save_now(
-    root: Path, content: RunContent, roles: Mapping[str, SavedRole], group: dist.ProcessGroup,
+    root: Path,
+    content: RunContent,
+    roles: Mapping[str, SavedRole],
+    group: dist.ProcessGroup,
     rng: dict[str, torch.Tensor] | None = None,
 ) -> SaveOutcome:
     """Write `<root>/step_<N>`, whatever else is saved and stays there; collective. For arguments see `save`."""
     outcomes: list[SaveOutcome] = []
     CheckpointSaver(
-        root, group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append,
+        root,
+        group,
+        async_save=False,
+        keep_last=None,
+        keep_best=False,
+        report=outcomes.append,
     ).save(content, roles, rng=rng)
     return outcomes[0]
 

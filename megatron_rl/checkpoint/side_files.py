@@ -14,8 +14,16 @@ from megatron_rl.types import UserError
 
 CONFIG_DIR = "config"
 TOKENIZER_FILES = (
-    "tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+    "tokenizer.model",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _MODEL_FILES = ("config.json", "generation_config.json")
 _DEFINE_IDS = ("tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt")  # token -> id
 
@@ -63,5 +71,7 @@ def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
         if name in files and (saved / name).is_file() and files[name].read_bytes() != (saved / name).read_bytes():
             raise UserError(
                 f"the checkpoint was trained with another vocabulary: its {name} differs from {files[name]}",
-                source=str(saved / name), expected="the tokenizer of the run that is resumed",
-                hint="point model.tokenizer at the old tokenizer, or start a new run")
+                source=str(saved / name),
+                expected="the tokenizer of the run that is resumed",
+                hint="point model.tokenizer at the old tokenizer, or start a new run",
+            )

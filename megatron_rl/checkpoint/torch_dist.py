@@ -46,8 +46,15 @@ _ALLOWED: dict[str, set[str]] = {
     "torch.serialization": {"_get_layout"},
     "torch._utils": {"_rebuild_tensor_v2"},
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "pathlib": {"PosixPath", "PurePosixPath"},
@@ -77,7 +84,7 @@ class Chunk:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"bfloat16", say."""
+    """ "bfloat16", say."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -119,8 +126,7 @@ class ChunkWriter:
             raise
         box = tuple((o, o + n) for o, n in zip(offset, part.shape, strict=True))
         dtype = dtype_name(part.dtype)
-        self.chunks.append(
-            Chunk(key, shape, box, dtype, self._file.path.name, start, self._file.num_bytes - start))
+        self.chunks.append(Chunk(key, shape, box, dtype, self._file.path.name, start, self._file.num_bytes - start))
 
     def close(self) -> FileRecord:
         """Flush to the disk and return the file's digest."""
@@ -146,14 +152,18 @@ def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for chunk in chunks:
         sizes, offsets = torch.Size(box_shape(chunk.box)), torch.Size(start for start, _ in chunk.box)
-        tensor = tensors.setdefault(chunk.key, TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, chunk.dtype)), torch.Size(chunk.shape), []))
+        tensor = tensors.setdefault(
+            chunk.key,
+            TensorStorageMetadata(TensorProperties(dtype=getattr(torch, chunk.dtype)), torch.Size(chunk.shape), []),
+        )
         storage[MetadataIndex(chunk.key, offsets, len(tensor.chunks))] = _StorageInfo(
-            chunk.file, chunk.start, chunk.length)
+            chunk.file, chunk.start, chunk.length
+        )
         tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
     metadata = Metadata(cast(dict[str, Any], tensors), planner_data={}, storage_data=storage)
-    config = dict(sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch",
-                  common_backend_version=1)
+    config = dict(
+        sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
+    )
     records = []
     for name, write in (
         ("common.pt", lambda file: torch.save(common, file)),
@@ -197,7 +207,8 @@ class ChunkReader:
         self.directory = directory
         metadata = _read_metadata(directory / METADATA_FILE)
         tensors = {
-            key: tensor for key, tensor in metadata.state_dict_metadata.items()
+            key: tensor
+            for key, tensor in metadata.state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
         self.tensors = {key: (tuple(tensor.size), tensor.properties.dtype) for key, tensor in tensors.items()}
@@ -209,9 +220,9 @@ class ChunkReader:
                     raise _damaged(directory / METADATA_FILE, f"it names {info.relative_path!r}, no file beside it")
                 shape, dtype = self.tensors[index.fqn]
                 box = tuple((o, o + n) for o, n in zip(index.offset, sizes[index.fqn, index.offset], strict=True))
-                self._chunks[index.fqn].append(Chunk(
-                    index.fqn, shape, box, dtype_name(dtype), info.relative_path, info.offset,
-                    info.length))
+                self._chunks[index.fqn].append(
+                    Chunk(index.fqn, shape, box, dtype_name(dtype), info.relative_path, info.offset, info.length)
+                )
         for chunks in self._chunks.values():
             chunks.sort(key=lambda chunk: chunk.box)
         self._longest = {
@@ -246,8 +257,10 @@ class ChunkReader:
         if filled != target.numel():
             raise UserError(
                 f"{key}: the checkpoint holds {filled} of the {target.numel()} elements of box {list(box)}",
-                source=str(self.directory), expected="a checkpoint of this model",
-                hint="it belongs to another model, or parts of it were never written")
+                source=str(self.directory),
+                expected="a checkpoint of this model",
+                hint="it belongs to another model, or parts of it were never written",
+            )
 
     def _load(self, chunk: Chunk) -> torch.Tensor:
         path = self.directory / chunk.file
@@ -256,8 +269,9 @@ class ChunkReader:
                 file.seek(chunk.start)
                 content = file.read(chunk.length)
             if len(content) != chunk.length:
-                raise _damaged(path, f"it ends at byte {path.stat().st_size}, {chunk.key} needs byte "
-                               f"{chunk.start + chunk.length}")
+                raise _damaged(
+                    path, f"it ends at byte {path.stat().st_size}, {chunk.key} needs byte {chunk.start + chunk.length}"
+                )
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise _damaged(path, "it is missing") from None
@@ -269,9 +283,12 @@ class ChunkReader:
 
 def _read_metadata(path: Path) -> Metadata:
     if not path.is_file():
-        raise UserError(f"there is no {path}", source=str(path.parent),
-                        expected="a Megatron distributed checkpoint (torch_dist)",
-                        hint="tools/convert_hf_to_megatron.py makes one from a model in HF format")
+        raise UserError(
+            f"there is no {path}",
+            source=str(path.parent),
+            expected="a Megatron distributed checkpoint (torch_dist)",
+            hint="tools/convert_hf_to_megatron.py makes one from a model in HF format",
+        )
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
@@ -282,10 +299,13 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path.name} is damaged: {what}", source=str(path), expected="the file as it was written",
-                     hint="take an older checkpoint, or copy this one again")
+    return UserError(
+        f"{path.name} is damaged: {what}",
+        source=str(path),
+        expected="the file as it was written",
+        hint="take an older checkpoint, or copy this one again",
+    )
 
 
 def _relative(part: Box, box: Box) -> Box:
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
-

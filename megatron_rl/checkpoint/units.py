@@ -111,9 +111,7 @@ class Workers:
             raise error
 
 
-def split_units(
-    sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[int, int], str]
-) -> list[Unit]:
+def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[int, int], str]) -> list[Unit]:
     """Fill files with tensors in order.
 
     Args:
@@ -136,7 +134,11 @@ def split_units(
 
 
 def run_units(
-    units: Sequence[Unit], write: WriteUnit, partial: Path, fingerprint: Any, workers: Workers,
+    units: Sequence[Unit],
+    write: WriteUnit,
+    partial: Path,
+    fingerprint: Any,
+    workers: Workers,
     progress: Progress | None,
 ) -> list[Finished]:
     """Do what is not done yet; returns all units, in order, on every rank.
@@ -187,9 +189,7 @@ def _prepare(partial: Path, fingerprint: Any) -> None:
         write_file(job, text.encode())
 
 
-def _write_all(
-    units: Sequence[Unit], write: WriteUnit, partial: Path, processes: int, progress: Progress
-) -> None:
+def _write_all(units: Sequence[Unit], write: WriteUnit, partial: Path, processes: int, progress: Progress) -> None:
     if processes == 1:
         for unit in units:
             _write_one(unit, write, partial, progress)
@@ -209,9 +209,12 @@ def _write_all(
                     future.result()
                 except BrokenProcessPool:
                     raise UserError(
-                        "a process of the conversion was killed", source=f"--processes {processes}",
-                        expected="processes that live", hint="if it was for lack of memory, use fewer of them; what is "
-                        "finished is kept, and the same command goes on from there") from None
+                        "a process of the conversion was killed",
+                        source=f"--processes {processes}",
+                        expected="processes that live",
+                        hint="if it was for lack of memory, use fewer of them; what is "
+                        "finished is kept, and the same command goes on from there",
+                    ) from None
 
 
 def _write_one(unit: Unit, write: WriteUnit, partial: Path, progress: Progress) -> None:
@@ -235,6 +238,7 @@ def _read_note(partial: Path, unit: Unit) -> Finished | None:
     num_bytes, digest = note["record"]
     if file.stat().st_size != num_bytes:
         return None
-    chunks = (Chunk(**row | {"shape": tuple(row["shape"]), "box": tuple(map(tuple, row["box"]))})
-              for row in note["chunks"])
+    chunks = (
+        Chunk(**row | {"shape": tuple(row["shape"]), "box": tuple(map(tuple, row["box"]))}) for row in note["chunks"]
+    )
     return Finished(FileRecord(file, num_bytes, digest), tuple(chunks))

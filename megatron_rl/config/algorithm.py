@@ -15,67 +15,97 @@ class AlgorithmConfig:
     """Advantages, loss, KL."""
 
     plugins: list[str] = option(
-        [], "Your Python files: estimators, losses, aggregations, engines; their settings: algorithm.options.NAME.KEY.")
+        [], "Your Python files: estimators, losses, aggregations, engines; their settings: algorithm.options.NAME.KEY."
+    )
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/options.py
     adv_estimator: str = option(
-        "grpo", "Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, "
-        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, or one that a plugin registers.")
+        "grpo",
+        "Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, "
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, or one that a plugin registers.",
+    )
     norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
     gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
     gae_lambda: float = option(1.0, "Lambda of generalised advantage estimation.")
     policy_loss: str = option(
-        "ppo", "Policy loss: ppo (clipped ratio per token), gspo (ratio per sequence), geo_mean (GMPO), cispo, sapo, "
-        "dppo_tv, dppo_kl, clip_cov, kl_cov, policy_gradient, or one that a plugin registers.")
+        "ppo",
+        "Policy loss: ppo (clipped ratio per token), gspo (ratio per sequence), geo_mean (GMPO), cispo, sapo, "
+        "dppo_tv, dppo_kl, clip_cov, kl_cov, policy_gradient, or one that a plugin registers.",
+    )
     clip_eps_low: float = option(
-        0.2, "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence).")
+        0.2, "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence)."
+    )
     clip_eps_high: float = option(
-        0.2, "The ratio is clipped above at 1 + this (geo_mean: its logarithm at this; dppo: largest divergence).")
+        0.2, "The ratio is clipped above at 1 + this (geo_mean: its logarithm at this; dppo: largest divergence)."
+    )
     dual_clip: float | None = option(
-        None, "Dual clip: with a negative advantage the loss per token is at most this times |advantage| (ppo, gspo); "
-        "dppo: the largest ratio; null: off.")
+        None,
+        "Dual clip: with a negative advantage the loss per token is at most this times |advantage| (ppo, gspo); "
+        "dppo: the largest ratio; null: off.",
+    )
     sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.")
     sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for the others.")
     cov_ratio: float = option(
-        0.0002, "clip_cov, kl_cov: share of the tokens of a step that are chosen by their covariance.")
+        0.0002, "clip_cov, kl_cov: share of the tokens of a step that are chosen by their covariance."
+    )
     clip_cov_low: float = option(1.0, "clip_cov: tokens with a covariance above it may be chosen.")
     clip_cov_high: float = option(5.0, "clip_cov: tokens with a covariance below it may be chosen.")
     kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.")
     loss_agg_mode: str = option(
-        "token-mean", "Global denominator: token-mean, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's.")
+        "token-mean", "Global denominator: token-mean, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's."
+    )
     loss_scale_factor: float | None = option(
-        None, "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.", "tokens")
+        None, "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.", "tokens"
+    )
     kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")
     kl_type: Literal["k1", "k2", "k3", "abs"] = option(
-        "k3", "KL estimator (Schulman, Approximating KL divergence), or the absolute difference of log-probs.")
+        "k3", "KL estimator (Schulman, Approximating KL divergence), or the absolute difference of log-probs."
+    )
     kl_in: Literal["loss", "reward"] = option("loss", "Where the KL term enters: the loss, or each token's reward.")
     kl_controller: Literal["fixed", "adaptive"] = option(
-        "fixed", "Keep kl_coef, or move it so that the measured KL approaches kl_target (adaptive).")
+        "fixed", "Keep kl_coef, or move it so that the measured KL approaches kl_target (adaptive)."
+    )
     kl_target: float = option(0.1, "KL that the adaptive controller aims at.", "nats")
     kl_target_per: Literal["response", "token"] = option(
-        "response", "What kl_target counts: the KL of a response, or of one of its tokens (as verl does).")
+        "response", "What kl_target counts: the KL of a response, or of one of its tokens (as verl does)."
+    )
     kl_horizon: float = option(10000.0, "Responses over which the adaptive controller acts.", "responses")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).")
     mask_truncated: bool = option(False, "Responses cut at max_response_length enter no loss (DAPO).")
     dynamic_sampling: bool = option(
-        False, "Resample until data.train_batch_size groups have responses of different reward (DAPO).")
+        False, "Resample until data.train_batch_size groups have responses of different reward (DAPO)."
+    )
     dynamic_sampling_metric: str | None = option(
-        None, "What must differ: a number that the reward function reports, such as acc; 'reward' for the reward with "
-        "the overlong punishment; null: the reward without it.")
+        None,
+        "What must differ: a number that the reward function reports, such as acc; 'reward' for the reward with "
+        "the overlong punishment; null: the reward without it.",
+    )
     max_sampling_rounds: int = option(
-        10, "Most generation rounds of a step with dynamic_sampling; then groups without a signal fill the batch.",
-        "rounds")
+        10,
+        "Most generation rounds of a step with dynamic_sampling; then groups without a signal fill the batch.",
+        "rounds",
+    )
     importance_sampling: Literal[
-        "none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "product-truncate",
+        "none",
+        "token-truncate",
+        "token-mask",
+        "sequence-truncate",
+        "sequence-mask",
+        "product-truncate",
         "product-mask",
     ] = option(
-        "none", "Correction of the gap between the engine's and the trainer's log-probs: weight "
+        "none",
+        "Correction of the gap between the engine's and the trainer's log-probs: weight "
         "exp(old_logprobs - rollout_logprobs) per token, or per response as the geometric mean (sequence) or the "
         "product over its tokens, truncated at importance_high or masked outside of [importance_low, "
-        "importance_high].")
+        "importance_high].",
+    )
     importance_normalize: bool = option(
-        False, "Divide the weights by their mean over the tokens (sequence, product: the responses) of the step.")
+        False, "Divide the weights by their mean over the tokens (sequence, product: the responses) of the step."
+    )
     importance_low: float = option(0.5, "Weights below it are masked (mask modes).")
     importance_high: float = option(2.0, "Weights above it are truncated or masked.")
     reject_sequence_above: float | None = option(
-        None, "A response with a token whose |old_logprobs - rollout_logprobs| is larger has no policy-gradient "
-        "term; null: off.")
+        None,
+        "A response with a token whose |old_logprobs - rollout_logprobs| is larger has no policy-gradient "
+        "term; null: off.",
+    )

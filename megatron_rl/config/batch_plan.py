@@ -100,17 +100,27 @@ class BatchPlan:
         total_steps = count_steps(cfg, num_train_prompts)
         optimizer_steps = minibatches * actor.ppo_epochs
         return cls(
-            world_size=world_size, tp_size=tp_size, pp_size=pp_size, cp_size=actor.context_parallel_size,
-            dp_size=dp_size, rollout_tp_size=cfg.rollout.tensor_model_parallel_size, num_engines=num_engines,
-            train_batch_size=data.train_batch_size, group_size=group_size,
+            world_size=world_size,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            cp_size=actor.context_parallel_size,
+            dp_size=dp_size,
+            rollout_tp_size=cfg.rollout.tensor_model_parallel_size,
+            num_engines=num_engines,
+            train_batch_size=data.train_batch_size,
+            group_size=group_size,
             rollouts_per_step=data.train_batch_size * group_size,
             rollouts_per_engine_min=parts // num_engines * part,
             rollouts_per_engine_max=-(-parts // num_engines) * part,
-            ppo_mini_batch_size=mini_batch_size, ppo_epochs=actor.ppo_epochs, minibatches_per_epoch=minibatches,
-            optimizer_steps_per_step=optimizer_steps, rollouts_per_minibatch=mini_batch_size * group_size,
+            ppo_mini_batch_size=mini_batch_size,
+            ppo_epochs=actor.ppo_epochs,
+            minibatches_per_epoch=minibatches,
+            optimizer_steps_per_step=optimizer_steps,
+            rollouts_per_minibatch=mini_batch_size * group_size,
             rollouts_per_rank=mini_batch_size * group_size / dp_size,
             longest_sequence=data.max_prompt_length + data.max_response_length,
-            max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
             max_tokens_per_microbatch=actor.max_tokens_per_microbatch,
             total_epochs=None if cfg.trainer.total_steps is not None else cfg.trainer.total_epochs,
             num_train_prompts=num_train_prompts,
@@ -224,7 +234,8 @@ def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None)
     if spec.needs_group and cfg.rollout.n == 1:
         raise UserError(
             f"rollout.n = 1 with algorithm.adv_estimator = {cfg.algorithm.adv_estimator!r}: every advantage would be 0",
-            source="rollout.n", expected="2 responses per prompt or more",
+            source="rollout.n",
+            expected="2 responses per prompt or more",
             hint="set rollout.n=8; the other responses of the group are the baseline",
         )
     check_data_size(cfg, num_train_prompts)
@@ -251,7 +262,8 @@ def check_longest_sequence(data: DataConfig, layout: LayoutConfig, section: str)
         raise UserError(
             f"the longest sequence, max_prompt_length {data.max_prompt_length} + max_response_length "
             f"{data.max_response_length} = {longest} tokens, does not fit into {name} {budget}",
-            source=name, expected=f"{longest} tokens or more",
+            source=name,
+            expected=f"{longest} tokens or more",
             hint=f"set {name}={longest}, or shorten prompts or responses",
         )
 

@@ -22,39 +22,84 @@ _OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "a
 _TRAINED = ("actor", "critic")
 
 _AT_LEAST_ONE = (
-    "data.train_batch_size", "data.validation_batch_size", "data.validation_limit", "data.max_prompt_length",
-    "data.max_response_length", "actor.ppo_mini_batch_size", "actor.ppo_epochs",
-    "rollout.tensor_model_parallel_size", "rollout.n", "rollout.max_num_seqs", "rollout.validation_n",
-    "reward.service_batch_size", "reward.service_concurrency", "reward.service_max_answer_bytes",
+    "data.train_batch_size",
+    "data.validation_batch_size",
+    "data.validation_limit",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "rollout.tensor_model_parallel_size",
+    "rollout.n",
+    "rollout.max_num_seqs",
+    "rollout.validation_n",
+    "reward.service_batch_size",
+    "reward.service_concurrency",
+    "reward.service_max_answer_bytes",
     "algorithm.max_sampling_rounds",
-    "trainer.total_steps", "trainer.total_epochs", "trainer.capture_step", "checkpoint.keep_last",
+    "trainer.total_steps",
+    "trainer.total_epochs",
+    "trainer.capture_step",
+    "checkpoint.keep_last",
     "checkpoint.max_failed_saves",
     "observability.console_every",
-    *(name for section in _LAYOUT_SECTIONS for name, info in read_fields(LayoutConfig, section).items()
-      if info.kind is int),
-    "actor.max_num_seqs", "critic.max_num_seqs",
+    *(
+        name
+        for section in _LAYOUT_SECTIONS
+        for name, info in read_fields(LayoutConfig, section).items()
+        if info.kind is int
+    ),
+    "actor.max_num_seqs",
+    "critic.max_num_seqs",
 )
 _POSITIVE = (
-    "rollout.temperature", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "reward.timeout_seconds",
-    "reward.service_timeout_seconds", "hybrid.bucket_bytes", "algorithm.clip_eps_low", "algorithm.clip_eps_high",
-    "algorithm.kl_target", "algorithm.kl_horizon", "algorithm.importance_high", "algorithm.reject_sequence_above",
-    "algorithm.sapo_tau_pos", "algorithm.sapo_tau_neg", "algorithm.cov_ratio", "algorithm.clip_cov_high",
+    "rollout.temperature",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "reward.timeout_seconds",
+    "reward.service_timeout_seconds",
+    "hybrid.bucket_bytes",
+    "algorithm.clip_eps_low",
+    "algorithm.clip_eps_high",
+    "algorithm.kl_target",
+    "algorithm.kl_horizon",
+    "algorithm.importance_high",
+    "algorithm.reject_sequence_above",
+    "algorithm.sapo_tau_pos",
+    "algorithm.sapo_tau_neg",
+    "algorithm.cov_ratio",
+    "algorithm.clip_cov_high",
     "algorithm.loss_scale_factor",
-    "critic.value_clip", "actor.graph_memory_gib", "critic.graph_memory_gib", "trainer.collective_timeout",
-    "checkpoint.save_every_minutes", *(f"{section}.adam_eps" for section in _TRAINED),
+    "critic.value_clip",
+    "actor.graph_memory_gib",
+    "critic.graph_memory_gib",
+    "trainer.collective_timeout",
+    "checkpoint.save_every_minutes",
+    *(f"{section}.adam_eps" for section in _TRAINED),
 )
 _NOT_NEGATIVE = (
-    "rollout.validation_temperature", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_coef",
-    "algorithm.entropy_coef", "algorithm.kl_cov_coef", "algorithm.importance_low",
-    "reward.workers", "reward.service_retries",
-    "reward.service_backoff_seconds", "reward.overlong_buffer_length", "reward.overlong_penalty",
-    "trainer.test_freq", "trainer.save_freq", "trainer.seed", "trainer.critic_warmup", "observability.histograms_every",
+    "rollout.validation_temperature",
+    "algorithm.gamma",
+    "algorithm.gae_lambda",
+    "algorithm.kl_coef",
+    "algorithm.entropy_coef",
+    "algorithm.kl_cov_coef",
+    "algorithm.importance_low",
+    "reward.workers",
+    "reward.service_retries",
+    "reward.service_backoff_seconds",
+    "reward.overlong_buffer_length",
+    "reward.overlong_penalty",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "trainer.seed",
+    "trainer.critic_warmup",
+    "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
 _MAY_CHANGE = ("reference", "reward_model", "train_files", "reward", "plugins")  # see lifecycle/changes.py
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
-_BELOW_ONE = (
-    "algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
+_BELOW_ONE = ("algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
 _HINTS = {
     "rollout.temperature": "greedy sampling gives every response of a group the same reward; use 1.0",
     "trainer.test_freq": "0 switches it off",
@@ -80,8 +125,10 @@ class _Config:
             return
         place = self.sources.get(name)
         raise UserError(
-            f"{name} = {self.get(name)!r} {why}", source=f"{name} ({place})" if place else name,
-            expected=expected, hint=hint,
+            f"{name} = {self.get(name)!r} {why}",
+            source=f"{name} ({place})" if place else name,
+            expected=expected,
+            hint=hint,
         )
 
 
@@ -106,26 +153,44 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_observability(config)
     unknown = sorted(set(config.get("checkpoint.allow_changes")) - set(_MAY_CHANGE))
     config.require(
-        not unknown, "checkpoint.allow_changes", f"names {', '.join(unknown)}", expected=f"of {', '.join(_MAY_CHANGE)}",
-        hint="an error on resuming says which name it takes")
+        not unknown,
+        "checkpoint.allow_changes",
+        f"names {', '.join(unknown)}",
+        expected=f"of {', '.join(_MAY_CHANGE)}",
+        hint="an error on resuming says which name it takes",
+    )
     config.require(
-        bool(config.get("data.validation_files")) or not config.get("trainer.val_only"), "trainer.val_only",
-        "without a file to validate on", expected="data.validation_files", hint="name a file there")
+        bool(config.get("data.validation_files")) or not config.get("trainer.val_only"),
+        "trainer.val_only",
+        "without a file to validate on",
+        expected="data.validation_files",
+        hint="name a file there",
+    )
     config.require(
-        config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None, "checkpoint.resume",
-        "needs to know the run", expected="trainer.run_dir", hint="set trainer.run_dir to that of the run",
+        config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None,
+        "checkpoint.resume",
+        "needs to know the run",
+        expected="trainer.run_dir",
+        hint="set trainer.run_dir to that of the run",
     )
 
 
 def _check_observability(config: _Config) -> None:
     port = config.get("observability.status_port")
     config.require(
-        port is None or 0 <= port < 1 << 16, "observability.status_port", "is no port", expected="0 to 65535, or null",
-        hint="0 takes any free port")
+        port is None or 0 <= port < 1 << 16,
+        "observability.status_port",
+        "is no port",
+        expected="0 to 65535, or null",
+        hint="0 takes any free port",
+    )
     config.require(
         config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
-        "observability.wandb", "needs the package wandb", expected="the package, or off",
-        hint="pip install wandb, at the version of requirements.txt")
+        "observability.wandb",
+        "needs the package wandb",
+        expected="the package, or off",
+        hint="pip install wandb, at the version of requirements.txt",
+    )
 
 
 def _check_bounds(config: _Config) -> None:
@@ -143,8 +208,13 @@ def _check_bounds(config: _Config) -> None:
         config.require(config.get(name) <= 1, name, "is too large", expected="<= 1", hint=f"set {name}=1")
     for section in _TRAINED:
         lr, name = config.get(f"{section}.lr"), f"{section}.min_lr"
-        config.require(config.get(name) <= lr, name, f"is above the peak {section}.lr = {lr!r}",
-                       expected="min_lr <= lr", hint=f"lower {name}")
+        config.require(
+            config.get(name) <= lr,
+            name,
+            f"is above the peak {section}.lr = {lr!r}",
+            expected="min_lr <= lr",
+            hint=f"lower {name}",
+        )
     name = "rollout.gpu_memory_utilization"
     config.require(config.get(name) <= 1, name, "is more than all of it", expected="0 < share <= 1", hint="use 0.5")
     name = "trainer.log_rollouts"
@@ -158,19 +228,29 @@ def _hint(name: str, wanted: str) -> str:
 def _check_data(config: _Config) -> None:
     train, validation = config.get("data.train_files"), config.get("data.validation_files")
     config.require(
-        bool(train), "data.train_files", "names no file", expected="at least one file", hint="give a JSONL file",
+        bool(train),
+        "data.train_files",
+        "names no file",
+        expected="at least one file",
+        hint="give a JSONL file",
     )
     for name, files in (("data.train_files", train), ("data.validation_files", validation)):
         paths = [os.path.normpath(path) for path in files]
         repeated = sorted({path for path in paths if paths.count(path) > 1})
         config.require(
-            not repeated, name, f"names {', '.join(repeated)} twice", expected="each file once",
+            not repeated,
+            name,
+            f"names {', '.join(repeated)} twice",
+            expected="each file once",
             hint="raise trainer.total_epochs to repeat prompts",
         )
     shared = sorted({os.path.normpath(p) for p in train} & {os.path.normpath(p) for p in validation})
     config.require(
-        not shared, "data.validation_files", f"shares {', '.join(shared)} with data.train_files",
-        expected="files that are not trained on", hint="split the file",
+        not shared,
+        "data.validation_files",
+        f"shares {', '.join(shared)} with data.train_files",
+        expected="files that are not trained on",
+        hint="split the file",
     )
 
 
@@ -182,9 +262,12 @@ def _check_step_mode(config: _Config, section: str) -> None:
         return
     sizes = config.get(f"{section}.bucket_tokens")
     config.require(
-        not sizes or (min(sizes) > 0 and max(sizes) >= budget), f"{section}.bucket_tokens",
+        not sizes or (min(sizes) > 0 and max(sizes) >= budget),
+        f"{section}.bucket_tokens",
         f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
-        expected=f"sizes above 0, the largest at least {budget}", hint=f"add {budget} to the list")
+        expected=f"sizes above 0, the largest at least {budget}",
+        hint=f"add {budget} to the list",
+    )
     if mode == "graph":
         _check_graph(config, section)
 
@@ -196,26 +279,37 @@ def _check_graph(config: _Config, section: str) -> None:
         ("expert_model_parallel_size", "the exchange of tokens between experts"),
     ):
         config.require(
-            config.get(f"{section}.{leaf}") == 1, f"{section}.{leaf}",
-            f"is not captured yet ({what}): {section}.step_mode = 'graph' cannot take it", expected="1",
-            hint=f"set {section}.step_mode=static: the same step without capture")
+            config.get(f"{section}.{leaf}") == 1,
+            f"{section}.{leaf}",
+            f"is not captured yet ({what}): {section}.step_mode = 'graph' cannot take it",
+            expected="1",
+            hint=f"set {section}.step_mode=static: the same step without capture",
+        )
     for leaf in ("offload_gradients", "offload_optimizer"):
         config.require(
-            not config.get(f"{section}.{leaf}"), f"{section}.{leaf}",
-            f"moves memory that the graphs of {section}.step_mode = 'graph' have captured", expected="false",
-            hint=f"remove it, or set {section}.step_mode=static")
+            not config.get(f"{section}.{leaf}"),
+            f"{section}.{leaf}",
+            f"moves memory that the graphs of {section}.step_mode = 'graph' have captured",
+            expected="false",
+            hint=f"remove it, or set {section}.step_mode=static",
+        )
 
 
 def _check_rollout(config: _Config) -> None:
     engine = config.get("rollout.engine")
     config.require(
-        engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1, "rollout.tensor_model_parallel_size",
-        "is not supported by rollout.engine = 'hf'", expected="1", hint="set it to 1, or rollout.engine=vllm",
+        engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1,
+        "rollout.tensor_model_parallel_size",
+        "is not supported by rollout.engine = 'hf'",
+        expected="1",
+        hint="set it to 1, or rollout.engine=vllm",
     )
     for name, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
         config.require(
-            config.get(name) == off, name,
-            "would sample from a cut distribution while training scores the full softmax", expected=repr(off),
+            config.get(name) == off,
+            name,
+            "would sample from a cut distribution while training scores the full softmax",
+            expected=repr(off),
             hint=f"set {name}={off}; rollout.temperature is applied on both sides",
         )
 
@@ -224,30 +318,45 @@ def _check_reward(config: _Config) -> None:
     function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
-        function is None or bool(path and name.isidentifier()), "reward.function", "does not name a function in a file",
-        expected="path.py:name", hint="write e.g. reward.function=my_reward.py:compute_score",
+        function is None or bool(path and name.isidentifier()),
+        "reward.function",
+        "does not name a function in a file",
+        expected="path.py:name",
+        hint="write e.g. reward.function=my_reward.py:compute_score",
     )
     limit = config.get("data.max_response_length")
     config.require(
-        config.get("reward.overlong_buffer_length") <= limit, "reward.overlong_buffer_length",
-        f"is more than data.max_response_length = {limit}", expected=f"at most {limit}", hint="give a shorter buffer",
+        config.get("reward.overlong_buffer_length") <= limit,
+        "reward.overlong_buffer_length",
+        f"is more than data.max_response_length = {limit}",
+        expected=f"at most {limit}",
+        hint="give a shorter buffer",
     )
     uses_model = any(entry.split()[1:] == ["model"] for entry in config.get("reward.components"))
     has_model = config.get("reward_model.path") is not None
     config.require(
-        has_model or not uses_model, "reward.components", "uses the reward model, but reward_model.path is null",
-        expected="the directory of a reward model", hint="set reward_model.path",
+        has_model or not uses_model,
+        "reward.components",
+        "uses the reward model, but reward_model.path is null",
+        expected="the directory of a reward model",
+        hint="set reward_model.path",
     )
 
 
 def _check_algorithm(config: _Config) -> None:
     dual = config.get("algorithm.dual_clip")
     config.require(
-        dual is None or dual > 1, "algorithm.dual_clip", "would clip every negative advantage", expected="> 1, or null",
+        dual is None or dual > 1,
+        "algorithm.dual_clip",
+        "would clip every negative advantage",
+        expected="> 1, or null",
         hint="3.0 is the value of the paper",
     )
     low, high = config.get("algorithm.importance_low"), config.get("algorithm.importance_high")
     config.require(
-        low < high, "algorithm.importance_low", f"is not below algorithm.importance_high = {high!r}",
-        expected="importance_low < importance_high", hint="the defaults are 0.5 and 2.0",
+        low < high,
+        "algorithm.importance_low",
+        f"is not below algorithm.importance_high = {high!r}",
+        expected="importance_low < importance_high",
+        hint="the defaults are 0.5 and 2.0",
     )

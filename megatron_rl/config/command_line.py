@@ -67,8 +67,13 @@ class Inputs(Protocol):
 
 
 def run_command(
-    argv: Sequence[str], *, name: str, description: str, build_plan: Callable[[RunConfig, int], Plan],
-    read_inputs: Callable[[RunConfig, int], Inputs], run: Callable[[LoadedConfig, Path | None], None],
+    argv: Sequence[str],
+    *,
+    name: str,
+    description: str,
+    build_plan: Callable[[RunConfig, int], Plan],
+    read_inputs: Callable[[RunConfig, int], Inputs],
+    run: Callable[[LoadedConfig, Path | None], None],
     check_memory: Callable[[RunConfig, Path | None, int, float, int | None], str] | None = None,
 ) -> int:
     """Parse, then plan or run.
@@ -195,8 +200,12 @@ def _world_size(flags: dict[str, str], asked: int | None) -> int:
     """From --world-size, else from torchrun's environment, else what a verl recipe asks for, else 1."""
     text = flags.get("--world-size") or os.environ.get("WORLD_SIZE") or str(asked or 1)
     if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--world-size {text!r}", source="command line", expected="a number of ranks, 1 or more",
-                        hint="for example --world-size 8")
+        raise UserError(
+            f"--world-size {text!r}",
+            source="command line",
+            expected="a number of ranks, 1 or more",
+            hint="for example --world-size 8",
+        )
     return int(text)
 
 
@@ -206,14 +215,25 @@ def _gpus(flags: dict[str, str]) -> tuple[float, int | None]:
         memory, per_node = float(flags["--gpu-memory-gib"]), flags.get("--gpus-per-node")
         return memory, None if per_node is None else int(per_node)
     except ValueError as error:
-        raise UserError(f"--gpu-memory-gib or --gpus-per-node: {error}", source="command line", expected="numbers",
-                        hint="for example --gpu-memory-gib 80 --gpus-per-node 8") from None
+        raise UserError(
+            f"--gpu-memory-gib or --gpus-per-node: {error}",
+            source="command line",
+            expected="numbers",
+            hint="for example --gpu-memory-gib 80 --gpus-per-node 8",
+        ) from None
 
 
 def _render_plan(loaded: LoadedConfig, plan: Plan, memory: str | None, as_json: bool) -> str:
     if as_json:
-        return json.dumps({"config": config_to_dict(loaded.config), "batch_plan": asdict(plan), "memory": memory,
-                           "notes": loaded.notes}, indent=2)
+        return json.dumps(
+            {
+                "config": config_to_dict(loaded.config),
+                "batch_plan": asdict(plan),
+                "memory": memory,
+                "notes": loaded.notes,
+            },
+            indent=2,
+        )
     lines = [dump_yaml(loaded.config), "batch plan:", *(f"  {line}" for line in plan.formulas())]
     return "\n".join([*lines, *([memory] if memory else [])])
 

@@ -25,8 +25,13 @@ _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _REFUSED = object()
 # Types beside Literal that a setting may have, each also with `| None`, and their names.
 SIMPLE_TYPES: dict[Any, str] = {
-    int: "integer", float: "number", bool: "true or false", str: "text", list[str]: "list of texts",
-    list[int]: "list of integers"}
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "list of texts",
+    list[int]: "list of integers",
+}
 _TYPE_NAMES = SIMPLE_TYPES | {dict[str, Any]: "mapping"}
 
 
@@ -101,9 +106,15 @@ def read_fields(declaration: type, prefix: str) -> dict[str, FieldInfo]:
     hints = typing.get_type_hints(declaration)
     return {
         name: FieldInfo(
-            name, hints[item.name], item.default if item.default_factory is MISSING else item.default_factory(),
-            item.metadata.get("doc", ""), item.metadata.get("unit", ""))
-        for item in dataclasses.fields(declaration) for name in [f"{prefix}.{item.name}"]}
+            name,
+            hints[item.name],
+            item.default if item.default_factory is MISSING else item.default_factory(),
+            item.metadata.get("doc", ""),
+            item.metadata.get("unit", ""),
+        )
+        for item in dataclasses.fields(declaration)
+        for name in [f"{prefix}.{item.name}"]
+    }
 
 
 def section_classes() -> dict[str, type]:
@@ -196,9 +207,16 @@ def leaf_candidates(leaf: str, names: Iterable[str]) -> list[str]:
 
 # Words that other programs have for leaves of ours and that no spelling leads to.
 _SYNONYMS = {
-    "learning_rate": "lr", "beta": "kl_coef", "num_generations": "n", "max_new_tokens": "max_response_length",
-    "max_completion_length": "max_response_length", "max_steps": "total_steps", "num_train_epochs": "total_epochs",
-    "output_dir": "run_dir", "model_name_or_path": "path", "max_grad_norm": "clip_grad",
+    "learning_rate": "lr",
+    "beta": "kl_coef",
+    "num_generations": "n",
+    "max_new_tokens": "max_response_length",
+    "max_completion_length": "max_response_length",
+    "max_steps": "total_steps",
+    "num_train_epochs": "total_epochs",
+    "output_dir": "run_dir",
+    "model_name_or_path": "path",
+    "max_grad_norm": "clip_grad",
     "logging_steps": "console_every",
 }
 

@@ -60,8 +60,7 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
     if role.sequence_parallel and role.tensor_model_parallel_size == 1:
         yield (f"{section}.sequence_parallel", f"{section}.tensor_model_parallel_size is 1", False)
     if role.virtual_pipeline_model_parallel_size is not None and role.pipeline_model_parallel_size == 1:
-        yield (f"{section}.virtual_pipeline_model_parallel_size",
-                    f"{section}.pipeline_model_parallel_size is 1", None)
+        yield (f"{section}.virtual_pipeline_model_parallel_size", f"{section}.pipeline_model_parallel_size is 1", None)
 
 
 def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
@@ -78,5 +77,9 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
     if role.overlap_grad_reduce:
         yield (f"{section}.overlap_grad_reduce", f"{mode}: gradients are reduced when all are there", False)
     if role.share_prompts and role.context_parallel_size > 1:
-        yield (f"{section}.share_prompts", f"{mode}: shared prompts have no fixed shape with "
-                    f"{section}.context_parallel_size = {role.context_parallel_size}", False)
+        yield (
+            f"{section}.share_prompts",
+            f"{mode}: shared prompts have no fixed shape with "
+            f"{section}.context_parallel_size = {role.context_parallel_size}",
+            False,
+        )

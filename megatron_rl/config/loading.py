@@ -90,7 +90,9 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
     fields = list_fields()
     settings = read_mapping(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe)) if recipe else []
     settings += read_overrides(
-        overrides, fields, _boolean_names(fields),
+        overrides,
+        fields,
+        _boolean_names(fields),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
     )
     settings = resolve_references(_without_empty_sections(settings))
@@ -111,8 +113,10 @@ def _without_empty_sections(settings: list[Setting]) -> list[Setting]:
     for setting in settings:
         if setting.name in sections and setting.value is not None:
             raise UserError(
-                f"the section {setting.name!r} has the value {setting.value!r}", source=setting.source,
-                expected=f"settings below {setting.name}", hint=f"write {setting.name}.KEY=VALUE, see --help",
+                f"the section {setting.name!r} has the value {setting.value!r}",
+                source=setting.source,
+                expected=f"settings below {setting.name}",
+                hint=f"write {setting.name}.KEY=VALUE, see --help",
             )
     return [setting for setting in settings if setting.name not in sections]
 

@@ -34,29 +34,42 @@ def check_options(name: str, options: type, place: str) -> None:
     declared: Any = options if isinstance(options, type) and dataclasses.is_dataclass(options) else None
     if declared is None or not declared.__dataclass_params__.frozen:
         raise UserError(
-            f"the options of {name!r} are {getattr(options, '__name__', options)}", source=place,
+            f"the options of {name!r} are {getattr(options, '__name__', options)}",
+            source=place,
             expected="a frozen dataclass",
-            hint="write @dataclass(frozen=True) above the class, and give options= the class itself")
+            hint="write @dataclass(frozen=True) above the class, and give options= the class itself",
+        )
     if OPTIONS.get(name, options) is not options:
-        raise UserError(f"{PREFIX}.{name} is declared already", source=place, expected="one set of options for a name",
-                        hint="choose another name, or give both the same class")
+        raise UserError(
+            f"{PREFIX}.{name} is declared already",
+            source=place,
+            expected="one set of options for a name",
+            hint="choose another name, or give both the same class",
+        )
     for info in read_fields(options, f"{PREFIX}.{name}").values():
         if info.required:
-            raise UserError(f"{info.name} has no default", source=place, expected="a default for every option",
-                            hint=f"write {info.leaf.rpartition('.')[2]}: TYPE = DEFAULT")
+            raise UserError(
+                f"{info.name} has no default",
+                source=place,
+                expected="a default for every option",
+                hint=f"write {info.leaf.rpartition('.')[2]}: TYPE = DEFAULT",
+            )
         if not (info.choices or info.kind in SIMPLE_TYPES):
             raise UserError(
-                f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}", source=place,
+                f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}",
+                source=place,
                 expected="int, float, bool, str, list[str], list[int] or Literal, each alone or with | None",
-                hint="declare it with one of these types")
+                hint="declare it with one of these types",
+            )
         coerce(info, info.default, place)
     options()  # what its own checks raise about the defaults is the error of the import
 
 
 def list_options() -> dict[str, FieldInfo]:
     """The settings that the plugins of this process have declared, by full name."""
-    return {key: info for name, options in OPTIONS.items()
-            for key, info in read_fields(options, f"{PREFIX}.{name}").items()}
+    return {
+        key: info for name, options in OPTIONS.items() for key, info in read_fields(options, f"{PREFIX}.{name}").items()
+    }
 
 
 def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
@@ -79,8 +92,11 @@ def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict
         except Exception as error:
             places = ", ".join(f"{key} ({sources[key]})" for key in given)
             raise UserError(
-                f"{', '.join(f'{key} = {value!r}' for key, value in given.items())}: {error}", source=places,
-                expected=f"what {options.__name__} accepts", hint="see --help for the plugin's options") from error
+                f"{', '.join(f'{key} = {value!r}' for key, value in given.items())}: {error}",
+                source=places,
+                expected=f"what {options.__name__} accepts",
+                hint="see --help for the plugin's options",
+            ) from error
     return built
 
 

@@ -34,7 +34,8 @@ def resolve_references(settings: Sequence[Setting]) -> list[Setting]:
     latest = {setting.name: setting for setting in settings}
     return [
         replace(setting, value=_resolve(setting.value, setting, latest, (setting.name,)), text=None)
-        if _has_reference(setting.value) else setting
+        if _has_reference(setting.value)
+        else setting
         for setting in settings
     ]
 
@@ -75,7 +76,8 @@ def _absolute(name: str, place: str) -> str:
 
 def _error(setting: Setting, found: str) -> UserError:
     return UserError(
-        found, source=setting.source,
+        found,
+        source=setting.source,
         expected="a plain value, ${section.key}, ${.key} or ${oc.select:section.key,default}",
         hint="write the value itself",
     )

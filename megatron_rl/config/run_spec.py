@@ -72,7 +72,12 @@ class RunSpec:
 
     def with_config(self, config: RunConfig) -> RunSpec:
         """The same roles with the layouts of another config, and with what it offloads."""
-        return replace(self, roles={
-            name: replace(role, layout=getattr(config, role.section),
-                          offload=getattr(getattr(config, name), "offload", False))
-            for name, role in self.roles.items()})
+        return replace(
+            self,
+            roles={
+                name: replace(
+                    role, layout=getattr(config, role.section), offload=getattr(getattr(config, name), "offload", False)
+                )
+                for name, role in self.roles.items()
+            },
+        )

@@ -23,9 +23,11 @@ class ModelConfig:
     path: str = option(MISSING, "Directory of the policy in Hugging Face format (config.json, *.safetensors).")
     tokenizer: str | None = option(None, "Tokenizer directory or sentencepiece .model file; default: model.path.")
     dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "Type of parameters and activations; use float32 on CPU (bfloat16 is very slow there).")
+        "bfloat16", "Type of parameters and activations; use float32 on CPU (bfloat16 is very slow there)."
+    )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = option(
-        "auto", "Modules of the layers: megatron-core's own, or Transformer Engine's (auto: where usable).")
+        "auto", "Modules of the layers: megatron-core's own, or Transformer Engine's (auto: where usable)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +36,20 @@ class DataConfig:
 
     train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
     validation_files: list[str] = option(
-        [], "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
-        "or gsm8k-test beside another test).")
+        [],
+        "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
+        "or gsm8k-test beside another test).",
+    )
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
     validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
     validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
     max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
     max_response_length: int = option(1024, "Longest response.", "tokens")
     overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
-        "error", "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
-        "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.")
+        "error",
+        "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
+        "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.",
+    )
     apply_chat_template_kwargs: dict[str, Any] = option({}, "Options of the chat template, such as enable_thinking.")
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
@@ -58,7 +64,8 @@ class LayoutConfig:
     tensor_model_parallel_size: int = option(1, "Ranks that share each matrix (TP).", "ranks")
     pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks")
     virtual_pipeline_model_parallel_size: int | None = option(
-        None, "Model chunks per pipeline stage (VPP, interleaved schedule).", "chunks")
+        None, "Model chunks per pipeline stage (VPP, interleaved schedule).", "chunks"
+    )
     context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks")
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
@@ -66,7 +73,8 @@ class LayoutConfig:
     logprob_chunk_tokens: int = option(512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
     share_prompts: bool = option(True, "Compute a group's prompt once per microbatch instead of once per response.")
     recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Activation recomputation: none, core attention only, or whole layers.")
+        "none", "Activation recomputation: none, core attention only, or whole layers."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +93,34 @@ class TrainedConfig(LayoutConfig):
     clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.")
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
-        False, "Keep optimizer states, and the float32 weights of a bfloat16 model, on the host while the engine "
-        "generates.")
+        False,
+        "Keep optimizer states, and the float32 weights of a bfloat16 model, on the host while the engine generates.",
+    )
     overlap_grad_reduce: bool = option(
-        False, "Reduce gradients over DP while the backward of the last microbatch goes on (step_mode eager, dense).")
+        False, "Reduce gradients over DP while the backward of the last microbatch goes on (step_mode eager, dense)."
+    )
     step_mode: Literal["eager", "static", "graph"] = option(
-        "eager", "How an optimizer step runs: eager, on microbatches of any length; static, on microbatches padded to "
-        "few shapes in buffers that stay; graph, the same replayed from CUDA graphs (one pipeline stage, dense).")
+        "eager",
+        "How an optimizer step runs: eager, on microbatches of any length; static, on microbatches padded to "
+        "few shapes in buffers that stay; graph, the same replayed from CUDA graphs (one pipeline stage, dense).",
+    )
     bucket_tokens: list[int] = option(
-        [], "step_mode static and graph: lengths that microbatches are padded to; default: the sixteenths of "
-        "max_tokens_per_microbatch.", "tokens")
+        [],
+        "step_mode static and graph: lengths that microbatches are padded to; default: the sixteenths of "
+        "max_tokens_per_microbatch.",
+        "tokens",
+    )
     max_num_seqs: int = option(
-        64, "step_mode static and graph: sequences that a microbatch has room for; one that has more gets twice, four "
-        "times ... that.", "sequences")
+        64,
+        "step_mode static and graph: sequences that a microbatch has room for; one that has more gets twice, four "
+        "times ... that.",
+        "sequences",
+    )
     graph_memory_gib: float | None = option(
-        None, "step_mode graph: once the graphs hold so much memory, further shapes run uncaptured; default: no limit.",
-        "GiB")
+        None,
+        "step_mode graph: once the graphs hold so much memory, further shapes run uncaptured; default: no limit.",
+        "GiB",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +128,10 @@ class ActorConfig(TrainedConfig):
     """The policy in training: its layout, its batches, its optimizer."""
 
     ppo_mini_batch_size: int | None = option(
-        None, "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
-        "prompts")
+        None,
+        "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
+        "prompts",
+    )
     ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
 
 
@@ -118,13 +140,17 @@ class CriticConfig(TrainedConfig):
     """The value model of PPO, in a layout of its own; it takes the actor's minibatches and passes."""
 
     enable: bool | None = option(
-        None, "Train a critic; default: when algorithm.adv_estimator needs values (gae, or a plugin's that says so).")
+        None, "Train a critic; default: when algorithm.adv_estimator needs values (gae, or a plugin's that says so)."
+    )
     path: str | None = option(
-        None, "Directory of its initial weights in HF format (its own score head is used if it has one); "
-        "default: model.path with a value head of zeros.")
+        None,
+        "Directory of its initial weights in HF format (its own score head is used if it has one); "
+        "default: model.path with a value head of zeros.",
+    )
     lr: float = option(1e-5, "Peak learning rate.")
     value_clip: float | None = option(
-        0.5, "New values are clipped to this distance from the old ones in the value loss; null: no clipping.")
+        0.5, "New values are clipped to this distance from the old ones in the value loss; null: no clipping."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +161,10 @@ class RolloutConfig:
     tensor_model_parallel_size: int = option(1, "Ranks per engine; world / this = number of engines.", "ranks")
     n: int = option(8, "Responses per prompt (group size).", "responses")
     dispatch: Literal["auto", "groups", "samples"] = option(
-        "auto", "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "
-        "groups with one engine or long prompts (over 4.6 times the longest response; 8 responses on 8 engines).")
+        "auto",
+        "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "
+        "groups with one engine or long prompts (over 4.6 times the longest response; 8 responses on 8 engines).",
+    )
     temperature: float = option(1.0, "Sampling temperature; also scales the logits in training.")
     top_p: float = option(1.0, "Nucleus sampling; training scores the full softmax, so only 1.0 is accepted.")
     top_k: int = option(-1, "Top-k sampling; training scores the full softmax, so only -1 (off) is accepted.")
@@ -144,12 +172,14 @@ class RolloutConfig:
     validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
-        None, "KV cache of an engine rank; default: by max_num_seqs on CPU (at most 1), else by the next one.", "GiB")
+        None, "KV cache of an engine rank; default: by max_num_seqs on CPU (at most 1), else by the next one.", "GiB"
+    )
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
     async_scheduling: bool = option(False, "vLLM on a GPU: schedule the next step during this one; on CPU never so.")
     model_runner: Literal["v1", "v2"] = option(
-        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens from the same seeds; on CPU v1.")
+        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens from the same seeds; on CPU v1."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +187,15 @@ class HybridConfig:
     """The switch between training and rollout: how weights reach the engine, and what is checked."""
 
     transport: Literal["auto", "pull", "buckets"] = option(
-        "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible.")
+        "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible."
+    )
     bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
     alias_weights: bool = option(
-        True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy.")
+        True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy."
+    )
     verify: Literal["off", "sample", "full"] = option(
-        "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all.")
+        "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,19 +211,26 @@ class RewardConfig:
     """How responses are scored: a weighted sum of sources, each logged by its name."""
 
     rule: Literal["exact", "math", "format", "by_data_source"] = option(
-        "math", "Rule used when nothing else is given; by_data_source: what verl gives on public sets.")
+        "math", "Rule used when nothing else is given; by_data_source: what verl gives on public sets."
+    )
     answer: Literal["marked", "any"] = option(
-        "marked", "Rule math: only an answer marked by \\boxed{}, #### or in the data set's own way, or any last one.")
+        "marked", "Rule math: only an answer marked by \\boxed{}, #### or in the data set's own way, or any last one."
+    )
     function: str | None = option(
-        None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info).")
+        None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info)."
+    )
     components: list[str] = option(
-        [], "Weighted sum of several sources, each 'WEIGHT SOURCE' with a rule, path.py:name, an http(s) URL, or "
-        "'model'; overrules rule, function and service_url.")
+        [],
+        "Weighted sum of several sources, each 'WEIGHT SOURCE' with a rule, path.py:name, an http(s) URL, or "
+        "'model'; overrules rule, function and service_url.",
+    )
     workers: int = option(
-        0, "Processes per rank that compute rules and functions beside generation; 0: in the rank itself.", "processes")
+        0, "Processes per rank that compute rules and functions beside generation; 0: in the rank itself.", "processes"
+    )
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
-        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds")
+        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds"
+    )
     service_url: str | None = option(None, "HTTP reward service: batches of responses are posted to it as JSON.")
     service_batch_size: int = option(64, "Responses per request.", "responses")
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests")
@@ -199,11 +239,15 @@ class RewardConfig:
     service_retries: int = option(4, "Further attempts after a failed request, with exponential backoff.", "attempts")
     service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds")
     service_on_failure: Literal["stop", "fallback"] = option(
-        "stop", "When all attempts failed: end the run, or give service_fallback_reward and count it.")
+        "stop", "When all attempts failed: end the run, or give service_fallback_reward and count it."
+    )
     service_fallback_reward: float = option(0.0, "Reward of a response that the service failed on (fallback only).")
     overlong_buffer_length: int = option(
-        0, "Soft overlong punishment (DAPO): responses in the last N tokens before max_response_length lose reward "
-        "linearly; 0: off.", "tokens")
+        0,
+        "Soft overlong punishment (DAPO): responses in the last N tokens before max_response_length lose reward "
+        "linearly; 0: off.",
+        "tokens",
+    )
     overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong punishment.")
 
 
@@ -226,26 +270,36 @@ class TrainerConfig:
     val_only: bool = option(False, "Validate once, a new run or where it would be resumed, and train nothing.")
     critic_warmup: int = option(0, "Steps in which only the critic is trained.", "steps")
     best_metric: str | None = option(
-        None, "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is "
-        "better.")
+        None,
+        "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is better.",
+    )
     save_freq: int = option(
-        0, "Save a checkpoint every N steps that stays (0: only at the end); see also checkpoint.save_every_minutes.",
-        "steps")
+        0,
+        "Save a checkpoint every N steps that stays (0: only at the end); see also checkpoint.save_every_minutes.",
+        "steps",
+    )
     save_final: bool = option(True, "Save a checkpoint after the last step.")
     seed: int = option(1, "Seed of data order, sampling and initialisation.")
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(
-        4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts")
+        4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts"
+    )
     profile_steps: list[int] = option(
-        [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps")
+        [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps"
+    )
     profile_ranks: list[int] = option([0], "Ranks that write them.", "ranks")
     capture_step: int | None = option(
-        None, "Step that is written to <run_dir>/capsules/step_<N> with all that tools/replay_step.py needs to do it "
-        "again; costs one more checkpoint on the disk.", "step")
+        None,
+        "Step that is written to <run_dir>/capsules/step_<N> with all that tools/replay_step.py needs to do it "
+        "again; costs one more checkpoint on the disk.",
+        "step",
+    )
     collective_timeout: float = option(
-        1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds")
+        1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds"
+    )
     check_memory: bool = option(
-        True, "On GPUs: refuse at the start what is planned to take more memory than they have (tools/plan.py).")
+        True, "On GPUs: refuse at the start what is planned to take more memory than they have (tools/plan.py)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,22 +307,31 @@ class CheckpointConfig:
     """Training checkpoints (written every trainer.save_freq steps) and what a run does with those it finds."""
 
     resume: str = option(
-        "auto", "auto: resume from the newest valid checkpoint in trainer.run_dir, if there is one; must: end the run "
-        "where there is none; never: begin a new run; or the directory of a checkpoint to start from.")
+        "auto",
+        "auto: resume from the newest valid checkpoint in trainer.run_dir, if there is one; must: end the run "
+        "where there is none; never: begin a new run; or the directory of a checkpoint to start from.",
+    )
     save_optimizer: bool = option(
-        True, "Save optimizer states, schedule, random numbers and data position; false: weights only, no resume.")
+        True, "Save optimizer states, schedule, random numbers and data position; false: weights only, no resume."
+    )
     save_huggingface: bool = option(
-        True, "Write the policy in HF format as well, into step_<N>/huggingface (not when a signal ends the run).")
+        True, "Write the policy in HF format as well, into step_<N>/huggingface (not when a signal ends the run)."
+    )
     async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
-        30.0, "Save also when the last save is so long ago, so that a crash loses no more; without the HF format, and "
-        "gone when the next checkpoint is there; null: off.", "minutes")
+        30.0,
+        "Save also when the last save is so long ago, so that a crash loses no more; without the HF format, and "
+        "gone when the next checkpoint is there; null: off.",
+        "minutes",
+    )
     max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves")
     keep_last: int | None = option(None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints")
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[str] = option(
-        [], "What may differ from the run behind the checkpoint: reference, reward_model, train_files, reward, plugins "
-        "(their content).")
+        [],
+        "What may differ from the run behind the checkpoint: reference, reward_model, train_files, reward, plugins "
+        "(their content).",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,22 +340,31 @@ class ObservabilityConfig:
 
     tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
     histograms_every: int = option(
-        10, "Write histograms (lengths, rewards, advantages, log-prob gap) and sample texts to TensorBoard in step 1 "
-        "and every N steps (0: never).", "steps")
+        10,
+        "Write histograms (lengths, rewards, advantages, log-prob gap) and sample texts to TensorBoard in step 1 "
+        "and every N steps (0: never).",
+        "steps",
+    )
     progress_bar: bool = option(
-        True, "Bars of the steps and of the responses being generated when stdout is a terminal; else a line every 10 "
-        "seconds of a generation that takes longer.")
+        True,
+        "Bars of the steps and of the responses being generated when stdout is a terminal; else a line every 10 "
+        "seconds of a generation that takes longer.",
+    )
     console_every: int = option(1, "Print the console line every N steps.", "steps")
     wandb: Literal["off", "offline", "online"] = option(
-        "off", "Log to Weights & Biases (needs the package wandb); offline: into <run_dir>/wandb, without a network.")
+        "off", "Log to Weights & Biases (needs the package wandb); offline: into <run_dir>/wandb, without a network."
+    )
     wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
     status_port: int | None = option(
-        None, "Port of a read-only web page about the run, served by rank 0 (0: any free port, printed); null: off.")
+        None, "Port of a read-only web page about the run, served by rank 0 (0: any free port, printed); null: off."
+    )
     status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
     status_token: bool = option(
-        True, "Serve the page below a random path that is printed at the start, so that only those who see the output "
-        "of the run can read it.")
+        True,
+        "Serve the page below a random path that is printed at the start, so that only those who see the output "
+        "of the run can read it.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,17 +34,25 @@ class SftPlan:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
         if cfg.trainer.val_only:
-            raise UserError("trainer.val_only = True, and supervised fine-tuning has no validation",
-                            source="trainer.val_only", expected="false", hint="evaluate by tools/evaluate.py")
+            raise UserError(
+                "trainer.val_only = True, and supervised fine-tuning has no validation",
+                source="trainer.val_only",
+                expected="false",
+                hint="evaluate by tools/evaluate.py",
+            )
         dp_size = check_ranks(cfg.actor, world_size, "actor")
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)
         return cls(
-            world_size=world_size, dp_size=dp_size, train_batch_size=cfg.data.train_batch_size,
+            world_size=world_size,
+            dp_size=dp_size,
+            train_batch_size=cfg.data.train_batch_size,
             max_tokens_per_microbatch=cfg.actor.max_tokens_per_microbatch,
             longest_sequence=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            max_response_length=cfg.data.max_response_length, num_examples=num_examples,
-            total_steps=count_steps(cfg, num_examples))
+            max_response_length=cfg.data.max_response_length,
+            num_examples=num_examples,
+            total_steps=count_steps(cfg, num_examples),
+        )
 
     @property
     def rollouts_per_minibatch(self) -> int:
@@ -60,6 +68,8 @@ class SftPlan:
             f"{self.max_tokens_per_microbatch} tokens per DP rank",
         ]
         if self.num_examples is not None and self.total_steps is not None:
-            lines.append(f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
-                         f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}")
+            lines.append(
+                f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
+                f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}"
+            )
         return lines

@@ -59,7 +59,9 @@ def read_recipe(path: Path) -> list[Setting]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"cannot read the recipe: {error}", source=str(path), expected="a YAML file (UTF-8)",
+            f"cannot read the recipe: {error}",
+            source=str(path),
+            expected="a YAML file (UTF-8)",
             hint="check the path; relative paths start at the working directory",
         ) from error
     loader = yaml.SafeLoader(text)
@@ -108,7 +110,9 @@ class _Walker:
         if not prefix or isinstance(node, yaml.MappingNode):
             raise UserError(
                 "the recipe is not a mapping of sections" if not prefix else f"{prefix} is nested too deeply",
-                source=source, expected="sections with settings below them", hint="see launch/recipes for examples",
+                source=source,
+                expected="sections with settings below them",
+                hint="see launch/recipes for examples",
             )
         try:
             value = self.loader.construct_object(node, deep=True)
@@ -120,8 +124,11 @@ class _Walker:
         self._refuse_duplicates(node, prefix)
         self.loader.flatten_mapping(node)  # resolves '<<: *anchor'; merged keys come first, own keys win
         children = {str(key.value): child for key, child in node.value}
-        return [setting for key, child in children.items()
-                for setting in self.walk(child, f"{prefix}.{key}" if prefix else key, depth + 1)]
+        return [
+            setting
+            for key, child in children.items()
+            for setting in self.walk(child, f"{prefix}.{key}" if prefix else key, depth + 1)
+        ]
 
     def _refuse_duplicates(self, node: yaml.MappingNode, prefix: str) -> None:
         lines: dict[str, int] = {}
@@ -146,8 +153,10 @@ def _refuse_repeated(settings: list[Setting]) -> None:
 
 def _repeated_error(name: str, first: str, second: str) -> UserError:
     return UserError(
-        f"{name!r} stands twice in the recipe", source=f"{first} and {second}",
-        expected="each key once", hint="remove one of the two",
+        f"{name!r} stands twice in the recipe",
+        source=f"{first} and {second}",
+        expected="each key once",
+        hint="remove one of the two",
     )
 
 
@@ -176,7 +185,9 @@ def read_overrides(
         is_flag = name.startswith("--") and len(name) > 2
         if not (separator or is_flag) or (name.startswith("-") and not is_flag):
             raise UserError(
-                f"{argument!r} is not an override", source="command line", expected=_SYNTAX,
+                f"{argument!r} is not an override",
+                source="command line",
+                expected=_SYNTAX,
                 hint="quote values that contain spaces",
             )
         name = _flag_name(name, fields, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
@@ -200,8 +211,10 @@ def _flag_name(flag: str, fields: Mapping[str, FieldInfo], unknown: Callable[[st
         candidates = [full for full in candidates if full.partition(".")[0] not in _ROLES_LIKE_THE_ACTOR]
     if len(candidates) > 1:
         raise UserError(
-            f"{flag} is ambiguous: {' and '.join(candidates)} end in it", source="command line",
-            expected="the full name", hint=" or ".join(f"{candidate}=VALUE" for candidate in candidates),
+            f"{flag} is ambiguous: {' and '.join(candidates)} end in it",
+            source="command line",
+            expected="the full name",
+            hint=" or ".join(f"{candidate}=VALUE" for candidate in candidates),
         )
     return candidates[0]
 
@@ -212,7 +225,10 @@ def _take_value(name: str, rest: deque[str], boolean_names: Collection[str]) -> 
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
     if following.startswith("--"):
         raise UserError(
-            f"--{name} has no value", source="command line", expected=_SYNTAX, hint=f"write {name}=VALUE",
+            f"--{name} has no value",
+            source="command line",
+            expected=_SYNTAX,
+            hint=f"write {name}=VALUE",
         )
     return rest.popleft()
 
@@ -226,6 +242,8 @@ def _parse_value(name: str, text: str) -> Any:
         if not text.startswith(("[", "{")):
             return text  # a text such as '@run' or '2024-13-45' is fine where text is wanted
         raise UserError(
-            f"the value of {name} cannot be read: {text!r}", source="command line",
-            expected="a YAML scalar or list, e.g. 8, 1e-6, true, text, [a, b]", hint="quote special characters",
+            f"the value of {name} cannot be read: {text!r}",
+            source="command line",
+            expected="a YAML scalar or list, e.g. 8, 1e-6, true, text, [a, b]",
+            hint="quote special characters",
         ) from error

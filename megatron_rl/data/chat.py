@@ -11,8 +11,9 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
 T = TypeVar("T")
-_EXPECTED = ('chat messages {"role": text, "content": text}; a content may be a list of parts '
-             '{"type": "text", "text": text}')
+_EXPECTED = (
+    'chat messages {"role": text, "content": text}; a content may be a list of parts {"type": "text", "text": text}'
+)
 
 
 def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str, Any]]:
@@ -41,7 +42,11 @@ def _join_parts(content: Any) -> str | None:
 
 
 def shorten_messages(
-    messages: list[dict[str, Any]], limit: int, policy: str, tokenizer: Tokenizer, options: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+    limit: int,
+    policy: str,
+    tokenizer: Tokenizer,
+    options: Mapping[str, Any],
     place: str,
 ) -> tuple[str, list[int]]:
     """Cut the longest contents to one length, so that the conversation with its template has at most `limit` tokens.
@@ -69,19 +74,24 @@ def shorten_messages(
             return text, tokens
         if not longest:
             raise UserError(
-                f"the chat template alone has {len(tokens)} tokens", source=place,
-                expected=f"fewer than data.max_prompt_length = {limit}", hint="raise data.max_prompt_length")
+                f"the chat template alone has {len(tokens)} tokens",
+                source=place,
+                expected=f"fewer than data.max_prompt_length = {limit}",
+                hint="raise data.max_prompt_length",
+            )
         # A cut may split or join tokens at its edge: what is still too long is cut off in the next round.
         wanted = sum(min(len(content), longest) for content in contents) - (len(tokens) - limit)
         while longest and sum(min(len(content), longest) for content in contents) > wanted:
             longest -= 1
         messages = [
-            message if len(content) <= longest
+            message
+            if len(content) <= longest
             else {**message, "content": tokenizer.decode(keep_tokens(content, longest, policy))}
-            for message, content in zip(messages, contents, strict=True)]
+            for message, content in zip(messages, contents, strict=True)
+        ]
 
 
 def keep_tokens(tokens: list[T], limit: int, policy: str) -> list[T]:
     """The last `limit` tokens ("truncate"), the first ("truncate_right"), or half from each end ("truncate_middle")."""
     first = {"truncate": 0, "truncate_right": limit, "truncate_middle": limit // 2}[policy]
-    return tokens[:first] + tokens[len(tokens) - (limit - first):]
+    return tokens[:first] + tokens[len(tokens) - (limit - first) :]

@@ -85,10 +85,17 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
         if fitted is None:
             continue
         truncated += fitted.is_truncated
-        prompts.append(Prompt(
-            prompt_id=row.index, tokens=fitted.tokens, text=fitted.text, ground_truth=ground_truth,
-            data_source=row.optional("data_source", str, "default"), extra_info=_extra_info(row, cfg),
-            row={name: value for name, value in row.columns.items() if name != cfg.prompt_key}))
+        prompts.append(
+            Prompt(
+                prompt_id=row.index,
+                tokens=fitted.tokens,
+                text=fitted.text,
+                ground_truth=ground_truth,
+                data_source=row.optional("data_source", str, "default"),
+                extra_info=_extra_info(row, cfg),
+                row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
+            )
+        )
     _refuse_empty(len(prompts), dropped, files, cfg)
     return PromptSet(prompts, truncated, dropped)
 
@@ -110,9 +117,12 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     for row in read_rows(files):
         response = tokenizer.encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
         if len(response) > cfg.max_response_length:
-            raise UserError(f"the response has {len(response)} tokens with its EOS", source=row.location,
-                            expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
-                            hint="raise data.max_response_length, or shorten the response")
+            raise UserError(
+                f"the response has {len(response)} tokens with its EOS",
+                source=row.location,
+                expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
+                hint="raise data.max_response_length, or shorten the response",
+            )
         fitted = _tokenize_prompt(row, tokenizer, cfg)
         dropped += fitted is None
         if fitted is None:
@@ -145,18 +155,26 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted
         raise wrong_type(cfg.prompt_key, value, row.location, "a text, or a list of chat messages")
     tokens = tokenizer.encode(text)
     if not tokens:
-        raise UserError(f'the prompt in column "{cfg.prompt_key}" has no tokens', source=row.location,
-                        expected="at least one token", hint="correct or remove this row")
+        raise UserError(
+            f'the prompt in column "{cfg.prompt_key}" has no tokens',
+            source=row.location,
+            expected="at least one token",
+            hint="correct or remove this row",
+        )
     is_too_long = len(tokens) > limit
     if is_too_long and cfg.overlong_prompts == "drop":
         return None
     if is_too_long and cfg.overlong_prompts == "error":
-        raise UserError(f"the prompt has {len(tokens)} tokens", source=row.location,
-                        expected=f"at most data.max_prompt_length = {limit} tokens",
-                        hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop")
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens",
+            source=row.location,
+            expected=f"at most data.max_prompt_length = {limit} tokens",
+            hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop",
+        )
     if is_too_long and messages is not None:
         text, tokens = shorten_messages(
-            messages, limit, cfg.overlong_prompts, tokenizer, cfg.apply_chat_template_kwargs, row.location)
+            messages, limit, cfg.overlong_prompts, tokenizer, cfg.apply_chat_template_kwargs, row.location
+        )
     elif is_too_long:
         tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
         text = tokenizer.decode(tokens)
@@ -183,8 +201,12 @@ def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
 
 def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) -> None:
     if not kept:
-        raise UserError(f"no prompt is left: all {dropped} are longer than {cfg.max_prompt_length} tokens",
-                        source=", ".join(files), expected="at least one prompt", hint="raise data.max_prompt_length")
+        raise UserError(
+            f"no prompt is left: all {dropped} are longer than {cfg.max_prompt_length} tokens",
+            source=", ".join(files),
+            expected="at least one prompt",
+            hint="raise data.max_prompt_length",
+        )
 
 
 class PromptBatches(Generic[T]):
@@ -205,9 +227,12 @@ class PromptBatches(Generic[T]):
 
     def __init__(self, prompts: list[T], batch_size: int, shuffle: bool, seed: int) -> None:
         if not 1 <= batch_size <= len(prompts):
-            raise UserError(f"{len(prompts)} prompts cannot fill a batch of {batch_size}",
-                            source="data.train_batch_size", expected=f"a batch of 1 to {len(prompts)} prompts",
-                            hint="lower data.train_batch_size, or add prompts")
+            raise UserError(
+                f"{len(prompts)} prompts cannot fill a batch of {batch_size}",
+                source="data.train_batch_size",
+                expected=f"a batch of 1 to {len(prompts)} prompts",
+                hint="lower data.train_batch_size, or add prompts",
+            )
         self._prompts, self._batch_size, self._shuffle, self._seed = prompts, batch_size, shuffle, seed
         self._epoch = self._offset = 0
         self._order = self._order_of(0)
@@ -221,7 +246,7 @@ class PromptBatches(Generic[T]):
             if self._offset == len(self._prompts):
                 self._epoch, self._offset = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
-            taken = self._order[self._offset:self._offset + self._batch_size - len(batch)]
+            taken = self._order[self._offset : self._offset + self._batch_size - len(batch)]
             batch += [self._prompts[i] for i in taken]
             self._offset += len(taken)
         return batch
@@ -243,7 +268,11 @@ class PromptBatches(Generic[T]):
         """
         if state["num_prompts"] != len(self._prompts):
             found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {len(self._prompts)}"
-            raise UserError(found, source="data.train_files", expected="the data set of the run that is resumed",
-                            hint="restore the files, or start a new run")
+            raise UserError(
+                found,
+                source="data.train_files",
+                expected="the data set of the run that is resumed",
+                hint="restore the files, or start a new run",
+            )
         self._epoch, self._offset = state["epoch"], state["offset"]
         self._order = self._order_of(self._epoch)

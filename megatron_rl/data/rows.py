@@ -54,8 +54,10 @@ class Row:
             state = "is null" if column in self.columns else "is missing"
             raise UserError(
                 f'column "{column}" {state}; the row has {", ".join(sorted(self.columns)) or "no columns"}',
-                source=self.location, expected=f'a row with the column "{column}"',
-                hint="set data.prompt_key, data.answer_key or data.response_key, or correct the row")
+                source=self.location,
+                expected=f'a row with the column "{column}"',
+                hint="set data.prompt_key, data.answer_key or data.response_key, or correct the row",
+            )
         return self.columns[column]
 
     def optional(self, column: str, kind: type, default: Any) -> Any:
@@ -80,8 +82,12 @@ def as_text(value: Any, column: str, location: str) -> str:
 
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
     """The error for a value of the wrong type or shape."""
-    return UserError(f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})', source=location,
-                     expected=expected, hint="correct this row, or write lists and objects as JSON text")
+    return UserError(
+        f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})',
+        source=location,
+        expected=expected,
+        hint="correct this row, or write lists and objects as JSON text",
+    )
 
 
 def excerpt(text: str) -> str:
@@ -99,8 +105,12 @@ def read_rows(files: list[str]) -> Iterator[Row]:
         UserError: no files, a file that is missing, empty or of another kind, or a malformed row.
     """
     if not files:
-        raise UserError("no data files are given", source="data.train_files / data.validation_files",
-                        expected="at least one .jsonl or .parquet file", hint="list the files in the recipe")
+        raise UserError(
+            "no data files are given",
+            source="data.train_files / data.validation_files",
+            expected="at least one .jsonl or .parquet file",
+            hint="list the files in the recipe",
+        )
     index = 0
     for name in files:
         reader = _reader_of(Path(name))
@@ -109,20 +119,31 @@ def read_rows(files: list[str]) -> Iterator[Row]:
             yield Row(index, location, columns)
             index += 1
         if index == first:
-            raise UserError(f"{name}: the file holds no rows", source=name, expected="at least one row",
-                            hint="remove the file from the list, or write it again")
+            raise UserError(
+                f"{name}: the file holds no rows",
+                source=name,
+                expected="at least one row",
+                hint="remove the file from the list, or write it again",
+            )
 
 
 def _reader_of(path: Path) -> Any:
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {state}", source="data.train_files / data.validation_files",
-                        expected="a .jsonl or .parquet file", hint="check the path")
+        raise UserError(
+            f"{path} {state}",
+            source="data.train_files / data.validation_files",
+            expected="a .jsonl or .parquet file",
+            hint="check the path",
+        )
     if path.suffix not in readers:
-        raise UserError(f'{path}: the extension "{path.suffix}" is not known', source=str(path),
-                        expected=".jsonl (one JSON object per line) or .parquet",
-                        hint="convert the file, or rename it if only the extension is off")
+        raise UserError(
+            f'{path}: the extension "{path.suffix}" is not known',
+            source=str(path),
+            expected=".jsonl (one JSON object per line) or .parquet",
+            hint="convert the file, or rename it if only the extension is off",
+        )
     return readers[path.suffix]
 
 
@@ -140,11 +161,19 @@ def _parse_line(line: bytes, location: str) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the line is not valid JSON ({error}): {shown}", source=location,
-                        expected="one JSON object per line, UTF-8", hint=hint) from error
+        raise UserError(
+            f"the line is not valid JSON ({error}): {shown}",
+            source=location,
+            expected="one JSON object per line, UTF-8",
+            hint=hint,
+        ) from error
     if not isinstance(value, dict):
-        raise UserError(f"the line holds a {type(value).__name__}, not an object: {shown}", source=location,
-                        expected="one JSON object per line", hint=hint)
+        raise UserError(
+            f"the line holds a {type(value).__name__}, not an object: {shown}",
+            source=location,
+            expected="one JSON object per line",
+            hint=hint,
+        )
     if b"\\ud" in line.lower():  # only an escape can stand for one
         _refuse_surrogates(value, shown, location)
     return value
@@ -159,8 +188,10 @@ def _refuse_surrogates(columns: dict[str, Any], shown: str, location: str) -> No
             code = error.object[error.start].encode("ascii", "backslashreplace").decode()
             raise UserError(
                 f"column {json.dumps(name)} holds {code}, half of a character (a lone surrogate): {shown}",
-                source=location, expected="whole characters",
-                hint="remove it, or write the file again from texts that were not cut inside of a character") from None
+                source=location,
+                expected="whole characters",
+                hint="remove it, or write the file again from texts that were not cut inside of a character",
+            ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,5 +206,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path}:row {number}", cast(dict[str, Any], columns)
         except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
             first_line = (str(error).splitlines() or [""])[0]
-            raise UserError(f"the file cannot be read as parquet: {type(error).__name__}: {excerpt(first_line)}",
-                            source=str(path), expected="a parquet file", hint="write the file again") from error
+            raise UserError(
+                f"the file cannot be read as parquet: {type(error).__name__}: {excerpt(first_line)}",
+                source=str(path),
+                expected="a parquet file",
+                hint="write the file again",
+            ) from error

@@ -57,8 +57,12 @@ class SentencePieceTokenizer:
             # Bytes, not a path: the library's own error for a missing file does not name it.
             self._model = sentencepiece.SentencePieceProcessor(model_proto=Path(model_file).read_bytes())
         except (OSError, RuntimeError) as error:
-            raise UserError(f"sentencepiece cannot read the tokenizer: {error}", source=self.source,
-                            expected="a trained sentencepiece model", hint="check the path and the file") from error
+            raise UserError(
+                f"sentencepiece cannot read the tokenizer: {error}",
+                source=self.source,
+                expected="a trained sentencepiece model",
+                hint="check the path and the file",
+            ) from error
         self.vocab_size: int = self._model.vocab_size()
         self.eos_token_id, self.pad_token_id = _require_eos(self._model.eos_id(), self._model.pad_id(), self.source)
         special = {i for i in range(self.vocab_size) if self._model.is_control(i)}
@@ -92,7 +96,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = _read_hugging_face(Path(directory))
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id, self.pad_token_id = _require_eos(
-            self._tokenizer.eos_token_id, self._tokenizer.pad_token_id, self.source)
+            self._tokenizer.eos_token_id, self._tokenizer.pad_token_id, self.source
+        )
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -111,11 +116,15 @@ class HuggingFaceTokenizer:
         """
         try:
             return self._tokenizer.apply_chat_template(
-                messages, **{"tokenize": False, "add_generation_prompt": True, **options})
+                messages, **{"tokenize": False, "add_generation_prompt": True, **options}
+            )
         except Exception as error:  # jinja raises whatever the template's author chose
-            raise UserError(f"the chat template failed: {_first_line(error)}", source=self.source,
-                            expected="a tokenizer with a chat template that accepts these messages",
-                            hint="use a chat tokenizer, or prompts that are plain text") from error
+            raise UserError(
+                f"the chat template failed: {_first_line(error)}",
+                source=self.source,
+                expected="a tokenizer with a chat template that accepts these messages",
+                hint="use a chat tokenizer, or prompts that are plain text",
+            ) from error
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -136,8 +145,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if (path / "tokenizer.model").is_file():
         return SentencePieceTokenizer(path / "tokenizer.model")
     found = "no such file or directory" if not path.exists() else "no tokenizer there"
-    raise UserError(f"{path}: {found}", source="model.tokenizer (default: model.path)", expected=_ACCEPTED,
-                    hint="set model.tokenizer")
+    raise UserError(
+        f"{path}: {found}",
+        source="model.tokenizer (default: model.path)",
+        expected=_ACCEPTED,
+        hint="set model.tokenizer",
+    )
 
 
 def find_stop_tokens(tokenizer: Tokenizer, model: Path, vocab_size: int) -> tuple[int, ...]:
@@ -150,14 +163,21 @@ def find_stop_tokens(tokenizer: Tokenizer, model: Path, vocab_size: int) -> tupl
     try:
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     except (ValueError, AttributeError) as error:
-        raise UserError(f"not the JSON of a generation config: {_first_line(error)}", source=str(file),
-                        expected="an object", hint="copy it from the model again, or delete it") from error
+        raise UserError(
+            f"not the JSON of a generation config: {_first_line(error)}",
+            source=str(file),
+            expected="an object",
+            hint="copy it from the model again, or delete it",
+        ) from error
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
     for found in ids:
         if type(found) is not int or not 0 <= found < vocab_size:
-            raise UserError(f"eos_token_id {found!r}", source=str(file),
-                            expected=f"token ids from 0 to {vocab_size - 1}",
-                            hint="the file belongs to another model: copy it again, or delete it")
+            raise UserError(
+                f"eos_token_id {found!r}",
+                source=str(file),
+                expected=f"token ids from 0 to {vocab_size - 1}",
+                hint="the file belongs to another model: copy it again, or delete it",
+            )
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
 
 
@@ -167,11 +187,16 @@ def _read_hugging_face(directory: Path) -> Any:
     try:
         if (directory / "tokenizer_config.json").is_file():
             return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"),
-                                                    **_special_tokens(directory))
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(directory / "tokenizer.json"), **_special_tokens(directory)
+        )
     except Exception as error:  # tokenizers raises bare Exception on a broken file
-        raise UserError(f"transformers cannot read the tokenizer: {_first_line(error)}", source=str(directory),
-                        expected=_ACCEPTED, hint="check the files, or copy them from the model again") from error
+        raise UserError(
+            f"transformers cannot read the tokenizer: {_first_line(error)}",
+            source=str(directory),
+            expected=_ACCEPTED,
+            hint="check the files, or copy them from the model again",
+        ) from error
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
@@ -185,9 +210,12 @@ def _special_tokens(directory: Path) -> dict[str, str]:
 def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:
     """EOS, and padding or else EOS; sentencepiece says -1 for a token that the model does not define."""
     if eos is None or eos < 0:
-        raise UserError("the tokenizer defines no end-of-sequence token", source=source,
-                        expected="an EOS token, which ends a response",
-                        hint="add eos_token to tokenizer_config.json, or train sentencepiece with eos_id")
+        raise UserError(
+            "the tokenizer defines no end-of-sequence token",
+            source=source,
+            expected="an EOS token, which ends a response",
+            hint="add eos_token to tokenizer_config.json, or train sentencepiece with eos_id",
+        )
     return eos, eos if pad is None or pad < 0 else pad
 
 

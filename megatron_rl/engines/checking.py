@@ -28,24 +28,30 @@ def check_sampled(
     """
     if len(responses) != len(requests):
         raise UserError(
-            f"{len(responses)} responses to {len(requests)} requests", source=engine,
+            f"{len(responses)} responses to {len(requests)} requests",
+            source=engine,
             expected="one response per request, in their order",
-            hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf")
+            hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf",
+        )
     for response, request in zip(responses, requests, strict=True):
         num_tokens, num_logprobs = len(response.tokens), len(response.logprobs)
         source = f"{engine}, {request}"
         if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:
             raise UserError(
-                f"a response of {num_tokens} tokens with {num_logprobs} log-probs", source=source,
+                f"a response of {num_tokens} tokens with {num_logprobs} log-probs",
+                source=source,
                 expected="one log-prob per sampled token, both [s]",
                 hint="an engine of your own must return the log-prob of each sampled token, the stop token included; "
-                     "otherwise set rollout.engine=hf and compare")
+                "otherwise set rollout.engine=hf and compare",
+            )
         if not 1 <= num_tokens <= max_tokens:
             raise UserError(
-                f"a response of {num_tokens} tokens", source=source,
+                f"a response of {num_tokens} tokens",
+                source=source,
                 expected=f"1 to {max_tokens} (data.max_response_length)",
                 hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
-                     "prompt: see data.max_prompt_length and data.max_response_length")
+                "prompt: see data.max_prompt_length and data.max_response_length",
+            )
     _check_values(responses, requests, vocab_size, engine)
 
 
@@ -57,13 +63,17 @@ def _check_values(responses: Sequence[Sampled], requests: Sequence[str], vocab_s
     logprobs = np.concatenate([g.logprobs for g in responses])
     for bad in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1].tolist():
         raise UserError(
-            f"token id {tokens[bad]} in a response", source=f"{engine}, {requests[int(owners[bad])]}",
+            f"token id {tokens[bad]} in a response",
+            source=f"{engine}, {requests[int(owners[bad])]}",
             expected=f"0 to {vocab_size - 1}, the vocabulary of model.path",
             hint="model.path and model.tokenizer may belong to different models; an engine must not sample the rows "
-                 "that pad its vocabulary")
+            "that pad its vocabulary",
+        )
     for bad in np.flatnonzero(~np.isfinite(logprobs))[:1].tolist():
         raise UserError(
-            f"log-prob {logprobs[bad]} of a sampled token", source=f"{engine}, {requests[int(owners[bad])]}",
+            f"log-prob {logprobs[bad]} of a sampled token",
+            source=f"{engine}, {requests[int(owners[bad])]}",
             expected="finite log-probs",
             hint="the engine's weights or activations have overflowed: set hybrid.verify=full to rule out its weights, "
-                 "lower actor.lr if this comes after some steps, or set model.dtype=float32")
+            "lower actor.lr if this comes after some steps, or set model.dtype=float32",
+        )

@@ -26,6 +26,9 @@ def describe_modes(config: RolloutConfig, device: torch.device) -> str:
     eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"
     runner = fitted.model_runner + (" with its Triton sampler" if fitted.model_runner == "v2" else "")
     text = f"{eager}, async scheduling {'on' if fitted.async_scheduling else 'off'}, model runner {runner}"
-    ignored = [f"rollout.{name}={str(getattr(config, name)).lower()}" for name in _ON_CPU
-               if getattr(config, name) != getattr(fitted, name)]
+    ignored = [
+        f"rollout.{name}={str(getattr(config, name)).lower()}"
+        for name in _ON_CPU
+        if getattr(config, name) != getattr(fitted, name)
+    ]
     return f"{text}; no effect on CPU: {', '.join(ignored)}" if ignored else text

@@ -149,9 +149,7 @@ class EngineWeights(Protocol):
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):
     """The least that an engine of the user's must have: whole batches and weights; see `engines.build.OneTurn`."""
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig
-    ) -> list[Sampled]:
+    def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig) -> list[Sampled]:
         """One response per prompt, in order, the same on every rank of the engine; their keys do not matter."""
         ...
 
@@ -189,17 +187,18 @@ def find_engine(name: str) -> EngineMaker:
     return find_entry(ENGINES, name, _SETTING)
 
 
-def share_params(
-    params: Mapping[str, torch.nn.Parameter], shareable: Mapping[str, torch.Tensor]
-) -> frozenset[str]:
+def share_params(params: Mapping[str, torch.nn.Parameter], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Rebind parameters to the actor's storage where shape, dtype and device agree too; returns their names.
 
     A shareable name may also be that of a view of a parameter (an expert's matrix), which cannot be rebound.
     Must run before anything captures the parameters' addresses.
     """
     shared = {
-        name for name, tensor in shareable.items()
-        if name in params and params[name].shape == tensor.shape and params[name].dtype == tensor.dtype
+        name
+        for name, tensor in shareable.items()
+        if name in params
+        and params[name].shape == tensor.shape
+        and params[name].dtype == tensor.dtype
         and params[name].device == tensor.device
     }
     for name in shared:

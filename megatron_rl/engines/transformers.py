@@ -53,10 +53,13 @@ class HuggingFaceEngine(WaitingRequests):
         self.shared_params = share_params(dict(self._model.named_parameters()), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         self.params = split_huggingface_experts(
-            spec.shape, {name: p.data for name, p in self._model.named_parameters()})
+            spec.shape, {name: p.data for name, p in self._model.named_parameters()}
+        )
         check_placements(
-            self._placements, {name: tuple(p.shape) for name, p in self.params.items()},
-            where=f"transformers on rank {spec.process.rank}")
+            self._placements,
+            {name: tuple(p.shape) for name, p in self.params.items()},
+            where=f"transformers on rank {spec.process.rank}",
+        )
 
     def shard_key(self, rank: int) -> int:
         """All ranks hold the same."""
@@ -83,13 +86,18 @@ class HuggingFaceEngine(WaitingRequests):
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
-            ids[row, width - len(prompt):] = torch.from_numpy(prompt.astype(np.int64))
-            mask[row, width - len(prompt):] = 1
+            ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+            mask[row, width - len(prompt) :] = 1
         sampler = _SeededGumbel(sampling.temperature, [request.seed for request in batch])
         output = self._model.generate(
-            ids.to(self._device), attention_mask=mask.to(self._device), do_sample=False,
-            max_new_tokens=sampling.max_tokens, eos_token_id=list(sampling.stop_token_ids), pad_token_id=0,
-            logits_processor=LogitsProcessorList([sampler]))
+            ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=list(sampling.stop_token_ids),
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([sampler]),
+        )
         tokens = output[:, width:].cpu()  # [b, s]
         picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
         return [self._cut(request, *row) for request, *row in zip(batch, tokens, picked, strict=True)]
@@ -99,8 +107,7 @@ class HuggingFaceEngine(WaitingRequests):
         is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
         reason = "stop" if is_stop.any() else "length"
-        return Sampled(
-            request.key, tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
+        return Sampled(request.key, tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
 
     def tokens_in_flight(self) -> int:
         """Not counted: nothing runs between two steps."""

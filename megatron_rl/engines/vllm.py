@@ -89,11 +89,15 @@ class VllmEngine:
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self.params: dict[str, torch.Tensor] = split_experts(
-            {name: p.data for name, p in worker.get_model().named_parameters()})
+            {name: p.data for name, p in worker.get_model().named_parameters()}
+        )
         self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
-            self.placements(spec.process.rank), {name: tuple(p.shape) for name, p in self.params.items()},
-            where=f"vLLM on rank {spec.process.rank}", padded=VLLM_PADDED_PARAMETERS)
+            self.placements(spec.process.rank),
+            {name: tuple(p.shape) for name, p in self.params.items()},
+            where=f"vLLM on rank {spec.process.rank}",
+            padded=VLLM_PADDED_PARAMETERS,
+        )
         for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
             if name not in self.shared_params:
                 tensor.zero_()
@@ -146,13 +150,20 @@ class VllmEngine:
         """Take requests in; they run from the next step on."""
         params = [
             self._sampling_params(
-                temperature=request.sampling.temperature, max_tokens=request.sampling.max_tokens, seed=request.seed,
-                stop_token_ids=list(request.sampling.stop_token_ids), logprobs=0, ignore_eos=True, detokenize=False)
+                temperature=request.sampling.temperature,
+                max_tokens=request.sampling.max_tokens,
+                seed=request.seed,
+                stop_token_ids=list(request.sampling.stop_token_ids),
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+            )
             for request in requests
         ]
         with self._running():
             names = self._llm.enqueue(
-                [{"prompt_token_ids": request.tokens.tolist()} for request in requests], params, use_tqdm=False)
+                [{"prompt_token_ids": request.tokens.tolist()} for request in requests], params, use_tqdm=False
+            )
         for request, name in zip(requests, names, strict=True):
             self._names[request.key], self._keys[_short(name)] = name, request.key
 
@@ -176,8 +187,9 @@ class VllmEngine:
         for key, name in names.items():  # vLLM itself says nothing of what it aborts
             del self._keys[_short(name)]
             state = engine.output_processor.request_states[name]
-            partial.append(_to_sampled(
-                key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted"))
+            partial.append(
+                _to_sampled(key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted")
+            )
         engine.abort_request(list(names.values()), internal=True)
         return partial
 
@@ -251,15 +263,19 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 def _check_device_limits(spec: EngineSpec) -> None:
     if spec.process.device.type == "cpu" and spec.shape.head_dim not in CPU_HEAD_DIMS:
         raise UserError(
-            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}", source="model.path config.json",
-            expected=f"a head_dim of {CPU_HEAD_DIMS}", hint="use rollout.engine=hf for this model on CPU")
+            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}",
+            source="model.path config.json",
+            expected=f"a head_dim of {CPU_HEAD_DIMS}",
+            hint="use rollout.engine=hf for this model on CPU",
+        )
     sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
     if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
         raise UserError(
             f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
             source="model.path config.json and rollout.tensor_model_parallel_size",
             expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
-            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf")
+            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
+        )
 
 
 def _find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
@@ -302,13 +318,21 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
     longest = spec.max_prompt_length + spec.max_response_length
     arguments: dict[str, Any] = dict(
-        model=spec.model_path, load_format=_LOAD_FORMAT, skip_tokenizer_init=True, generation_config="vllm",
-        dtype=spec.dtype, max_model_len=longest,
-        max_num_seqs=config.max_num_seqs, tensor_parallel_size=config.tensor_model_parallel_size,
-        distributed_executor_backend="external_launcher", enforce_eager=config.enforce_eager,
-        async_scheduling=config.async_scheduling, seed=spec.seed + rank // config.tensor_model_parallel_size,
+        model=spec.model_path,
+        load_format=_LOAD_FORMAT,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=spec.dtype,
+        max_model_len=longest,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=config.enforce_eager,
+        async_scheduling=config.async_scheduling,
+        seed=spec.seed + rank // config.tensor_model_parallel_size,
         # Log-probs of the distribution that was sampled from: after the temperature.
-        logprobs_mode="processed_logprobs", disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
     )
     if spec.process.device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
@@ -318,8 +342,11 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     else:
         arguments |= dict(
-            block_size=_CPU_BLOCK_SIZE, kv_cache_memory_bytes=_cpu_cache_bytes(spec),
-            enable_chunked_prefill=False, max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest))
+            block_size=_CPU_BLOCK_SIZE,
+            kv_cache_memory_bytes=_cpu_cache_bytes(spec),
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
+        )
     return arguments
 
 

@@ -25,8 +25,11 @@ class WaitingRequests:
         """Forget requests; none of them has a token."""
         asked, waiting = set(keys), self._waiting
         self._waiting = [request for request in waiting if request.key not in asked]
-        return [Sampled(request.key, np.empty(0, np.int32), np.empty(0, np.float32), "interrupted")
-                for request in waiting if request.key in asked]
+        return [
+            Sampled(request.key, np.empty(0, np.int32), np.empty(0, np.float32), "interrupted")
+            for request in waiting
+            if request.key in asked
+        ]
 
     def has_requests(self) -> bool:
         """True if something waits."""

@@ -64,8 +64,11 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     if now is None:
         return {}
     clipped = find_clipped(replace(loss_inputs(batch), logprobs=now), algorithm)
-    return {"ratio": (now - batch.column("old_logprobs")).exp(), "entropy": batch.column("update_entropy"),
-            "clipped": torch.where(now.isnan(), now, clipped.float())}
+    return {
+        "ratio": (now - batch.column("old_logprobs")).exp(),
+        "entropy": batch.column("update_entropy"),
+        "clipped": torch.where(now.isnan(), now, clipped.float()),
+    }
 
 
 def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -77,10 +80,16 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
         values: of its tokens in the loss, by name.
     """
     return {
-        "prompt_id": rollout.prompt.prompt_id, "sample_index": rollout.sample_index, "prompt": rollout.prompt.text,
-        "response": rollout.response, "ground_truth": rollout.prompt.ground_truth, "reward": rollout.reward,
-        "reward_components": rollout.reward_components, "finish_reason": rollout.finish_reason,
-        "policy_version": rollout.policy_version, "tokens": rollout.response_tokens.tolist(),
+        "prompt_id": rollout.prompt.prompt_id,
+        "sample_index": rollout.sample_index,
+        "prompt": rollout.prompt.text,
+        "response": rollout.response,
+        "ground_truth": rollout.prompt.ground_truth,
+        "reward": rollout.reward,
+        "reward_components": rollout.reward_components,
+        "finish_reason": rollout.finish_reason,
+        "policy_version": rollout.policy_version,
+        "tokens": rollout.response_tokens.tolist(),
         "token_texts": token_texts(rollout.response_tokens.tolist()),
         "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
         **token_fields(len(rollout.response_tokens), values),

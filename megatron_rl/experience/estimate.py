@@ -42,8 +42,7 @@ def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.Pr
 
 
 def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
-    return compute_kl_penalty(
-        batch.column("old_logprobs"), batch.column("ref_logprobs"), batch.loss_mask, kl_type)
+    return compute_kl_penalty(batch.column("old_logprobs"), batch.column("ref_logprobs"), batch.loss_mask, kl_type)
 
 
 def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
@@ -70,12 +69,21 @@ def compute_advantages(
         kl = _compute_kl(batch, algorithm.kl_type)
         scores = rewards - algorithm.kl_coef * samples.kl_per_rollout
     inputs = estimation.AdvantageInputs(
-        scores=scores, group_sizes=headers.group_sizes, baselines=samples.baselines,
+        scores=scores,
+        group_sizes=headers.group_sizes,
+        baselines=samples.baselines,
         token_rewards=estimation.compute_token_rewards(
-            _place_rewards(headers), kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids),
-        values=batch.values, loss_mask=batch.loss_mask, sequence_ids=batch.sequence_ids,
-        rollout_ids=find_rollouts(headers, batch), group=group, old_logprobs=batch.old_logprobs,
-        sum_pi_squared=batch.sum_pi_squared, importance_weights=batch.importance_weights)
+            _place_rewards(headers), kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids
+        ),
+        values=batch.values,
+        loss_mask=batch.loss_mask,
+        sequence_ids=batch.sequence_ids,
+        rollout_ids=find_rollouts(headers, batch),
+        group=group,
+        old_logprobs=batch.old_logprobs,
+        sum_pi_squared=batch.sum_pi_squared,
+        importance_weights=batch.importance_weights,
+    )
     return estimation.compute_advantages(inputs, algorithm)
 
 
@@ -96,7 +104,8 @@ def correct_mismatch(
     device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
     sums, maximum = sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
     weights, counts = compute_importance_weights(
-        old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm)
+        old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm
+    )
     sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
     if weights is not None and algorithm.importance_normalize:
         weights = normalize_weights(weights, counts)
@@ -113,4 +122,5 @@ def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
     """The tokens of a batch, with the log-probs from before the update."""
     old_logprobs = batch.column("old_logprobs")
     return PolicyLossInputs(
-        old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen)
+        old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen
+    )

@@ -104,8 +104,14 @@ class Experience:
     update_entropy = _Slot()
 
     def __init__(
-        self, headers: Headers, prompts: Sequence[Prompt], payload: Payload, group: dist.ProcessGroup, *,
-        baselines: np.ndarray | None = None, metrics: Mapping[str, float] | None = None,
+        self,
+        headers: Headers,
+        prompts: Sequence[Prompt],
+        payload: Payload,
+        group: dist.ProcessGroup,
+        *,
+        baselines: np.ndarray | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         self.headers, self.prompts, self.baselines = headers, prompts, baselines
         self.metrics = dict(metrics or {})
@@ -125,11 +131,16 @@ class Experience:
     def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
         """A role's batch with some columns, as far as they exist; collective, where one must be fetched."""
         packing = self.pack(packer)
-        return replace(packing.batch, **{
-            name: self._bring(name, packing, packer.key) for name in names if name in self.columns})
+        return replace(
+            packing.batch, **{name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
+        )
 
     def fetch_rollouts(
-        self, count: int, decode: Callable[[list[int]], str], columns: Mapping[str, Column] | None = None, *,
+        self,
+        count: int,
+        decode: Callable[[list[int]], str],
+        columns: Mapping[str, Column] | None = None,
+        *,
         on_all: bool = False,
     ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
         """The first rollouts whole, on rank 0 or on all ranks, none elsewhere; collective.
@@ -153,8 +164,10 @@ class Experience:
         result = []
         for part in (range(*bound) for bound in pairwise(bounds) if bound[0] in branches):
             masks = [self._find_loss_tokens(i, branches[i]) for i in part]
-            chosen = {name: np.concatenate([pieces[i][mask] for i, mask in zip(part, masks, strict=True)])
-                      for name, pieces in values.items()}
+            chosen = {
+                name: np.concatenate([pieces[i][mask] for i, mask in zip(part, masks, strict=True)])
+                for name, pieces in values.items()
+            }
             result.append((self._restore(part[0], [branches[i] for i in part], decode), chosen))
         return result
 
@@ -173,9 +186,7 @@ class Experience:
         return reduce_scalars(found, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
 
     @classmethod
-    def join(
-        cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]
-    ) -> Experience:
+    def join(cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]) -> Experience:
         """Some groups of several generations, in the order given, as those of one.
 
         Args:
@@ -188,8 +199,11 @@ class Experience:
         places = {int(old): new for new, old in enumerate(order)}
         starts = np.cumsum([0, *(len(part.headers) for part in parts)]).tolist()
         branches = {
-            places[start + index]: branch for start, part in zip(starts, parts, strict=False)
-            for index, branch in part._payload.branches.items() if start + index in places}
+            places[start + index]: branch
+            for start, part in zip(starts, parts, strict=False)
+            for index, branch in part._payload.branches.items()
+            if start + index in places
+        }
         payload = Payload(branches, parts[0]._payload.ranks, sum(part.count_bytes() for part in parts))
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
@@ -225,11 +239,16 @@ class Experience:
         columns = {name: self._split(values, found.sequences, lengths) for name, values in found.columns.items()}
         return {
             i: Branch(
-                columns["tokens"][i], columns["sampled"][i], columns["logprobs"][i],
-                columns["versions"][i] if "versions" in columns
+                columns["tokens"][i],
+                columns["sampled"][i],
+                columns["logprobs"][i],
+                columns["versions"][i]
+                if "versions" in columns
                 else np.broadcast_to(np.int32(rows["last_version"][i]), lengths[i]),
-                int(rows["num_prompt_tokens"][i]))
-            for i in found.sequences.tolist()}
+                int(rows["num_prompt_tokens"][i]),
+            )
+            for i in found.sequences.tolist()
+        }
 
     def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
         """A column in a packing: as it is, or fetched once."""
@@ -248,8 +267,12 @@ class Experience:
             return column.values[column.packing.rows(sequences)]
 
         return self._fetch(
-            column.holders or column.packing.holders, destination, self.headers.num_response_tokens,
-            {"values": column.values.dtype}, read)
+            column.holders or column.packing.holders,
+            destination,
+            self.headers.num_response_tokens,
+            {"values": column.values.dtype},
+            read,
+        )
 
     def _fetch(
         self, source: Holders, destination: Holders, lengths: np.ndarray, dtypes: Mapping[str, torch.dtype], read: Read
@@ -273,9 +296,14 @@ class Experience:
         """The rollout that begins with a sequence."""
         row = self.headers.rows[index]
         rollout = Rollout(
-            self.prompts[row["group"]], int(row["sample_index"]), branches, _find_turns(branches),
-            FINISH_REASONS[row["finish_reason"]], reward=float(row["reward"]),
-            reward_components=self.headers.reported(index))
+            self.prompts[row["group"]],
+            int(row["sample_index"]),
+            branches,
+            _find_turns(branches),
+            FINISH_REASONS[row["finish_reason"]],
+            reward=float(row["reward"]),
+            reward_components=self.headers.reported(index),
+        )
         return replace(rollout, response=decode(rollout.response_tokens.tolist()))
 
 
@@ -288,17 +316,31 @@ def hold(held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarra
         ranks, num_bytes: as in `Payload`.
     """
     firsts = headers.rollouts.rows
-    starts = dict(zip(
-        zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
-        headers.first_of_rollout.tolist(), strict=True))
-    return Payload({
-        starts[index, rollout.sample_index] + place: branch
-        for index, rollout in held for place, branch in enumerate(rollout.branches)}, ranks, num_bytes)
+    starts = dict(
+        zip(
+            zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
+            headers.first_of_rollout.tolist(),
+            strict=True,
+        )
+    )
+    return Payload(
+        {
+            starts[index, rollout.sample_index] + place: branch
+            for index, rollout in held
+            for place, branch in enumerate(rollout.branches)
+        },
+        ranks,
+        num_bytes,
+    )
 
 
 def replicate(
-    rollouts: Sequence[tuple[int, Rollout]], prompts: Sequence[Prompt], group: dist.ProcessGroup, *,
-    mask_truncated: bool = False, baselines: np.ndarray | None = None,
+    rollouts: Sequence[tuple[int, Rollout]],
+    prompts: Sequence[Prompt],
+    group: dist.ProcessGroup,
+    *,
+    mask_truncated: bool = False,
+    baselines: np.ndarray | None = None,
 ) -> Experience:
     """The experience of rollouts that every rank has: examples, or recorded ones.
 

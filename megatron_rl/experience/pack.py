@@ -87,8 +87,13 @@ class Packer:
     def key(self) -> Hashable:
         """Roles with equal keys have one packing, that of the first which needs it."""
         model = self.model
-        return (model.groups.layout, model.pad_multiple, model.buckets, self.config.max_tokens_per_microbatch,
-                self.config.share_prompts)
+        return (
+            model.groups.layout,
+            model.pad_multiple,
+            model.buckets,
+            self.config.max_tokens_per_microbatch,
+            self.config.share_prompts,
+        )
 
     def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
         """Plan the microbatches of all DP replicas, fetch the sequences of this one, and build its batch.
@@ -104,29 +109,40 @@ class Packer:
                 replica_of[[part.start + i for members in microbatches for i in members]] = replica
         holders = Holders(replica_of, list_replicas(layout))
         branches = {
-            index: branch if headers.rows["in_loss"][index] else replace(
-                branch, sampled=np.zeros_like(branch.sampled))
-            for index, branch in fetch_branches(holders).items()}
+            index: branch if headers.rows["in_loss"][index] else replace(branch, sampled=np.zeros_like(branch.sampled))
+            for index, branch in fetch_branches(holders).items()
+        }
         weights, ledgers = self._weigh(headers)
         group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
         batch = build_train_batch(
-            branches, weights, [(range(part.start, part.stop), part.plan) for part in minibatches],
-            dp_rank=self.model.groups.at.dp, device=self.device,
+            branches,
+            weights,
+            [(range(part.start, part.stop), part.plan) for part in minibatches],
+            dp_rank=self.model.groups.at.dp,
+            device=self.device,
             padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
-            group_of=group_of)
+            group_of=group_of,
+        )
         batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
         return Packing(
-            batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches))
+            batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches)
+        )
 
     def _plan_minibatch(self, headers: Headers, start: int, stop: int) -> _Minibatch:
         model, shared = self.model, None
         lengths = headers["num_tokens"][start:stop].tolist()
         if self.config.share_prompts:
             shared = SharedPrompts(
-                number_prompts(headers)[start:stop].tolist(), headers["num_prompt_tokens"][start:stop].tolist())
+                number_prompts(headers)[start:stop].tolist(), headers["num_prompt_tokens"][start:stop].tolist()
+            )
         plan = plan_microbatches(
-            lengths, dp_size=model.groups.layout.dp_size, max_tokens=self.config.max_tokens_per_microbatch,
-            count_multiple=model.microbatch_count_multiple, attention_ratio=model.attention_ratio, shared=shared)
+            lengths,
+            dp_size=model.groups.layout.dp_size,
+            max_tokens=self.config.max_tokens_per_microbatch,
+            count_multiple=model.microbatch_count_multiple,
+            attention_ratio=model.attention_ratio,
+            shared=shared,
+        )
         return _Minibatch(start, stop, lengths, shared, plan)
 
     def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
@@ -136,15 +152,22 @@ class Packer:
         options = find_options(self.algorithm, mode)
         parts = [in_loss[first : first + size].tolist() for first in range(0, len(in_loss), size)]
         weights = np.concatenate([aggregate(mode, part, constant, options).weights for part in parts])
-        return weights[headers.rows["rollout"]], [
-            build_ledger(mode, part, constant, options) for part in parts]
+        return weights[headers.rows["rollout"]], [build_ledger(mode, part, constant, options) for part in parts]
 
     def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
         buckets, metrics, sizes = self.model.buckets, [], []
         for part in minibatches:
-            metrics.append(packing_metrics(
-                part.plan, part.lengths, self.config.max_tokens_per_microbatch, pad_multiple=self.model.pad_multiple,
-                attention_ratio=self.model.attention_ratio, shared=part.shared, buckets=buckets))
+            metrics.append(
+                packing_metrics(
+                    part.plan,
+                    part.lengths,
+                    self.config.max_tokens_per_microbatch,
+                    pad_multiple=self.model.pad_multiple,
+                    attention_ratio=self.model.attention_ratio,
+                    shared=part.shared,
+                    buckets=buckets,
+                )
+            )
             sizes += microbatch_sizes(part.plan, part.lengths, part.shared)
         padding = padding_metrics((size, buckets.find_size(size)) for size in sizes) if buckets else {}
         return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding

@@ -24,22 +24,24 @@ from megatron_rl.types import Rollout
 
 FINISH_REASONS = ("stop", "length")
 
-HEADER = np.dtype([
-    ("prompt_id", np.int64),
-    ("answer", np.uint64),  # see `hash_answer`; 0 where nobody asked
-    ("reward", np.float64),
-    ("sample_index", np.int32),
-    ("group", np.int32),  # index of the prompt in the step
-    ("rollout", np.int32),  # index of the rollout in the step
-    ("num_prompt_tokens", np.int32),
-    ("num_tokens", np.int32),
-    ("num_sampled", np.int32),  # that can be learned: position 0 is predicted by nothing
-    ("holder", np.int32),  # index of the replica that holds the tokens, see `fetch.Holders`
-    ("first_version", np.int32),
-    ("last_version", np.int32),
-    ("finish_reason", np.int8),  # index in FINISH_REASONS
-    ("in_loss", np.bool_),
-])
+HEADER = np.dtype(
+    [
+        ("prompt_id", np.int64),
+        ("answer", np.uint64),  # see `hash_answer`; 0 where nobody asked
+        ("reward", np.float64),
+        ("sample_index", np.int32),
+        ("group", np.int32),  # index of the prompt in the step
+        ("rollout", np.int32),  # index of the rollout in the step
+        ("num_prompt_tokens", np.int32),
+        ("num_tokens", np.int32),
+        ("num_sampled", np.int32),  # that can be learned: position 0 is predicted by nothing
+        ("holder", np.int32),  # index of the replica that holds the tokens, see `fetch.Holders`
+        ("first_version", np.int32),
+        ("last_version", np.int32),
+        ("finish_reason", np.int8),  # index in FINISH_REASONS
+        ("in_loss", np.bool_),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,11 @@ class Headers:
 
     def reported(self, index: int) -> dict[str, float]:
         """The reward components of one sequence by name."""
-        return {name: float(value) for name, value in zip(self.names, self.components[index], strict=True)
-                if not np.isnan(value)}
+        return {
+            name: float(value)
+            for name, value in zip(self.names, self.components[index], strict=True)
+            if not np.isnan(value)
+        }
 
     def name(self, index: int) -> str:
         """What a message calls a sequence."""
@@ -142,13 +147,30 @@ def build_headers(
         for branch in rollout.branches:
             versions = branch.versions[branch.sampled]
             first, last = (versions.min(), versions.max()) if len(versions) else (0, 0)
-            rows.append((
-                rollout.prompt.prompt_id, answer, rollout.reward, rollout.sample_index, group, 0,
-                branch.num_prompt_tokens, len(branch.tokens), branch.num_loss_tokens, holder, first, last, reason,
-                in_loss))
+            rows.append(
+                (
+                    rollout.prompt.prompt_id,
+                    answer,
+                    rollout.reward,
+                    rollout.sample_index,
+                    group,
+                    0,
+                    branch.num_prompt_tokens,
+                    len(branch.tokens),
+                    branch.num_loss_tokens,
+                    holder,
+                    first,
+                    last,
+                    reason,
+                    in_loss,
+                )
+            )
     names = merge_names(rollout.reward_components for _, rollout in found)
-    table = [[rollout.reward_components.get(name, np.nan) for name in names]
-             for _, rollout in found for _ in rollout.branches]
+    table = [
+        [rollout.reward_components.get(name, np.nan) for name in names]
+        for _, rollout in found
+        for _ in rollout.branches
+    ]
     headers = Headers(np.array(rows, HEADER), names, np.array(table, np.float64).reshape(len(rows), len(names)))
     return _sort(headers)
 

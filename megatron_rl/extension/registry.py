@@ -42,9 +42,11 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
     """
     if name in table:
         raise UserError(
-            f'"{name}" is registered already', source=describe_place(function),
+            f'"{name}" is registered already',
+            source=describe_place(function),
             expected=f"a name other than {', '.join(sorted(table))}",
-            hint=f"choose another name and set {setting} to it")
+            hint=f"choose another name and set {setting} to it",
+        )
     table[name] = entry
 
 
@@ -77,8 +79,11 @@ def find_entry(table: dict[str, Entry], name: str, setting: str) -> Entry:
         close = difflib.get_close_matches(name, table, n=1)
         meant = f'did you mean "{close[0]}"? ' if close else ""
         raise UserError(
-            f'{setting} = "{name}" is not known', source=setting, expected=", ".join(sorted(table)),
-            hint=f"{meant}one of yours needs its file in algorithm.plugins")
+            f'{setting} = "{name}" is not known',
+            source=setting,
+            expected=", ".join(sorted(table)),
+            hint=f"{meant}one of yours needs its file in algorithm.plugins",
+        )
     return table[name]
 
 

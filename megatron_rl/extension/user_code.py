@@ -59,8 +59,12 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"{file} does not exist or is not a file", source=setting, expected=expected,
-                        hint=f"check the path; it is relative to {Path.cwd()}")
+        raise UserError(
+            f"{file} does not exist or is not a file",
+            source=setting,
+            expected=expected,
+            hint=f"check the path; it is relative to {Path.cwd()}",
+        )
     resolved = file.resolve()
     version = (resolved, resolved.stat().st_mtime_ns)
     if version in _IMPORTED:
@@ -79,9 +83,12 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
         raise
     except (Exception, SystemExit, ProcessExit) as error:
         del sys.modules[name]
-        raise UserError(f"importing the file raised {type(error).__name__}: {error}",
-                        source=f"{setting}, {_locate_import(error, file)}", expected="a file that can be imported",
-                        hint=f"try: python {file}") from error
+        raise UserError(
+            f"importing the file raised {type(error).__name__}: {error}",
+            source=f"{setting}, {_locate_import(error, file)}",
+            expected="a file that can be imported",
+            hint=f"try: python {file}",
+        ) from error
     _IMPORTED[version] = module
     return module
 

@@ -44,9 +44,14 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     program = {path for path in functions if main is not None and path.resolve() == Path(main).resolve()}
     found |= {"reward": sorted(functions - program), "program": sorted(program)}
     found["plugins"] = [Path(file) for file in algorithm.plugins]
-    return {name: {"source": ", ".join(map(str, _shorten(files))),
-                   "digest": _digest(files, samples=name in ("reference", "reward_model"))}
-            for name, files in found.items() if files}
+    return {
+        name: {
+            "source": ", ".join(map(str, _shorten(files))),
+            "digest": _digest(files, samples=name in ("reference", "reward_model")),
+        }
+        for name, files in found.items()
+        if files
+    }
 
 
 def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable[str], checkpoint: Path) -> list[str]:
@@ -63,15 +68,20 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
     Raises:
         UserError: a difference that changes what is trained.
     """
-    lines = {name: f"{name}: {now[name]['source']} (digest {now[name]['digest'][:12]}), it was "
-                   f"{saved[name]['source']} (digest {saved[name]['digest'][:12]})"
-             for name in now if name in saved and now[name]["digest"] != saved[name]["digest"]}
+    lines = {
+        name: f"{name}: {now[name]['source']} (digest {now[name]['digest'][:12]}), it was "
+        f"{saved[name]['source']} (digest {saved[name]['digest'][:12]})"
+        for name in now
+        if name in saved and now[name]["digest"] != saved[name]["digest"]
+    }
     refused = [name for name in lines if name not in (*_SAID_ONLY, *allowed)]
     if refused:
         raise UserError(
             f"the content of what the run depends on has changed: {'; '.join(lines[name] for name in refused)}",
-            source=str(checkpoint), expected="what the run behind the checkpoint had",
-            hint=f"restore it, or accept the new one by checkpoint.allow_changes=[{','.join(refused)}]")
+            source=str(checkpoint),
+            expected="what the run behind the checkpoint had",
+            hint=f"restore it, or accept the new one by checkpoint.allow_changes=[{','.join(refused)}]",
+        )
     return list(lines.values())
 
 
@@ -104,8 +114,11 @@ def _digest(files: Iterable[Path], *, samples: bool) -> str:
 def describe_changes(before: str, now: str) -> list[str]:
     """Settings that differ between two resolved configs in YAML."""
     old, new = (_flatten(yaml.safe_load(text) or {}) for text in (before, now))
-    return [f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
-            for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

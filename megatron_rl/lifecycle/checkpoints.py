@@ -42,15 +42,25 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: RunConfig, opened: OpenedRun, state: TrainingState, *, export: Callable[[Path], None],
+        self,
+        config: RunConfig,
+        opened: OpenedRun,
+        state: TrainingState,
+        *,
+        export: Callable[[Path], None],
         total_steps: int,
     ) -> None:
         self._config, self._run, self._opened, self._total_steps = config, opened.run, opened, total_steps
         self._state, self._export = state, export
         self._group = world()
         self._saver = CheckpointSaver(
-            opened.run.checkpoints, self._group, async_save=config.checkpoint.async_save,
-            keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best, report=self._report)
+            opened.run.checkpoints,
+            self._group,
+            async_save=config.checkpoint.async_save,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+            report=self._report,
+        )
         self._last: SaveOutcome | None = None
         self._marked: tuple[RunContent, dict[str, torch.Tensor]] | None = None
         self._recipe, self._restored_record = dump_yaml(config), {}
@@ -68,12 +78,15 @@ class Checkpoints:
         elif self._opened.is_known:
             self._run.log.warning("the run ended before its first checkpoint: it starts from its beginning")
         if not self._config.trainer.save_freq and self._config.checkpoint.save_every_minutes is None:
-            self._run.log.warning("no checkpoint is written before the end (trainer.save_freq, "
-                                  "checkpoint.save_every_minutes): a crash loses the whole run")
+            self._run.log.warning(
+                "no checkpoint is written before the end (trainer.save_freq, "
+                "checkpoint.save_every_minutes): a crash loses the whole run"
+            )
         error = None
         try:
-            self._run.start(step if step is not None else -1 if self._opened.is_known else None,
-                            self._opened.guard.positions)
+            self._run.start(
+                step if step is not None else -1 if self._opened.is_known else None, self._opened.guard.positions
+            )
         except (UserError, OSError) as caught:
             error = caught if isinstance(caught, UserError) else explain_os_error(caught, self._run.dir)
         raise_together(error, self._group)
@@ -86,7 +99,8 @@ class Checkpoints:
     def _restore(self, directory: Path) -> int:
         is_own = directory.parent == self._run.checkpoints  # looked at by `open_run`
         resumed = load_training_state(
-            directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own)
+            directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own
+        )
         self._state.load_small_parts(resumed.state)
         self._run.resume(resumed.state.get("best_value"), resumed.state.get("failed_saves", []) if is_own else [])
         self._restored_record = resumed.state.get("record", {})
@@ -111,8 +125,11 @@ class Checkpoints:
         """Remember what is small of the end of a step; weights and optimizer states change only in updates."""
         best = self._run.best_value
         state = self._state.small_parts() | {
-            "best_value": None if best == float("-inf") else best, "record": self._run.counted(),
-            "dependencies": self._opened.dependencies, "failed_saves": list(self._run.failed_saves)}
+            "best_value": None if best == float("-inf") else best,
+            "record": self._run.counted(),
+            "dependencies": self._opened.dependencies,
+            "failed_saves": list(self._run.failed_saves),
+        }
         version = self._state.roles["actor"].optimizer.steps
         self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), read_rng()
 
@@ -128,8 +145,9 @@ class Checkpoints:
         """
         self.mark(step)
         config, is_last = self._config.trainer, step == self._total_steps
-        stays = is_best or (config.save_final if is_last else False) or (
-            config.save_freq and step % config.save_freq == 0)
+        stays = (
+            is_best or (config.save_final if is_last else False) or (config.save_freq and step % config.save_freq == 0)
+        )
         if stays or (not is_last and self._is_overdue()):
             with self._run.timers.phase("save", swallow=True):
                 exports = stays and self._config.checkpoint.save_huggingface
@@ -151,8 +169,13 @@ class Checkpoints:
         content, rng = self._end_of_last_step()
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
-            content, self._state.roles, with_optimizer=self._config.checkpoint.save_optimizer, is_best=is_best,
-            export=export, rng=rng)
+            content,
+            self._state.roles,
+            with_optimizer=self._config.checkpoint.save_optimizer,
+            is_best=is_best,
+            export=export,
+            rng=rng,
+        )
 
     def save_into(self, root: Path) -> UserError | None:
         """Write the end of the last step to `<root>/step_<N>`, at once, whatever the run's own checkpoints are.
@@ -189,8 +212,9 @@ class Checkpoints:
         if self._last.error:
             raise self._last.error
         self._run.note_stop({"signal": received, "step": step, "exit_code": EXIT_PREEMPTED})
-        raise Preempted(f"{received} after step {step}; start the same command again to resume from "
-                        f"{self._last.directory}")
+        raise Preempted(
+            f"{received} after step {step}; start the same command again to resume from {self._last.directory}"
+        )
 
     def commit(self) -> None:
         """Finish a save that is being written."""
@@ -213,9 +237,14 @@ class Checkpoints:
             self._run.failed_saves.append({"step": outcome.step, "error": outcome.error.found})
             say.error("checkpoint of step %d failed, older ones stay: %s", outcome.step, outcome.error)
         else:
-            say.info("checkpoint: %s, %s bytes in %.1f s (%.1f s of waiting)%s", outcome.directory,
-                     f"{outcome.num_bytes:,}", outcome.seconds, outcome.blocked_seconds,
-                     "".join(f"; step_{step} deleted" for step in outcome.deleted_steps))
+            say.info(
+                "checkpoint: %s, %s bytes in %.1f s (%.1f s of waiting)%s",
+                outcome.directory,
+                f"{outcome.num_bytes:,}",
+                outcome.seconds,
+                outcome.blocked_seconds,
+                "".join(f"; step_{step} deleted" for step in outcome.deleted_steps),
+            )
 
     def _check_failures(self) -> None:
         """Refuse to train on when nothing of it can be kept."""
@@ -223,8 +252,10 @@ class Checkpoints:
         if error and self._failures_in_a_row >= self._config.checkpoint.max_failed_saves:
             raise UserError(
                 f"{self._failures_in_a_row} saves in a row have failed, the last one: {error.found}",
-                source=error.source, expected=f"fewer than checkpoint.max_failed_saves = "
-                f"{self._config.checkpoint.max_failed_saves}", hint=error.hint)
+                source=error.source,
+                expected=f"fewer than checkpoint.max_failed_saves = {self._config.checkpoint.max_failed_saves}",
+                hint=error.hint,
+            )
 
     def close(self) -> None:
         """Give back signals, lock and watchdog (also after an error; not collective)."""

@@ -55,8 +55,9 @@ class Owner:
     @classmethod
     def here(cls) -> Owner:
         """This process."""
-        return cls(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), time.time(),
-                   uuid.uuid4().hex)
+        return cls(
+            socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), time.time(), uuid.uuid4().hex
+        )
 
     def is_running(self) -> bool:
         """Whether the process is there; of an owner on this machine."""
@@ -122,9 +123,11 @@ class RunLock:
         """
         if self._lost_to is not None:
             raise UserError(
-                f"the run directory was taken over by {self._lost_to}", source=str(self.path),
+                f"the run directory was taken over by {self._lost_to}",
+                source=str(self.path),
                 expected="one job that writes to it",
-                hint=f"this process gave no sign of life for {self._dead_seconds:.0f} s; let the other job continue")
+                hint=f"this process gave no sign of life for {self._dead_seconds:.0f} s; let the other job continue",
+            )
 
     def release(self) -> None:
         """Give the lock back; may be called again."""
@@ -165,8 +168,9 @@ class RunLock:
         first = self._last_beat()
         if first is None or self._age(first) > self._dead_seconds:
             return False
-        _LOG.warning("%s is held by %s: waiting up to %.0f s for a sign of life", self.path.parent, owner,
-                     self._dead_seconds)
+        _LOG.warning(
+            "%s is held by %s: waiting up to %.0f s for a sign of life", self.path.parent, owner, self._dead_seconds
+        )
         deadline = time.monotonic() + self._dead_seconds
         while time.monotonic() < deadline:
             time.sleep(min(0.5, self._beat_seconds / 2))
@@ -230,15 +234,19 @@ class RunLock:
         return UserError(
             f"{self.path.parent} is in use: {owner} has held it for {held}, since "
             f"{datetime.fromtimestamp(owner.since):%Y-%m-%d %H:%M:%S}; its last sign of life was "
-            f"{0.0 if beat is None else self._age(beat):.0f} s ago", source="trainer.run_dir",
+            f"{0.0 if beat is None else self._age(beat):.0f} s ago",
+            source="trainer.run_dir",
             expected="a run directory that no other job writes to",
-            hint=f"choose another trainer.run_dir, or end that job (if it is known to be gone: remove {self.path})")
+            hint=f"choose another trainer.run_dir, or end that job (if it is known to be gone: remove {self.path})",
+        )
 
 
 def _machine() -> str:
     """Where a process number names one process only: another container, or this host after a boot, is another one."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # not Linux
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-                  os.readlink("/proc/self/ns/pid")]
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return "/".join(parts)

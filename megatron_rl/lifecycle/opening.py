@@ -113,9 +113,12 @@ def _open_locked(
 
 
 def _explain_unwritable(error: OSError) -> UserError:
-    return UserError(f"cannot write the run directory: {error}", source="trainer.run_dir",
-                     expected="a directory on a disk that can be written",
-                     hint="free some space there, or choose another place")
+    return UserError(
+        f"cannot write the run directory: {error}",
+        source="trainer.run_dir",
+        expected="a directory on a disk that can be written",
+        hint="free some space there, or choose another place",
+    )
 
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
@@ -131,8 +134,12 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
         except UserError as caught:
             error = caught
         except OSError as caught:
-            error = UserError(f"a file that the run depends on does not read: {caught}", source=str(caught.filename),
-                              expected="a file that can be read", hint="look at its permissions and its disk")
+            error = UserError(
+                f"a file that the run depends on does not read: {caught}",
+                source=str(caught.filename),
+                expected="a file that can be read",
+                hint="look at its permissions and its disk",
+            )
     raise_together(error, group)
     return share_object(found, group)
 
@@ -141,9 +148,19 @@ def _start_guard(
     run: Run, stop: StopRequest, release: Callable[[], None], limit: float, group: dist.ProcessGroup
 ) -> Guard:
     """What watches this rank and reports its failures, until it is closed; collective."""
-    watched, watchdog = Watched(
-        group.rank(), group.size(), run.timers, limit, run.log_file, run.log, lambda: stop.is_here,
-        any_place=torch.cuda.is_available()), None
+    watched, watchdog = (
+        Watched(
+            group.rank(),
+            group.size(),
+            run.timers,
+            limit,
+            run.log_file,
+            run.log,
+            lambda: stop.is_here,
+            any_place=torch.cuda.is_available(),
+        ),
+        None,
+    )
     if group.size() > 1:
         watchdog = Watchdog(watched, open_store("watchdog", group))
     return Guard(watched, watchdog, release)
@@ -172,12 +189,19 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
         run.log.warning("checkpoint skipped, it is not whole: %s", line)
     if found.directory is None and found.skipped:
         raise UserError(
-            f"none of the checkpoints is whole; the newest: {found.skipped[0]}", source=str(run.checkpoints),
-            expected="one whole checkpoint", hint="restore one, or choose another trainer.run_dir to begin a new run")
+            f"none of the checkpoints is whole; the newest: {found.skipped[0]}",
+            source=str(run.checkpoints),
+            expected="one whole checkpoint",
+            hint="restore one, or choose another trainer.run_dir to begin a new run",
+        )
     if resume in _MODES:
         if found.directory is None and resume == "must":
-            raise UserError("there is no checkpoint", source=f"checkpoint.resume=must, {run.checkpoints}",
-                            expected="a run that was saved", hint="set checkpoint.resume=auto to begin one")
+            raise UserError(
+                "there is no checkpoint",
+                source=f"checkpoint.resume=must, {run.checkpoints}",
+                expected="a run that was saved",
+                hint="set checkpoint.resume=auto to begin one",
+            )
         return found.directory
     path, root = find_step(Path(resume)), run.checkpoints.resolve()
     if found.directory is None:
@@ -185,8 +209,10 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
     if path.is_relative_to(root) and path != found.directory.resolve():
         raise UserError(
             f"{path.name} is not the newest checkpoint of this run, {found.directory.name} is",
-            source="checkpoint.resume", expected="the newest checkpoint, or one of another run",
-            hint="remove the newer ones to go back in this run, or choose another trainer.run_dir")
+            source="checkpoint.resume",
+            expected="the newest checkpoint, or one of another run",
+            hint="remove the newer ones to go back in this run, or choose another trainer.run_dir",
+        )
     return found.directory
 
 
@@ -197,9 +223,11 @@ def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: d
         step = read_manifest(checkpoint).get("step", 0)
         if step > total_steps or (step == total_steps and is_finished):
             error = UserError(
-                f"the run has taken {step} steps, {total_steps} are asked for", source=str(checkpoint),
+                f"the run has taken {step} steps, {total_steps} are asked for",
+                source=str(checkpoint),
                 expected="steps that are left to take",
-                hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir")
+                hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",
+            )
     except UserError as caught:
         error = caught
     raise_together(error, group)
@@ -207,5 +235,8 @@ def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: d
 
 def _refuse(run_dir: Path) -> UserError:
     return UserError(
-        f"{run_dir / METRICS_FILE} already holds the metrics of a run", source="trainer.run_dir",
-        expected="a new or empty run directory", hint="choose another trainer.run_dir, or remove this one")
+        f"{run_dir / METRICS_FILE} already holds the metrics of a run",
+        source="trainer.run_dir",
+        expected="a new or empty run directory",
+        hint="choose another trainer.run_dir, or remove this one",
+    )

@@ -78,7 +78,6 @@ class TrainingState:
         Raises:
             UserError: it is not whole, or of another model; on every rank, and nothing was changed.
         """
-        resumed = load_training_state(
-            find_step(directory), self.roles, side_files=self.side_files, group=world())
+        resumed = load_training_state(find_step(directory), self.roles, side_files=self.side_files, group=world())
         self.load_small_parts(resumed.state)
         return resumed.step

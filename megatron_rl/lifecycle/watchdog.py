@@ -119,7 +119,7 @@ class Watchdog:
             looks, since = heard.get(beat.rank, (beat.looks, now))
             since = since if beat.looks == looks else now
             heard[beat.rank] = beat.looks, since
-            if (counts_closed if beat.is_closed else now - since > seconds):
+            if counts_closed if beat.is_closed else now - since > seconds:
                 silent.append(beat)
         return silent
 
@@ -163,7 +163,8 @@ class Watchdog:
     def _is_stalled(self, position: Position, seconds: float) -> bool:
         # Before the first phase the program may build something at one place for long, and waits for nobody.
         is_waiting = position.operation is not None or (
-            self._watched.any_place and self._watched.timers.num_entered > 0)
+            self._watched.any_place and self._watched.timers.num_entered > 0
+        )
         return is_waiting and seconds >= self._watched.limit and self._watched.world_size > 1
 
     def _publish(self, key: str, position: Position) -> None:
@@ -195,7 +196,8 @@ class Watchdog:
             source=f"the watchdog of rank {self._watched.rank}",
             expected="ranks that answer each other within that time",
             hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "
-                 "the late rank was only slow")
+            "the late rank was only slow",
+        )
 
     def _follow(self) -> None:
         """Another rank has failed: end here as well, if the program does not do that itself."""

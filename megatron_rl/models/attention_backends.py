@@ -76,7 +76,8 @@ def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) 
 
     def call() -> None:
         cu_seqlens_q, cu_seqlens_k = (
-            torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 3, 8], [0, 3, 10]))
+            torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 3, 8], [0, 3, 10])
+        )
         segments = Segments(backend, cu_seqlens_q, cu_seqlens_k, 5, 7)
         reference = _prepare_for_sdpa(replace(segments, backend="sdpa"), dtype)
         found, expected = (_run_trial(one, device, dtype) for one in (segments, reference))
@@ -90,13 +91,18 @@ def _run_trial(segments: Segments, device: torch.device, dtype: torch.dtype) -> 
     """Output and gradients of fixed values."""
     inputs = [
         torch.arange(rows * heads * 64.0).mul(0.7).sin().view(rows, heads, 64).to(device, dtype).requires_grad_()
-        for rows, heads in ((8, 2), (10, 1), (10, 1))]
+        for rows, heads in ((8, 2), (10, 1), (10, 1))
+    ]
     output = _BACKENDS[segments.backend](*inputs, segments, 0.125)
     return [output, *torch.autograd.grad(output.float().square().sum(), inputs)]
 
 
 def build_segments(
-    cu_seqlens: torch.Tensor, max_seqlen: int, keys: SegmentKeys | None, dtype: torch.dtype, backend: str | None = None,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    keys: SegmentKeys | None,
+    dtype: torch.dtype,
+    backend: str | None = None,
     is_bucketed: bool = False,
 ) -> Segments:
     """Prepare the segments of a microbatch for a backend.
@@ -112,8 +118,13 @@ def build_segments(
     backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
     cu_seqlens_k = cu_seqlens if keys is None else keys.cu_seqlens
     segments = Segments(
-        backend, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen if keys is None else keys.max_seqlen,
-        None if keys is None else keys.index)
+        backend,
+        cu_seqlens,
+        cu_seqlens_k,
+        max_seqlen,
+        max_seqlen if keys is None else keys.max_seqlen,
+        None if keys is None else keys.index,
+    )
     if keys is not None and is_bucketed:
         segments = replace(segments, key_index=keys.index.clamp(min=0), key_is_real=keys.index >= 0)
     return _prepare_for_sdpa(segments, dtype) if backend == "sdpa" else segments
@@ -157,8 +168,17 @@ def _attend_flash_attn(
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # optional dependency
 
     return flash_attn_varlen_func(
-        query, key, value, segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k,
-        softmax_scale=scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled())
+        query,
+        key,
+        value,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _attend_torch_varlen(
@@ -167,8 +187,17 @@ def _attend_torch_varlen(
     from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10
 
     output = varlen_attn(
-        query, key, value, segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k,
-        scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1])
+        query,
+        key,
+        value,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
     assert isinstance(output, torch.Tensor), "a pair only where an auxiliary output is asked for"
     return output
 
@@ -182,10 +211,15 @@ def _attend_sdpa(
     for q, k, v in zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True):
         if len(q) == 0:
             continue
-        outputs.append(F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),  # [1, heads, s, d]
-            attn_mask=_cut_mask(segments.mask, len(q), len(k)), is_causal=len(q) == len(k), scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1])[0].transpose(0, 1))
+        outputs.append(
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in (q, k, v)),  # [1, heads, s, d]
+                attn_mask=_cut_mask(segments.mask, len(q), len(k)),
+                is_causal=len(q) == len(k),
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )[0].transpose(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -197,8 +231,19 @@ def _attend_efficient(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     # What `scaled_dot_product_attention` calls itself, which cannot say where segments end.
     output, *_ = torch.ops.aten._efficient_attention_forward(
-        query[None], key[None], value[None], None, segments.cu_seqlens_q, segments.cu_seqlens_k,
-        segments.max_seqlen_q, segments.max_seqlen_k, 0.0, int(CausalVariant.LOWER_RIGHT), needs_grad, scale=scale)
+        query[None],
+        key[None],
+        value[None],
+        None,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_k,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
+        0.0,
+        int(CausalVariant.LOWER_RIGHT),
+        needs_grad,
+        scale=scale,
+    )
     return output[0]
 
 
@@ -211,5 +256,8 @@ def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> tor
 
 
 _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "flash-attn": _attend_flash_attn, "torch-varlen": _attend_torch_varlen, "efficient": _attend_efficient,
-    "sdpa": _attend_sdpa}
+    "flash-attn": _attend_flash_attn,
+    "torch-varlen": _attend_torch_varlen,
+    "efficient": _attend_efficient,
+    "sdpa": _attend_sdpa,
+}

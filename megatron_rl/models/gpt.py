@@ -92,8 +92,11 @@ def choose_transformer_impl(requested: str) -> str:
     failure = find_transformer_engine_failure(torch.cuda.is_available())
     if requested == "transformer_engine" and failure is not None:
         raise UserError(
-            f"Transformer Engine is not usable here{failure and f': {failure}'}", source="model.transformer_impl",
-            expected="an installed transformer_engine and a CUDA device", hint="use model.transformer_impl=auto")
+            f"Transformer Engine is not usable here{failure and f': {failure}'}",
+            source="model.transformer_impl",
+            expected="an installed transformer_engine and a CUDA device",
+            hint="use model.transformer_impl=auto",
+        )
     return "transformer_engine" if failure is None and requested != "local" else "local"
 
 
@@ -120,8 +123,11 @@ def find_transformer_engine_failure(has_cuda: bool) -> str | None:
 def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm")
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     if config.num_moe_experts:

@@ -40,7 +40,8 @@ class ScoreHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
+        )
         # A replica, of which TP rank 0's counts in the global gradient norm; its gradient is partial under TP-SP.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
@@ -52,5 +53,6 @@ class ScoreHead(torch.nn.Module):
         if self._sequence_parallel:
             # All ranks take the same loss of all scores: no gradients to add up, each keeps those of its positions.
             scores = gather_from_sequence_parallel_region(
-                scores, tensor_parallel_output_grad=False, group=self._tp_group)
+                scores, tensor_parallel_output_grad=False, group=self._tp_group
+            )
         return scores[:, 0]

@@ -33,7 +33,12 @@ class PackedSequences(PackedSeqParams):
 
 
 def build_packed_sequences(
-    piece: MicrobatchSlice, position_ids: torch.Tensor, shape: ModelShape, *, dtype: torch.dtype, cp_size: int = 1,
+    piece: MicrobatchSlice,
+    position_ids: torch.Tensor,
+    shape: ModelShape,
+    *,
+    dtype: torch.dtype,
+    cp_size: int = 1,
     cp_rank: int = 0,
 ) -> PackedSequences:
     """Describe a microbatch to the layers of a stage.
@@ -46,12 +51,15 @@ def build_packed_sequences(
         cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
     """
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
-    segments = build_segments(
-        piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype,
-        is_bucketed=piece.is_bucketed)
+    segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, is_bucketed=piece.is_bucketed)
     return PackedSequences(
-        qkv_format="thd", segments=segments,
-        cu_seqlens_q=segments.cu_seqlens_q, cu_seqlens_kv=segments.cu_seqlens_k,
-        max_seqlen_q=segments.max_seqlen_q, max_seqlen_kv=segments.max_seqlen_k,
+        qkv_format="thd",
+        segments=segments,
+        cu_seqlens_q=segments.cu_seqlens_q,
+        cu_seqlens_kv=segments.cu_seqlens_k,
+        max_seqlen_q=segments.max_seqlen_q,
+        max_seqlen_kv=segments.max_seqlen_k,
         rotary_table=compute_rotary_table(
-            mine, head_dim=shape.head_dim, theta=shape.rope_theta, dtype=dtype, scaling=shape.rope_scaling))
+            mine, head_dim=shape.head_dim, theta=shape.rope_theta, dtype=dtype, scaling=shape.rope_scaling
+        ),
+    )

@@ -33,8 +33,17 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 # Kernels of apex and Transformer Engine's fused ones; megatron-core switches some on by default.
 _UNFUSED: dict[str, Any] = dict.fromkeys(
-    ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm",
-     "gradient_accumulation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"), False)
+    (
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "persist_layer_norm",
+        "gradient_accumulation_fusion",
+        "apply_rope_fusion",
+        "cross_entropy_loss_fusion",
+    ),
+    False,
+)
 
 
 def build_transformer_config(

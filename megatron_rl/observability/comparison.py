@@ -33,8 +33,12 @@ def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path
     known = sorted({key for run in records.values() for record in run for key in record} - {"step"})
     for key in metrics:
         if key not in known:
-            raise UserError(f"no run has the metric {key!r}", source="metrics.jsonl of the runs",
-                            expected=f"one of {', '.join(known)}", hint="check the spelling")
+            raise UserError(
+                f"no run has the metric {key!r}",
+                source="metrics.jsonl of the runs",
+                expected=f"one of {', '.join(known)}",
+                hint="check the spelling",
+            )
     rows = math.ceil(len(metrics) / _COLUMNS)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.5 * min(len(metrics), _COLUMNS), 3.5 * rows), dpi=130, layout="constrained")
@@ -46,8 +50,9 @@ def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path
                 steps, values = read_points(run, key)
                 if steps:
                     marker = "o" if len(steps) < 15 else None
-                    axes.plot(steps, values, color=_COLOURS[number % len(_COLOURS)], lw=1.8, marker=marker, ms=4,
-                              label=label)
+                    axes.plot(
+                        steps, values, color=_COLOURS[number % len(_COLOURS)], lw=1.8, marker=marker, ms=4, label=label
+                    )
             axes.legend(loc="best")
         for axes in panels:  # what the last row does not need
             axes.set_visible(False)

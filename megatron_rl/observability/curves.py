@@ -20,13 +20,30 @@ _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", 
 _SETS = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE)
 # the phases in the order of a step, each with its own colour in every picture
 _PHASES = {
-    "reshard": "#7fb7d8", "rollout": _BLUE, "reward": _ORANGE, "old_logprobs": "#9bd0a6", "ref_logprobs": "#5fae86",
-    "values": "#b39bc8", "update_critic": "#8064a2", "update": _RED, "validation": "#e8c15a", "save": "#8d6e63",
+    "reshard": "#7fb7d8",
+    "rollout": _BLUE,
+    "reward": _ORANGE,
+    "old_logprobs": "#9bd0a6",
+    "ref_logprobs": "#5fae86",
+    "values": "#b39bc8",
+    "update_critic": "#8064a2",
+    "update": _RED,
+    "validation": "#e8c15a",
+    "save": "#8d6e63",
 }
 STYLE: dict[Any, Any] = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e8eb",
-    "axes.axisbelow": True, "axes.edgecolor": "#8a8f98", "legend.frameon": False, "legend.fontsize": 9,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#8a8f98",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
 }
 
 
@@ -69,7 +86,7 @@ def read_points(records: Sequence[Record], key: str) -> tuple[list[int], list[fl
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Mean of the last `window` values, or of as many as there are."""
-    tails = (values[max(0, end - window):end] for end in range(1, len(values) + 1))
+    tails = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(tail) / len(tail) for tail in tails]
 
 
@@ -98,7 +115,12 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
         axes.plot(steps, values, color=colour, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
             axes.annotate(
-                f"{value:.3f}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9,
+                f"{value:.3f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=(0, 7),
+                ha="center",
+                fontsize=9,
                 color=colour,
             )
     axes.margins(y=0.15)
@@ -108,7 +130,8 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
 def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("KL and rollout mismatch")
     curves = (
-        ("kl/mean", "KL to reference", _GREEN), ("mismatch/mean", "mismatch, mean", _PURPLE),
+        ("kl/mean", "KL to reference", _GREEN),
+        ("mismatch/mean", "mismatch, mean", _PURPLE),
         ("mismatch/max", "mismatch, max", _RED),
     )
     drawn = []

@@ -26,19 +26,23 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LONGEST_MESSAGE = 600
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA out of memory|CUDA error: out of memory|Unable to allocate"
-    r"|No available memory for the cache blocks|Free memory on device|KV cache is needed, which is larger", re.I)
+    r"|No available memory for the cache blocks|Free memory on device|KV cache is needed, which is larger",
+    re.I,
+)
 _NO_PEER = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed|remote process exited"
-    r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout", re.I)
+    r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout",
+    re.I,
+)
 # Room of the package, or phase -> what frees memory there.
 _MEMORY_HINTS = {
     "engines": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
-               "rollout.tensor_model_parallel_size",
+    "rollout.tensor_model_parallel_size",
     "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
     "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
     "": "lower {role}.max_tokens_per_microbatch or {role}.logprob_chunk_tokens, or set "
-        "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
-        "python tools/plan.py shows what fits",
+    "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
+    "python tools/plan.py shows what fits",
 }
 _ROOM_OF_PHASE = {"rollout": "engines", "reshard": "resharding", "verify": "resharding"}
 _CRITIC_PHASES = ("values", "update_critic")
@@ -90,16 +94,21 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
         return _explain_memory(error, scene)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
-            f"the disk is full: {error}", source=f"{scene}, {_locate(error)}", expected="room for what a run writes",
-            hint="free some space; start the same command again to resume from the newest checkpoint")
+            f"the disk is full: {error}",
+            source=f"{scene}, {_locate(error)}",
+            expected="room for what a run writes",
+            hint="free some space; start the same command again to resume from the newest checkpoint",
+        )
     if is_lost_peer(error) and (lost := find_silent()):
         # gloo's words: [its file and line] what happened to whom. "This is typically caused by ..."
         what = re.sub(r"^\[[^ ]*\] ", "", _first_lines(error)).partition(" This is typically")[0]
         return explain_lost(lost, scene, what)
     return UserError(
-        f"{type(error).__name__}: {_first_lines(error)}", source=f"{scene}, {_locate(error)}",
+        f"{type(error).__name__}: {_first_lines(error)}",
+        source=f"{scene}, {_locate(error)}",
         expected="a program that raises nothing here",
-        hint=f"the traceback is in {scene.log_file}; if the cause is not in a file of your own, please report it")
+        hint=f"the traceback is in {scene.log_file}; if the cause is not in a file of your own, please report it",
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -127,10 +136,12 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
     logs = ", ".join(str(scene.log_file.with_name(f"rank{p.rank}.log")) for p in lost[:4])
     return UserError(
         f"{who} left the job, or is stopped, and gives no sign of life; last seen: {seen}",
-        source=f"{scene}: {what}", expected="ranks that stay until the end",
+        source=f"{scene}: {what}",
+        expected="ranks that stay until the end",
         hint=f"look at the end of {logs}, and for the OOM killer in dmesg; start the same command again to resume from "
-             "the newest checkpoint (trainer.save_freq, trainer.run_dir), or let MAX_RESTARTS or torchrun's "
-             "--max-restarts do it")
+        "the newest checkpoint (trainer.save_freq, trainer.run_dir), or let MAX_RESTARTS or torchrun's "
+        "--max-restarts do it",
+    )
 
 
 def _explain_memory(error: BaseException, scene: Scene) -> UserError:
@@ -139,14 +150,18 @@ def _explain_memory(error: BaseException, scene: Scene) -> UserError:
     room = next((part for part in rooms if part in _MEMORY_HINTS), "")
     role = "critic" if scene.phase in _CRITIC_PHASES else "actor"
     return UserError(
-        f"out of memory{f': {asked} asked for' if asked else ''} ({in_use})", source=f"{scene}, {_locate(error)}",
-        expected="that this fits beside what is in use", hint=_MEMORY_HINTS[room].format(role=role))
+        f"out of memory{f': {asked} asked for' if asked else ''} ({in_use})",
+        source=f"{scene}, {_locate(error)}",
+        expected="that this fits beside what is in use",
+        hint=_MEMORY_HINTS[room].format(role=role),
+    )
 
 
 def _read_sizes(message: str) -> tuple[str, str]:
     """How much was asked for, and how much is in use, from torch's or numpy's words."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)",
-                      message)
+    asked = re.search(
+        r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)", message
+    )
     size = "" if asked is None else next(part for part in asked.groups() if part)
     device = re.search(r"GPU \d+ has a total capacity of .*?is free", message)
     if device is not None:
@@ -155,8 +170,10 @@ def _read_sizes(message: str) -> tuple[str, str]:
     gib = 1 << 30
     if size.isdigit():
         size = f"{int(size) / gib:.2f} GiB"
-    return size, (f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
-                  f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host")
+    return size, (
+        f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
+        f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host"
+    )
 
 
 def _first_lines(error: BaseException) -> str:
@@ -167,8 +184,11 @@ def _first_lines(error: BaseException) -> str:
 
 def _rooms(error: BaseException) -> list[str]:
     """Sub-package of each frame that is of this package, the innermost last."""
-    return [Path(frame.filename).relative_to(_PACKAGE).parts[0] for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename.startswith(_PACKAGE)]
+    return [
+        Path(frame.filename).relative_to(_PACKAGE).parts[0]
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(_PACKAGE)
+    ]
 
 
 def _locate(error: BaseException) -> str:

@@ -71,8 +71,10 @@ class MetricsFile(Sink):
 
 def plain_record(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Metrics sorted by name, as Python numbers of Python, numpy or torch scalars."""
-    return {key: int(metrics[key]) if isinstance(metrics[key], numbers.Integral) else float(metrics[key])
-            for key in sorted(metrics)}
+    return {
+        key: int(metrics[key]) if isinstance(metrics[key], numbers.Integral) else float(metrics[key])
+        for key in sorted(metrics)
+    }
 
 
 def encode_record(step: int, metrics: NumberRecord) -> str:
@@ -104,12 +106,13 @@ def set_aside(run_dir: Path, after_step: int) -> Path | None:
     records = list(_read_lines(path)) if path.exists() else []
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line] if path.exists() else []
     kept = sum(step_of(record) <= after_step for record in records)
-    rollouts = [file for file in (run_dir / ROLLOUTS).glob("step_*.jsonl")
-                if int(file.stem.removeprefix("step_")) > after_step]
+    rollouts = [
+        file for file in (run_dir / ROLLOUTS).glob("step_*.jsonl") if int(file.stem.removeprefix("step_")) > after_step
+    ]
     if len(records) > kept or rollouts:
         attempt = next(found for n in count(1) if not (found := run_dir / f"attempt-{n}").exists())
         (attempt / ROLLOUTS).mkdir(parents=True)
-        replace_text(attempt / METRICS_FILE, "".join(line + "\n" for line in lines[kept:len(records)]))
+        replace_text(attempt / METRICS_FILE, "".join(line + "\n" for line in lines[kept : len(records)]))
         if (run_dir / CONFIG_FILE).exists():
             shutil.copy(run_dir / CONFIG_FILE, attempt)
         for file in rollouts:
@@ -134,7 +137,9 @@ def _read_lines(path: Path) -> Iterator[dict[str, float | None]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(
-            f"there is no {path}", source="run directory", expected="the directory of a run that has logged a step",
+            f"there is no {path}",
+            source="run directory",
+            expected="the directory of a run that has logged a step",
             hint="check the path",
         ) from error
     lines = text.split("\n")
@@ -147,7 +152,9 @@ def _read_lines(path: Path) -> Iterator[dict[str, float | None]]:
             if number == len(lines):
                 return  # no newline behind it: the write was cut off
             raise UserError(
-                f"the line is no JSON: {error}", source=f"{path}:{number}", expected="one JSON object per line",
+                f"the line is no JSON: {error}",
+                source=f"{path}:{number}",
+                expected="one JSON object per line",
                 hint="remove the line",
             ) from error
 

@@ -18,8 +18,10 @@ def read_template(folder: Path, title: str, connect: str = "'none'") -> str:
         connect: what the script may connect to, as a content security policy says it.
     """
     page, style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
-    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
-              "base-uri 'none'; form-action 'none'")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
+        "base-uri 'none'; form-action 'none'"
+    )
     escaped = html.escape(title).replace("{", "&#123;")  # nor is it taken for a place of the template
     values = {"style": style, "policy": policy, "title": escaped, "script": script}
     for name, value in values.items():

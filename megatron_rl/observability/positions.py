@@ -103,8 +103,15 @@ def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | Non
     if frame is None:
         return None
     phases = [name for name in timers.phases if name != "step"]
-    return Position(rank, timers.step, phases[-1] if phases else "between phases", timers.num_entered,
-                    *find_place(frame), seconds=0.0, looks=0)
+    return Position(
+        rank,
+        timers.step,
+        phases[-1] if phases else "between phases",
+        timers.num_entered,
+        *find_place(frame),
+        seconds=0.0,
+        looks=0,
+    )
 
 
 def explain(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
@@ -123,8 +130,10 @@ def explain(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
     if late and waiting:
         at = max(waiting, key=lambda p: p.seconds)
         those = name_ranks(sorted(p.rank for p in waiting))
-        verdict = (f"{those} waited for {name_ranks(sorted(late))} in step {at.step}, "
-                   f"phase {at.phase}, {at.operation or at.caller}")
+        verdict = (
+            f"{those} waited for {name_ranks(sorted(late))} in step {at.step}, "
+            f"phase {at.phase}, {at.operation or at.caller}"
+        )
     else:
         verdict = "all ranks wait, in different collectives or for a message that was never sent"
     lines = {p.rank: [p.describe(), *(f"  {line}" for line in p.recent[-_SHOWN:] if p.rank in late)] for p in known}

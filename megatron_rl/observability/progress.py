@@ -79,11 +79,17 @@ class ProgressDisplay(Sink):
 
     def _draw(self, stream: TextIO | None) -> Progress:
         bars = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(), _Remaining(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            _Remaining(),
             TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=Console(file=stream or sys.stdout), refresh_per_second=_REDRAWS_PER_SECOND,
-            redirect_stdout=stream is None, redirect_stderr=stream is None and sys.stderr.isatty())
+            console=Console(file=stream or sys.stdout),
+            refresh_per_second=_REDRAWS_PER_SECOND,
+            redirect_stdout=stream is None,
+            redirect_stderr=stream is None and sys.stderr.isatty(),
+        )
         self._steps = bars.add_task("step", total=self._pace.total, count="", pace=self._pace, note="")
         self._rollout = bars.add_task("rollout", total=None, visible=False, count="", pace=None, note="")
         self._show_steps(bars)
@@ -92,8 +98,12 @@ class ProgressDisplay(Sink):
         return bars
 
     def _show_steps(self, bars: Progress) -> None:
-        bars.update(self._steps, completed=self._pace.done, count=f"{self._pace.done}/{self._pace.total}",
-                    note=" | ".join(note for note in self._notes.values() if note))
+        bars.update(
+            self._steps,
+            completed=self._pace.done,
+            count=f"{self._pace.done}/{self._pace.total}",
+            note=" | ".join(note for note in self._notes.values() if note),
+        )
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Move the bar of the run; it says the last reward (SFT: loss) and validation."""
@@ -115,14 +125,22 @@ class ProgressDisplay(Sink):
             if not self._bars.tasks[self._rollout].visible:
                 self._bars.reset(self._rollout, total=count.total)
             self._bars.update(
-                self._rollout, visible=True, description=name, total=count.total, completed=count.finished,
-                count=f"{count.finished}/{count.total} responses", note=f"{count.tokens_per_second:,.0f} tok/s")
+                self._rollout,
+                visible=True,
+                description=name,
+                total=count.total,
+                completed=count.finished,
+                count=f"{count.finished}/{count.total} responses",
+                note=f"{count.tokens_per_second:,.0f} tok/s",
+            )
         elif self._is_wanted and count is not None and count.seconds >= LINE_SECONDS:
             now = time.monotonic()
             if now - self._said_at >= LINE_SECONDS:
                 self._said_at = now
-                self.print(f"{name}: {count.finished}/{count.total} responses, {count.tokens:,} tokens, "
-                           f"{count.tokens_per_second:,.0f} tok/s, {count.seconds:.0f} s")
+                self.print(
+                    f"{name}: {count.finished}/{count.total} responses, {count.tokens:,} tokens, "
+                    f"{count.tokens_per_second:,.0f} tok/s, {count.seconds:.0f} s"
+                )
 
     def print(self, line: str) -> None:
         """Print a line, above the bars where there are any."""

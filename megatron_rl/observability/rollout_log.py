@@ -80,7 +80,8 @@ def token_fields(num_tokens: int, values: Mapping[str, np.ndarray]) -> dict[str,
     """
     return {
         name: [None] * (num_tokens - len(column)) + as_numbers(column)
-        for name, column in values.items() if np.isfinite(column).any()
+        for name, column in values.items()
+        if np.isfinite(column).any()
     }
 
 

@@ -49,18 +49,34 @@ class Mode:
 
 MODES = (
     Mode("advantage", "advantage", "blue: the update makes the token likelier; orange: less likely", "diverging"),
-    Mode("gap", "rollout/train gap", "log-prob of the trainer minus that of the engine, before the update", "diverging",
-         decimals=6),
-    Mode("ratio", "ratio", "probability in the last optimizer step that used the token over that before the update",
-         "diverging", transform="log"),
+    Mode(
+        "gap",
+        "rollout/train gap",
+        "log-prob of the trainer minus that of the engine, before the update",
+        "diverging",
+        decimals=6,
+    ),
+    Mode(
+        "ratio",
+        "ratio",
+        "probability in the last optimizer step that used the token over that before the update",
+        "diverging",
+        transform="log",
+    ),
     Mode("clipped", "clipped", "the loss of that optimizer step was clipped at this token", "flag"),
     Mode("entropy", "entropy", "of the policy's next-token distribution in that optimizer step, in nats", "sequential"),
     Mode("value", "value", "what the critic expected here", "diverging"),
     Mode("surprise", "surprise", "minus the log-prob that the engine reported", "sequential", transform="negative"),
 )
 # Mode -> key of the row; the gap is the difference of two.
-_FIELDS = {"advantage": "advantages", "ratio": "ratio", "clipped": "clipped", "entropy": "entropy", "value": "values",
-           "surprise": "rollout_logprobs"}
+_FIELDS = {
+    "advantage": "advantages",
+    "ratio": "ratio",
+    "clipped": "clipped",
+    "entropy": "entropy",
+    "value": "values",
+    "surprise": "rollout_logprobs",
+}
 
 
 @dataclass(frozen=True)
@@ -87,17 +103,29 @@ def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, P
     expected = "a run directory with rollouts/step_<N>.jsonl"
     if not folder.is_dir():
         found = "no such directory" if not run_dir.is_dir() else "there is no rollouts/ in it"
-        raise UserError(f"{run_dir}: {found}", source="RUN_DIR", expected=expected,
-                        hint="give the run_dir that the run printed first")
+        raise UserError(
+            f"{run_dir}: {found}",
+            source="RUN_DIR",
+            expected=expected,
+            hint="give the run_dir that the run printed first",
+        )
     names = {p.stem.removeprefix("step_"): p for p in folder.glob("step_*.jsonl")}
     files = {int(step): names[step] for step in sorted((s for s in names if s.isdigit()), key=int)}
     if not any(path.stat().st_size for path in files.values()):
-        raise UserError(f"{folder}: no rollouts in it", source="RUN_DIR", expected=expected,
-                        hint="train with trainer.log_rollouts=N (-1: all)")
+        raise UserError(
+            f"{folder}: no rollouts in it",
+            source="RUN_DIR",
+            expected=expected,
+            hint="train with trainer.log_rollouts=N (-1: all)",
+        )
     chosen = {step: path for step, path in files.items() if steps is None or step in steps}
     if not any(path.stat().st_size for path in chosen.values()):
-        raise UserError(f"{folder} has steps {min(files)} to {max(files)}", source="--steps",
-                        expected="steps that were logged", hint="choose others, or leave it out")
+        raise UserError(
+            f"{folder} has steps {min(files)} to {max(files)}",
+            source="--steps",
+            expected="steps that were logged",
+            hint="choose others, or leave it out",
+        )
     return chosen
 
 
@@ -154,18 +182,27 @@ class _Index:
         group = self._groups.setdefault((step, prompt_id), len(self._groups))
         if group == len(self._prompts):
             self._prompts.append(
-                {"id": prompt_id, "text": _text(row.get("prompt")), "truth": _text(row.get("ground_truth"))})
+                {"id": prompt_id, "text": _text(row.get("prompt")), "truth": _text(row.get("ground_truth"))}
+            )
         length = next((len(x) for x in (tokens, texts) if isinstance(x, list)), None)
-        entry = {"step": step, "group": group, "sample": _number(row.get("sample_index")),
-                 "reward": _number(row.get("reward")), "length": length, "finish": _text(row.get("finish_reason")),
-                 "version": _number(row.get("policy_version")), "response": _text(row.get("response"))}
+        entry = {
+            "step": step,
+            "group": group,
+            "sample": _number(row.get("sample_index")),
+            "reward": _number(row.get("reward")),
+            "length": length,
+            "finish": _text(row.get("finish_reason")),
+            "version": _number(row.get("policy_version")),
+            "response": _text(row.get("response")),
+        }
         for name, value in entry.items():
             self.columns[name].append(value)
         ids, components = _read_numbers(row, "tokens", length, where), row.get("reward_components")
         details: dict[str, Any] = {
             "components": {k: _number(x) for k, x in components.items()} if isinstance(components, dict) else {},
             "ids": None if ids is None else np.nan_to_num(ids).astype(np.int64).tolist(),
-            "texts": [_text(x) for x in texts] if isinstance(texts, list) and len(texts) == length else None}
+            "texts": [_text(x) for x in texts] if isinstance(texts, list) and len(texts) == length else None,
+        }
         for mode in MODES:
             values = _find_values(mode.key, row, length, where)
             if values is not None:
@@ -180,8 +217,10 @@ class _Index:
 
     def finish(self) -> dict[str, Any]:
         """The index as it goes into the page; a mode's color is full at `scale`, and one that no rollout has is off."""
-        modes = [asdict(mode) | {"scale": _find_scale(self._sizes[mode.key]),
-                                 "num_rollouts": len(self._sizes[mode.key])} for mode in MODES]
+        modes = [
+            asdict(mode) | {"scale": _find_scale(self._sizes[mode.key]), "num_rollouts": len(self._sizes[mode.key])}
+            for mode in MODES
+        ]
         return {"run": self._run, "chunk": _CHUNK, "modes": modes, "prompts": self._prompts, "columns": self.columns}
 
 
@@ -235,8 +274,12 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _bad_row(where: str, found: str) -> UserError:
-    return UserError(found, source=where, expected="one rollout per line, as a run writes them",
-                     hint="if the run is writing this file at the moment, try again; else remove the line")
+    return UserError(
+        found,
+        source=where,
+        expected="one rollout per line, as a run writes them",
+        hint="if the run is writing this file at the moment, try again; else remove the line",
+    )
 
 
 def _text(value: Any) -> str:

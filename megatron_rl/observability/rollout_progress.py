@@ -78,7 +78,8 @@ class RolloutProgress:
         self._added = (0, 0)
         over = threading.Event()
         thread = threading.Thread(
-            target=self._watch, args=(self._store, over, total, tokens_in_flight), name="rollout progress", daemon=True)
+            target=self._watch, args=(self._store, over, total, tokens_in_flight), name="rollout progress", daemon=True
+        )
         thread.start()
         try:
             yield
@@ -86,9 +87,7 @@ class RolloutProgress:
             over.set()
             thread.join()
 
-    def _watch(
-        self, store: Store, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]
-    ) -> None:
+    def _watch(self, store: Store, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]) -> None:
         start = time.monotonic()
         looks = deque([(start, 0)], maxlen=_WINDOW)
         try:
@@ -111,7 +110,9 @@ class RolloutProgress:
         """Add what is new here to the sums over all engines, and return them: responses, tokens."""
         finished, tokens = self._finished, self._tokens  # read first: what finishes meanwhile must not count twice
         mine = finished, tokens + tokens_in_flight()
-        sums = [store.add(f"{self._generation}/{name}", now - before)
-                for name, now, before in zip(("finished", "tokens"), mine, self._added, strict=True)]
+        sums = [
+            store.add(f"{self._generation}/{name}", now - before)
+            for name, now, before in zip(("finished", "tokens"), mine, self._added, strict=True)
+        ]
         self._added = mine
         return sums[0], sums[1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run and its directory: what is written where, and what a step's record consists of.
 
-    <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-               summary.json curves.png stopped.json wandb_id run.lock
-               attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
+<run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
+           summary.json curves.png stopped.json wandb_id run.lock
+           attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class Run:
         failed_saves: {"step", "error"} of each checkpoint that could not be written; for the summary.
     """
 
-    def __init__(
-        self, run_dir: Path, config_yaml: str, total_steps: int, settings: SinkSettings, rank: int
-    ) -> None:
+    def __init__(self, run_dir: Path, config_yaml: str, total_steps: int, settings: SinkSettings, rank: int) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
         self.best_value = float("-inf")
         self.failed_saves: list[dict[str, Any]] = []
@@ -146,14 +144,27 @@ class Run:
         add(MetricsFile(self.dir))
         if settings.status_port is not None:
             page = StatusPage(
-                self.dir.resolve().name, settings.status_host, settings.status_port,
-                has_token=settings.status_token, now=self._describe_now, positions=positions,
-                records=read_metrics(self.dir))
+                self.dir.resolve().name,
+                settings.status_host,
+                settings.status_port,
+                has_token=settings.status_token,
+                now=self._describe_now,
+                positions=positions,
+                records=read_metrics(self.dir),
+            )
             add(page)
             self.log.info("status page: %s", page.url)
         if settings.wandb != "off":
-            add(WandbRun(self.dir, settings.wandb, settings.wandb_project, settings.wandb_name,
-                         yaml.safe_load(self._config_yaml) or {}, self._total_steps))
+            add(
+                WandbRun(
+                    self.dir,
+                    settings.wandb,
+                    settings.wandb_project,
+                    settings.wandb_name,
+                    yaml.safe_load(self._config_yaml) or {},
+                    self._total_steps,
+                )
+            )
         if settings.tensorboard:
             add(TensorBoard(self.dir, after_step, settings.histograms_every))
         self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
@@ -229,9 +240,15 @@ class Run:
         """What the status page shows beside records."""
         phase, seconds = self.timers.current()
         pace, rollout = self._pace, self._rollout
-        return {"step": pace.done, "total_steps": pace.total, "phase": phase, "phase_seconds": seconds,
-                "elapsed_seconds": pace.elapsed, "remaining_seconds": pace.remaining,
-                "rollout": rollout and asdict(rollout)}
+        return {
+            "step": pace.done,
+            "total_steps": pace.total,
+            "phase": phase,
+            "phase_seconds": seconds,
+            "elapsed_seconds": pace.elapsed,
+            "remaining_seconds": pace.remaining,
+            "rollout": rollout and asdict(rollout),
+        }
 
     def last_recorded_step(self) -> int:
         """Step of the last record in metrics.jsonl; -1 without one (the writer's rank only)."""
@@ -251,8 +268,12 @@ class Run:
         if name is None:
             return False
         if name not in metrics:
-            raise UserError(f"no metric {name!r} was measured", source="trainer.best_metric",
-                            expected=f"one of {', '.join(sorted(metrics))}", hint="name one of them")
+            raise UserError(
+                f"no metric {name!r} was measured",
+                source="trainer.best_metric",
+                expected=f"one of {', '.join(sorted(metrics))}",
+                hint="name one of them",
+            )
         if metrics[name] <= self.best_value:
             return False
         self.best_value = metrics[name]
@@ -264,8 +285,15 @@ class Run:
         if self.is_writer:
             summary = write_summary(self.dir, {"failed_saves": self.failed_saves})
             for name, course in json.loads(summary.read_text())["validation"].items():
-                self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, course["first"],
-                              course["first_step"], course["last"], course["last_step"], course["best"])
+                self.log.info(
+                    "%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)",
+                    name,
+                    course["first"],
+                    course["first_step"],
+                    course["last"],
+                    course["last_step"],
+                    course["best"],
+                )
             self.log.info("summary: %s", summary)
             self.log.info("curves:  %s", plot_curves(self.dir))
 

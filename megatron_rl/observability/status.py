@@ -65,8 +65,11 @@ def check_address(host: str, port: int) -> None:
 
 def _explain(host: str, port: int, error: Exception) -> UserError:
     return UserError(
-        f"{host}:{port} cannot be served: {error}", source="observability.status_port",
-        expected="a free port of observability.status_host", hint="choose another one, or 0 for any free port")
+        f"{host}:{port} cannot be served: {error}",
+        source="observability.status_port",
+        expected="a free port of observability.status_host",
+        hint="choose another one, or 0 for any free port",
+    )
 
 
 class StatusPage(Sink):
@@ -84,8 +87,17 @@ class StatusPage(Sink):
         UserError: the port is taken, or the host is not one of this machine.
     """
 
-    def __init__(self, name: str, host: str, port: int, *, has_token: bool, now: Callable[[], Mapping[str, Any]],
-                 positions: Positions, records: Sequence[Mapping[str, float | None]] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        *,
+        has_token: bool,
+        now: Callable[[], Mapping[str, Any]],
+        positions: Positions,
+        records: Sequence[Mapping[str, float | None]] = (),
+    ) -> None:
         self._name, self._now, self._ranks = name, now, _Ranks(positions)
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
         self._samples: dict[str, Any] = {"step": None, "rows": []}
@@ -93,8 +105,7 @@ class StatusPage(Sink):
             self._add(step_of(record), record)
         self._path = f"/{secrets.token_urlsafe(16)}/" if has_token else "/"
         try:
-            self._server = _Server(
-                (host, port), self._path, self.status, read_template(_PARTS, name, connect="'self'"))
+            self._server = _Server((host, port), self._path, self.status, read_template(_PARTS, name, connect="'self'"))
         except (OSError, OverflowError) as error:
             raise _explain(host, port, error) from error
         threading.Thread(target=self._server.serve_forever, name="status page", daemon=True).start()
@@ -118,16 +129,25 @@ class StatusPage(Sink):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show these rollouts instead of those of the step before."""
         if rows:
-            self._samples = {"step": step, "rows": [
-                {name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows]}
+            self._samples = {
+                "step": step,
+                "rows": [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows],
+            }
 
     def status(self) -> dict[str, Any]:
         """What status.json says."""
         charts = [
             {"title": title, "lines": [{"name": key, "points": thin(points)} for key, points in list(lines.items())]}
-            for title, lines in self._curves.items() if lines]
-        return {"run": self._name, **self._now(), "ranks": self._ranks.look(), "charts": charts,
-                "samples": self._samples}
+            for title, lines in self._curves.items()
+            if lines
+        ]
+        return {
+            "run": self._name,
+            **self._now(),
+            "ranks": self._ranks.look(),
+            "charts": charts,
+            "samples": self._samples,
+        }
 
     def close(self) -> None:
         """Stop serving."""
@@ -159,9 +179,15 @@ class _Ranks:
         looks, since = self._heard.get(rank, (beat.looks, now))
         since = since if looks == beat.looks else now
         self._heard[rank] = beat.looks, since
-        return {"rank": rank, "step": beat.step, "phase": beat.phase, "operation": beat.operation,
-                "seconds": round(beat.seconds, 1), "silent_seconds": round(now - since, 1),
-                "has_left": beat.is_closed}
+        return {
+            "rank": rank,
+            "step": beat.step,
+            "phase": beat.phase,
+            "operation": beat.operation,
+            "seconds": round(beat.seconds, 1),
+            "silent_seconds": round(now - since, 1),
+            "has_left": beat.is_closed,
+        }
 
 
 def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -195,9 +221,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_port = False  # two runs must not share a port
 
-    def __init__(
-        self, address: tuple[str, int], path: str, status: Callable[[], Mapping[str, Any]], page: str
-    ) -> None:
+    def __init__(self, address: tuple[str, int], path: str, status: Callable[[], Mapping[str, Any]], page: str) -> None:
         self.host, self.path, self.status, self.page = address[0], path, status, page.encode()
         self._open: dict[socket.socket, float] = {}  # when each connection began
         super().__init__(address, _Handler)
@@ -258,9 +282,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, content_type: str, body: bytes) -> None:
         self.send_response(200)
-        for name, value in (("Content-Type", content_type), ("Content-Length", str(len(body))),
-                            ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"),
-                            ("X-Frame-Options", "DENY"), ("Referrer-Policy", "no-referrer")):
+        for name, value in (
+            ("Content-Type", content_type),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+        ):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":

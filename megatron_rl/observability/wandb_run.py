@@ -36,23 +36,40 @@ class WandbRun(Sink):
         UserError: W&B does not let it in.
     """
 
-    def __init__(self, run_dir: Path, mode: Literal["offline", "online"], project: str, name: str | None,
-                 config: Mapping[str, Any], total_steps: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        mode: Literal["offline", "online"],
+        project: str,
+        name: str | None,
+        config: Mapping[str, Any],
+        total_steps: int,
+    ) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import; else it sends traces of itself, offline too
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises another package
         import wandb
         from wandb.errors import Error
 
         settings = wandb.Settings(
-            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True)
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True
+        )
         try:
             self._run: Any = wandb.init(
-                id=_read_id(run_dir), resume="allow", project=project, name=name or run_dir.resolve().name,
-                dir=str(run_dir), mode=mode, config=dict(config), settings=settings)
+                id=_read_id(run_dir),
+                resume="allow",
+                project=project,
+                name=name or run_dir.resolve().name,
+                dir=str(run_dir),
+                mode=mode,
+                config=dict(config),
+                settings=settings,
+            )
         except Error as error:
             raise UserError(
-                f"Weights & Biases does not start: {error}", source=f"observability.wandb={mode}",
-                expected="a machine that is logged in", hint="run `wandb login`, or set observability.wandb=offline",
+                f"Weights & Biases does not start: {error}",
+                source=f"observability.wandb={mode}",
+                expected="a machine that is logged in",
+                hint="run `wandb login`, or set observability.wandb=offline",
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

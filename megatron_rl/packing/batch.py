@@ -133,9 +133,14 @@ class TrainBatch:
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
         """The same with other tensors [t]; slices stay as they are."""
-        return replace(self, **{
-            item.name: function(value) for item in fields(self)
-            if isinstance(value := getattr(self, item.name), torch.Tensor)})
+        return replace(
+            self,
+            **{
+                item.name: function(value)
+                for item in fields(self)
+                if isinstance(value := getattr(self, item.name), torch.Tensor)
+            },
+        )
 
 
 def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:
@@ -199,9 +204,14 @@ def build_train_batch(
         slices.append(_close_microbatch(rows, first, padding, device))
     flat = {name: move_to_device(np.concatenate(pieces), device) for name, pieces in rows.columns.items()}
     batch = TrainBatch(
-        tokens=flat["tokens"], position_ids=flat["positions"], predecessors=flat["predecessors"],
-        loss_mask=flat["mask"], loss_weights=flat["logprobs"], sequence_ids=flat["ids"],
-        rollout_logprobs=flat["logprobs"], slices=slices,
+        tokens=flat["tokens"],
+        position_ids=flat["positions"],
+        predecessors=flat["predecessors"],
+        loss_mask=flat["mask"],
+        loss_weights=flat["logprobs"],
+        sequence_ids=flat["ids"],
+        rollout_logprobs=flat["logprobs"],
+        slices=slices,
         minibatch_sizes=[len(plan[dp_rank]) for _, plan in minibatch_plans],
     )
     return replace(batch, loss_weights=expand_to_tokens(sequence_weights, batch) * batch.loss_mask)
@@ -225,8 +235,13 @@ def _close_microbatch(rows: _Rows, first: int, padding: Padding, device: torch.d
         if keys is not None:
             keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
     return MicrobatchSlice(
-        first, first + stop, move_to_device(bounds.astype(np.int32), device), longest, keys,
-        is_bucketed=buckets is not None)
+        first,
+        first + stop,
+        move_to_device(bounds.astype(np.int32), device),
+        longest,
+        keys,
+        is_bucketed=buckets is not None,
+    )
 
 
 def _have_same_prompt(first: Branch, second: Branch) -> bool:
@@ -260,8 +275,14 @@ class _Rows:
         predecessors[:1] = self._prompt_start + skipped - 1 if skipped else start
         mask = sequence.sampled & (np.arange(s) > 0)
         self._append_segment(
-            sequence.tokens[rows], np.arange(skipped, s), predecessors, mask[rows], np.full(s - skipped, index),
-            sequence.logprobs[rows], prefix=(self._prompt_start, self._prompt_start + skipped))
+            sequence.tokens[rows],
+            np.arange(skipped, s),
+            predecessors,
+            mask[rows],
+            np.full(s - skipped, index),
+            sequence.logprobs[rows],
+            prefix=(self._prompt_start, self._prompt_start + skipped),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -275,8 +296,14 @@ class _Rows:
             nothing = np.zeros(count)
             predecessors = np.maximum(np.arange(start - 1, start - 1 + count), start)
             self._append_segment(
-                nothing, np.arange(count), predecessors, nothing.astype(bool), np.full(count, -1), nothing,
-                prefix=(start, start))
+                nothing,
+                np.arange(count),
+                predecessors,
+                nothing.astype(bool),
+                np.full(count, -1),
+                nothing,
+                prefix=(start, start),
+            )
 
     def _append_segment(self, *values: np.ndarray, prefix: tuple[int, int]) -> None:
         types = (np.int64, np.int64, np.int64, bool, np.int64, np.float32)

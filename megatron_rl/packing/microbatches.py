@@ -87,7 +87,12 @@ class _Workload:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], *, dp_size: int, max_tokens: int, count_multiple: int = 1, attention_ratio: float = 0.0,
+    lengths: Sequence[int],
+    *,
+    dp_size: int,
+    max_tokens: int,
+    count_multiple: int = 1,
+    attention_ratio: float = 0.0,
     shared: SharedPrompts | None = None,
 ) -> MicrobatchPlan:
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
@@ -138,9 +143,7 @@ def _split_groups(shared: SharedPrompts, lengths: Sequence[int], max_tokens: int
     return units
 
 
-def _halve_heaviest(
-    units: list[list[int]], rank_plan: list[list[int]], work: _Workload
-) -> list[list[int]] | None:
+def _halve_heaviest(units: list[list[int]], rank_plan: list[list[int]], work: _Workload) -> list[list[int]] | None:
     """The units with the costliest one of a rank in two; None if none can be divided."""
     on_rank = {index for members in rank_plan for index in members}
     divisible = [u for u in units if len(u) > 1 and u[0] in on_rank]
@@ -206,17 +209,21 @@ def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
     return [sum(work.sum(members)[1] for members in rank) for rank in plan]
 
 
-def microbatch_sizes(
-    plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrompts | None = None
-) -> list[int]:
+def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrompts | None = None) -> list[int]:
     """Tokens of all microbatches of a plan, without padding."""
     work = _Workload.measure(lengths, 0.0, shared)
     return [work.sum(members)[0] for rank in plan for members in rank]
 
 
 def packing_metrics(
-    plan: MicrobatchPlan, lengths: Sequence[int], max_tokens: int, *, pad_multiple: int = 1,
-    attention_ratio: float = 0.0, shared: SharedPrompts | None = None, buckets: Buckets | None = None,
+    plan: MicrobatchPlan,
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    pad_multiple: int = 1,
+    attention_ratio: float = 0.0,
+    shared: SharedPrompts | None = None,
+    buckets: Buckets | None = None,
 ) -> dict[str, float]:
     """How good a plan is; arguments as for `plan_microbatches` and `build_train_batch`.
 
@@ -231,7 +238,8 @@ def packing_metrics(
     microbatches = [members for rank in plan for members in rank]
     sizes = [work.sum(members)[0] for members in microbatches]
     computed = sum(
-        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes)
+        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
+    )
     loads = _rank_costs(plan, work)
     metrics = {
         "packing/efficiency": sum(sizes) / computed,

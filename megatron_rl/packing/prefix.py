@@ -66,7 +66,9 @@ def build_segment_keys(
     lengths = [len(r) for r in rows]
     return SegmentKeys(
         move_to_device(np.concatenate(rows).astype(np.int64), device),
-        move_to_device(np.cumsum([0, *lengths], dtype=np.int32), device), max(lengths))
+        move_to_device(np.cumsum([0, *lengths], dtype=np.int32), device),
+        max(lengths),
+    )
 
 
 def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -75,17 +75,16 @@ def compute_linear_logprobs_and_entropy(
 
 
 @torch.no_grad()
-def compute_linear_sum_pi_squared(
-    hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax
-) -> torch.Tensor:
+def compute_linear_sum_pi_squared(hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax) -> torch.Tensor:
     """Sum over the vocabulary of the squared probabilities of each distribution: [t].
 
     Arguments as above; collective over `softmax.tp_group`, the same bits on every rank of it, without a gradient.
     """
     rows = weight[: softmax.find_shard(weight).width]
-    summary = torch.cat([
-        summarize_squares(_scale_logits(x, rows, softmax.temperature)) for x in hidden.split(softmax.chunk_tokens)
-    ], dim=1)
+    summary = torch.cat(
+        [summarize_squares(_scale_logits(x, rows, softmax.temperature)) for x in hidden.split(softmax.chunk_tokens)],
+        dim=1,
+    )
     return merge_squares(gather_summaries(summary, softmax.tp_group))
 
 
@@ -96,10 +95,13 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shard, size = softmax.find_shard(weight), softmax.chunk_tokens
         rows = weight[: shard.width]
-        summary = torch.cat([
-            compute_summary(_scale_logits(x, rows, softmax.temperature), y, shard)
-            for x, y in zip(hidden.split(size), targets.split(size), strict=True)
-        ], dim=1)
+        summary = torch.cat(
+            [
+                compute_summary(_scale_logits(x, rows, softmax.temperature), y, shard)
+                for x, y in zip(hidden.split(size), targets.split(size), strict=True)
+            ],
+            dim=1,
+        )
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.shard, ctx.softmax = shard, softmax
@@ -108,9 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         temperature, chunk_tokens = ctx.softmax.temperature, ctx.softmax.chunk_tokens
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
@@ -122,8 +122,12 @@ class _LinearLogprobs(torch.autograd.Function):
             x = hidden[part]
             # d/d logits = d/dz / temperature: the division is made on the [t] factors.
             gradient = compute_logits_gradient(
-                _scale_logits(x, rows, temperature), targets[part], ctx.shard, lse=lse[part],
-                entropy=entropy[part], grad_logprobs=grad_logprobs[part] / temperature,
+                _scale_logits(x, rows, temperature),
+                targets[part],
+                ctx.shard,
+                lse=lse[part],
+                entropy=entropy[part],
+                grad_logprobs=grad_logprobs[part] / temperature,
                 grad_entropy=None if grad_entropy is None else grad_entropy[part] / temperature,
             ).to(hidden.dtype)
             if hidden_gradient is not None:

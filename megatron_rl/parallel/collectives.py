@@ -58,8 +58,9 @@ def init_distributed(timeout_minutes: float) -> Process:
         raise unusable
     is_launched = "RANK" in os.environ
     if not is_launched:  # describe the job of one as torchrun would: in-process libraries read it
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
-                          MASTER_ADDR="localhost", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
@@ -72,8 +73,8 @@ def init_distributed(timeout_minutes: float) -> Process:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store = meet(store, rank, world_size, timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank,
-            world_size=world_size)
+            "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank, world_size=world_size
+        )
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
@@ -217,7 +218,8 @@ def exchange_bytes(
     """
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=pieces[0].device)
     dist.all_to_all_single(
-        received, torch.cat(list(pieces)), list(sizes), [len(piece) for piece in pieces], group=group)
+        received, torch.cat(list(pieces)), list(sizes), [len(piece) for piece in pieces], group=group
+    )
     return list(received.split(list(sizes)))
 
 
@@ -228,8 +230,9 @@ def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def reduce_scalars(values: dict[str, float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup,
-                   device: torch.device) -> dict[str, float]:
+def reduce_scalars(
+    values: dict[str, float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, float]:
     """All-reduce a dict of numbers that has the same keys on every rank, in float64, in one call."""
     if not values:
         return {}

@@ -186,7 +186,9 @@ def _fix_moe_utils(module: Any) -> None:
 FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     "megatron.core.jit": (_fix_jit, ("disable_jit_fuser",)),
     "megatron.core.tensor_parallel.mappings": (
-        _fix_mappings, ("_gather_along_first_dim", "_reduce_scatter_along_first_dim")),
+        _fix_mappings,
+        ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"),
+    ),
     "megatron.core.tensor_parallel.random": (_fix_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
     "megatron.core.optimizer.optimizer": (_fix_optimizer, ("Float16OptimizerWithFloat16Params",)),
     "megatron.core.optimizer.distrib_optimizer": (_fix_optimizer, ("DistributedOptimizer",)),

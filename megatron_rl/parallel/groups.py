@@ -62,11 +62,20 @@ class ParallelGroups:
 
 def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     """Ranks of the groups of one rank by megatron-core's names of them; all but "embd" have `rank` in them."""
-    found = {"_".join(axes): layout.group_of(rank, *axes) for axes in (
-        ("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))}
-    found |= {name: layout.expert_group_of(rank, *axes) for name, axes in (
-        ("ep", ("ep",)), ("expt_tp", ("tp",)), ("expt_dp", ("dp",)), ("tp_ep", ("tp", "ep")),
-        ("tp_ep_pp", ("tp", "ep", "pp")))}
+    found = {
+        "_".join(axes): layout.group_of(rank, *axes)
+        for axes in (("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))
+    }
+    found |= {
+        name: layout.expert_group_of(rank, *axes)
+        for name, axes in (
+            ("ep", ("ep",)),
+            ("expt_tp", ("tp",)),
+            ("expt_dp", ("dp",)),
+            ("tp_ep", ("tp", "ep")),
+            ("tp_ep_pp", ("tp", "ep", "pp")),
+        )
+    }
     found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
 
@@ -100,14 +109,25 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
     # `tp_dp_cp` is of auxiliary losses, which are off.
     collection = ProcessGroupCollection(
-        **{name: group for name, group in of.items() if name != "tp_pp"}, mp=of["tp_pp"], pos_embd=None, tp_dp_cp=None,
-        intra_dp_cp=of["dp_cp"], intra_expt_dp=of["expt_dp"], intra_dist_opt=world(), inter_dist_opt=None,
-        hcp=None)
+        **{name: group for name, group in of.items() if name != "tp_pp"},
+        mp=of["tp_pp"],
+        pos_embd=None,
+        tp_dp_cp=None,
+        intra_dp_cp=of["dp_cp"],
+        intra_expt_dp=of["expt_dp"],
+        intra_dist_opt=world(),
+        inter_dist_opt=None,
+        hcp=None,
+    )
     own = {name: group for name, group in of.items() if group is not None}  # ranks between two ends have no "embd"
     return ParallelGroups(
-        layout=layout, at=layout.coordinates(rank), expert_at=layout.expert_coordinates(rank),
-        world=world(), collection=collection,
-        **{name: own[name] for name in ("tp", "pp", "cp", "dp")})
+        layout=layout,
+        at=layout.coordinates(rank),
+        expert_at=layout.expert_coordinates(rank),
+        world=world(),
+        collection=collection,
+        **{name: own[name] for name in ("tp", "pp", "cp", "dp")},
+    )
 
 
 def _make_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:

@@ -56,9 +56,7 @@ def exchange_to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return all_to_all(group, pieces).transpose(0, 1).flatten(1, 2)
 
 
-def combine_shards(
-    values: torch.Tensor, index: torch.Tensor, length: int, group: dist.ProcessGroup
-) -> torch.Tensor:
+def combine_shards(values: torch.Tensor, index: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Give every rank the values [t] of the whole row; differentiable, collective.
 
     All ranks are to take the same loss of the result: each sends back the gradient of its own values only, so the

@@ -76,13 +76,15 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     shape = reference if check.weights is None else load_model_shape(check.weights / CONFIG_DIR)
     layout = check.layout
     shape.check_training_layout(
-        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=check.sequence_parallel)
+        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=check.sequence_parallel
+    )
     wrong: dict[str, list[WrongTensor]] = {}
     sequences, engine_scores = [*check.prompts], None
     if check.engine is not None:
         sequences, engine_scores, wrong[check.engine] = _ask_engine(check, reference, process)
     policy = build_policy(
-        check.weights or check.hf, shape, check.dtype, layout, sequence_parallel=check.sequence_parallel)
+        check.weights or check.hf, shape, check.dtype, layout, sequence_parallel=check.sequence_parallel
+    )
     wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
     skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
     megatron = score_with_megatron(policy, sequences, skip)
@@ -91,24 +93,35 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     report: dict[str, Any] | None = None
     if process.rank == 0:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            check.hf, dtype=getattr(torch, check.dtype), attn_implementation="eager", local_files_only=True)
+            check.hf, dtype=getattr(torch, check.dtype), attn_implementation="eager", local_files_only=True
+        )
         model = model.eval().to(process.device)
         scores = {"hf": _score_with_transformers(model, sequences, skip), "megatron": megatron}
         if check.engine is not None and engine_scores:
             scores[check.engine] = engine_scores
         gaps = measure_gaps(trace_huggingface(model, traced), megatron_trace)
         report = make_report(
-            settings=_describe(check), scores=scores, gaps=gaps,
-            wrong={name: tensors for name, tensors in wrong.items() if tensors}, reference=reference, other=shape,
-            dtype=check.dtype)
+            settings=_describe(check),
+            scores=scores,
+            gaps=gaps,
+            wrong={name: tensors for name, tensors in wrong.items() if tensors},
+            reference=reference,
+            other=shape,
+            dtype=check.dtype,
+        )
     return share_object(report, world())
 
 
 def _describe(check: ParityCheck) -> dict[str, Any]:
     return {
-        "hf": str(check.hf), "checkpoint": str(check.weights) if check.weights else None,
-        "layout": check.layout.describe(), "sequence_parallel": check.sequence_parallel, "dtype": check.dtype,
-        "engine": check.engine, "engine_tp_size": check.engine_tp_size, "prompts": len(check.prompts),
+        "hf": str(check.hf),
+        "checkpoint": str(check.weights) if check.weights else None,
+        "layout": check.layout.describe(),
+        "sequence_parallel": check.sequence_parallel,
+        "dtype": check.dtype,
+        "engine": check.engine,
+        "engine_tp_size": check.engine_tp_size,
+        "prompts": len(check.prompts),
         "response_length": check.response_length if check.engine else 0,
     }
 
@@ -120,10 +133,20 @@ def _ask_engine(
     assert check.engine is not None
     longest = max(map(len, check.prompts))
     shape.check_rollout_layout(check.engine_tp_size)
-    engine = build_engine(EngineSpec(
-        model_path=str(check.hf), shape=shape, dtype=check.dtype, max_prompt_length=longest,
-        max_response_length=check.response_length, process=process, seed=0, config=RolloutConfig(
-            engine=check.engine, tensor_model_parallel_size=check.engine_tp_size, max_num_seqs=len(check.prompts))))
+    engine = build_engine(
+        EngineSpec(
+            model_path=str(check.hf),
+            shape=shape,
+            dtype=check.dtype,
+            max_prompt_length=longest,
+            max_response_length=check.response_length,
+            process=process,
+            seed=0,
+            config=RolloutConfig(
+                engine=check.engine, tensor_model_parallel_size=check.engine_tp_size, max_num_seqs=len(check.prompts)
+            ),
+        )
+    )
     try:
         weights, placements = engine.weights, engine.weights.placements(process.rank)
         weights.begin_weight_update()
@@ -132,7 +155,8 @@ def _ask_engine(
         weights.end_weight_update()
         sampling = SamplingConfig(temperature=1.0, max_tokens=check.response_length, stop_token_ids=())
         responses = generate(
-            engine.requests, [Request(i, prompt, i, sampling) for i, prompt in enumerate(check.prompts)])
+            engine.requests, [Request(i, prompt, i, sampling) for i, prompt in enumerate(check.prompts)]
+        )
     finally:
         engine.requests.close()
     sequences = [np.concatenate([p, r.tokens]) for p, r in zip(check.prompts, responses, strict=True)]
@@ -153,9 +177,7 @@ def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
 
 
 @torch.no_grad()
-def _score_with_transformers(
-    model: torch.nn.Module, sequences: Sequence[np.ndarray], skip: Sequence[int]
-) -> Scores:
+def _score_with_transformers(model: torch.nn.Module, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
     found = []
     for tokens, first in zip(sequences, skip, strict=True):
         ids = torch.from_numpy(tokens.astype(np.int64)).to(next(model.parameters()).device)

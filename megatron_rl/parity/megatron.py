@@ -24,18 +24,32 @@ from megatron_rl.weights.families import ModelShape
 
 
 def build_policy(
-    weights: Path, shape: ModelShape, dtype: Literal["float32", "bfloat16"], layout: ParallelLayout, *,
+    weights: Path,
+    shape: ModelShape,
+    dtype: Literal["float32", "bfloat16"],
+    layout: ParallelLayout,
+    *,
     sequence_parallel: bool,
 ) -> PackedModel:
     """A frozen model with these weights on all ranks; collective."""
     config = LayoutConfig(
-        tensor_model_parallel_size=layout.tp_size, pipeline_model_parallel_size=layout.pp_size,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
-        context_parallel_size=layout.cp_size, expert_model_parallel_size=layout.ep_size,
-        sequence_parallel=sequence_parallel)
+        context_parallel_size=layout.cp_size,
+        expert_model_parallel_size=layout.ep_size,
+        sequence_parallel=sequence_parallel,
+    )
     spec = RoleSpec(name="policy", path=str(weights), section="layout", layout=config, head="logprob")
-    return PackedModel(RoleSetup(
-        spec=spec, model=ModelConfig(path=str(weights), dtype=dtype), shape=shape, groups=build_groups(layout), seed=0))
+    return PackedModel(
+        RoleSetup(
+            spec=spec,
+            model=ModelConfig(path=str(weights), dtype=dtype),
+            shape=shape,
+            groups=build_groups(layout),
+            seed=0,
+        )
+    )
 
 
 def score_with_megatron(
@@ -45,9 +59,15 @@ def score_with_megatron(
     packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
     lengths = [len(tokens) for tokens in sequences]
     plan = plan_microbatches(
-        lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple)
+        lengths, dp_size=1, max_tokens=max(lengths), count_multiple=policy.microbatch_count_multiple
+    )
     batch = build_train_batch(
-        packed, [0.0] * len(packed), [(range(len(packed)), plan)], dp_rank=0, padding=Padding(policy.pad_multiple),
-        device=policy.device)
+        packed,
+        [0.0] * len(packed),
+        [(range(len(packed)), plan)],
+        dp_rank=0,
+        padding=Padding(policy.pad_multiple),
+        device=policy.device,
+    )
     logprobs = policy.compute_forward(batch, LogprobHead(policy))
     return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]

@@ -38,9 +38,7 @@ def measure_gaps(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
     return gaps
 
 
-def measure_logprobs(
-    scores: Mapping[str, Sequence[torch.Tensor]]
-) -> dict[str, dict[str, float]]:
+def measure_logprobs(scores: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, float]]:
     """Gap of the log-probs for every pair of models.
 
     Args:
@@ -53,8 +51,7 @@ def measure_logprobs(
     for index, first in enumerate(models):
         for second in models[index + 1 :]:
             gap = (torch.cat(list(scores[first])) - torch.cat(list(scores[second]))).abs()
-            found[f"{first}-{second}"] = {
-                "max": gap.max().item(), "mean": gap.mean().item(), "tokens": gap.numel()}
+            found[f"{first}-{second}"] = {"max": gap.max().item(), "mean": gap.mean().item(), "tokens": gap.numel()}
     return found
 
 
@@ -87,8 +84,14 @@ def _hint(tensor: str) -> str:
 
 
 def make_report(
-    *, settings: dict[str, Any], scores: Mapping[str, Sequence[torch.Tensor]], gaps: Sequence[Gap],
-    wrong: Mapping[str, Sequence[WrongTensor]], reference: ModelShape, other: ModelShape, dtype: str,
+    *,
+    settings: dict[str, Any],
+    scores: Mapping[str, Sequence[torch.Tensor]],
+    gaps: Sequence[Gap],
+    wrong: Mapping[str, Sequence[WrongTensor]],
+    reference: ModelShape,
+    other: ModelShape,
+    dtype: str,
 ) -> dict[str, Any]:
     """The result as JSON; its keys are described in docs/conversion.md."""
     logprobs = measure_logprobs(scores)
@@ -99,14 +102,16 @@ def make_report(
     if too_far and not causes:
         causes.append(f"log-probs of {', '.join(too_far)} differ, though weights and layers agree")
     return {
-        "verdict": "different" if causes or too_far else "equal", "causes": causes,
+        "verdict": "different" if causes or too_far else "equal",
+        "causes": causes,
         "max_abs_logprob_gap": {pair: gap["max"] for pair, gap in logprobs.items()},
         "logprob_gaps": logprobs,
         "logprobs": {model: [x.tolist() for x in sequences] for model, sequences in scores.items()},
         "first_divergence": dataclasses.asdict(divergence) if divergence else None,
         "tolerance": {"trace": TRACE_TOLERANCE[dtype], "logprob": LOGPROB_TOLERANCE[dtype]},
         "wrong_weights": {model: [dataclasses.asdict(t) for t in tensors] for model, tensors in wrong.items()},
-        "trace": [dataclasses.asdict(gap) for gap in gaps], "settings": settings,
+        "trace": [dataclasses.asdict(gap) for gap in gaps],
+        "settings": settings,
     }
 
 

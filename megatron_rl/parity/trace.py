@@ -34,12 +34,19 @@ def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
     def keep(name: str) -> Callable[[Any, Any], None]:
         return lambda inputs, output: trace.update({name: _rows(output)})
 
-    body, catches = model.model, [(model.model.embed_tokens, keep("model.embed_tokens")),
-                                  (model.model.norm, keep("model.norm")), (model.lm_head, keep("lm_head"))]
+    body, catches = (
+        model.model,
+        [
+            (model.model.embed_tokens, keep("model.embed_tokens")),
+            (model.model.norm, keep("model.norm")),
+            (model.lm_head, keep("lm_head")),
+        ],
+    )
     for number, layer in enumerate(body.layers):
         prefix, attention = f"model.layers.{number}.", layer.self_attn
-        catches.append((attention.o_proj, lambda inputs, _, at=prefix: trace.update(
-            {f"{at}self_attn (heads)": _rows(inputs[0])})))
+        catches.append(
+            (attention.o_proj, lambda inputs, _, at=prefix: trace.update({f"{at}self_attn (heads)": _rows(inputs[0])}))
+        )
         for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
             if hasattr(attention, name):
                 catches.append((getattr(attention, name), keep(f"{prefix}self_attn.{name}")))
@@ -64,8 +71,12 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
     """
     layout, shape = policy.groups.layout, policy.shape
     if layout.cp_size > 1:
-        raise UserError(f"context_parallel_size {layout.cp_size}", source="--layout", expected="cp=1",
-                        hint="the other dimensions find the same faults")
+        raise UserError(
+            f"context_parallel_size {layout.cp_size}",
+            source="--layout",
+            expected="cp=1",
+            hint="the other dimensions find the same faults",
+        )
     trace: Trace = {}
     catches: list[_Catch] = []
     for chunk, model in enumerate(policy.stages):
@@ -74,8 +85,13 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
     sequence = Branch.of_response(tokens, 1)
     count = policy.microbatch_count_multiple
     batch = build_train_batch(
-        [sequence] * count, [0.0] * count, [(range(count), [[[i] for i in range(count)]])], dp_rank=0,
-        padding=Padding(policy.pad_multiple), device=policy.device)
+        [sequence] * count,
+        [0.0] * count,
+        [(range(count), [[[i] for i in range(count)]])],
+        dp_rank=0,
+        padding=Padding(policy.pad_multiple),
+        device=policy.device,
+    )
     with _catching(catches):
         policy.compute_forward(batch, LogprobHead(policy))
     mine = {name: value[: len(tokens)] for name, value in trace.items()}
@@ -94,8 +110,7 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
         if name not in trace:
             flat = value.reshape(-1, value.shape[-1]) if not is_split else value.reshape(value.shape[0], -1)
             has_rows = policy.config.sequence_parallel and not is_split
-            trace[name] = (
-                _gather(flat, policy.groups.tp, 1 if is_split else 0) if is_split or has_rows else _copy(flat))
+            trace[name] = _gather(flat, policy.groups.tp, 1 if is_split else 0) if is_split or has_rows else _copy(flat)
 
     def output_of(name: str, *, is_split: bool = False) -> Callable[[Any, Any], None]:
         return lambda inputs, output: keep(name, _first(output), is_split=is_split)
@@ -136,8 +151,7 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
 @contextmanager
 def _catching(catches: list[_Catch]) -> Iterator[None]:
     handles = [
-        module.register_forward_hook(lambda _, inputs, output, act=act: act(inputs, output))
-        for module, act in catches
+        module.register_forward_hook(lambda _, inputs, output, act=act: act(inputs, output)) for module, act in catches
     ]
     try:
         yield

@@ -59,7 +59,8 @@ def _explain(files: Mapping[str, Path], placement: ShardBox, held: torch.Tensor)
             with safe_open(files[other], "pt") as handle:
                 shape = handle.get_slice(other).get_shape()
             fits = len(shape) == held.ndim and all(
-                stop <= size for (_, stop), size in zip(placement.hf_box, shape, strict=True))
+                stop <= size for (_, stop), size in zip(placement.hf_box, shape, strict=True)
+            )
             if fits and torch.equal(_read(files, placement, other).to(held.dtype), held):
                 return f"is {other}"
     return "differs"

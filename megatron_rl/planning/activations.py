@@ -82,8 +82,14 @@ def count_layers_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatche
 
 
 def compute_activation_bytes(
-    shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, *, pp_rank: int, num_microbatches: int | None,
-    itemsize: int, fused: bool = True,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    config: LayoutConfig,
+    *,
+    pp_rank: int,
+    num_microbatches: int | None,
+    itemsize: int,
+    fused: bool = True,
 ) -> ActivationBytes:
     """Activations of one role on one rank.
 

@@ -31,10 +31,12 @@ def read_shape(path: Path, head: Head = "lm") -> ModelShape:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {error}", source="the model's config.json",
-                        expected="a model directory in HF format, or its config.json",
-                        hint="put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON",
-                        ) from None
+        raise UserError(
+            f"cannot read {file}: {error}",
+            source="the model's config.json",
+            expected="a model directory in HF format, or its config.json",
+            hint="put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON",
+        ) from None
     return model_shape_from_config(config, source=str(file), head=head)
 
 
@@ -51,7 +53,10 @@ def find_shape(model_path: str, recipe: Path | None) -> Path:
 
 
 def read_job(
-    config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None,
+    config: RunConfig,
+    spec: RunSpec,
+    cluster: Cluster,
+    recipe: Path | None = None,
     hf_configs: Mapping[str, Path] | None = None,
 ) -> Job:
     """A job with the shapes of its models, read from disk.
@@ -69,8 +74,9 @@ def read_job(
     given = dict(hf_configs or {})
     scoring = {
         role.name: read_shape(given.get(role.name) or find_shape(role.path, recipe), head="score")
-        for role in spec.laid_out if role.head != "logprob"
-        and (role.name in given or role.path != config.model.path)}
+        for role in spec.laid_out
+        if role.head != "logprob" and (role.name in given or role.path != config.model.path)
+    }
     shape = read_shape(given.get("actor") or find_shape(config.model.path, recipe))
     return build_job(config, spec, cluster, shape, scoring)
 
@@ -78,14 +84,21 @@ def read_job(
 def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
     """The refusal of a job that does not fit: phase, amount, and what would."""
     if nearest is None:
-        hint = ("no layout of this model fits here; use more or larger accelerators, shorter sequences, or lower "
-                "actor.max_tokens_per_microbatch and rollout.gpu_memory_utilization")
+        hint = (
+            "no layout of this model fits here; use more or larger accelerators, shorter sequences, or lower "
+            "actor.max_tokens_per_microbatch and rollout.gpu_memory_utilization"
+        )
     else:
-        hint = (f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))} "
-                f"(predicted {nearest.seconds:.1f} s per step)")
-    return UserError(problem.found, source="the recipe and the cluster",
-                     expected="every phase within an accelerator's memory, and what is offloaded within the host's",
-                     hint=hint)
+        hint = (
+            f"the nearest layout that fits: {' '.join(nearest.choice.overrides(job))} "
+            f"(predicted {nearest.seconds:.1f} s per step)"
+        )
+    return UserError(
+        problem.found,
+        source="the recipe and the cluster",
+        expected="every phase within an accelerator's memory, and what is offloaded within the host's",
+        hint=hint,
+    )
 
 
 def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None) -> str:
@@ -104,8 +117,10 @@ def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path 
         raise explain_problem(job, problem, find_nearest(job, candidates))
     fullest, host = max(memory, key=lambda rank: rank.peak.total), max(rank.host_bytes for rank in memory)
     offloaded = f"; {host * cluster.gpus_per_node / GIB:.1f} GiB of a node's host memory" if host else ""
-    return (f'planned memory: at most {fullest.peak.total / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB per GPU, '
-            f'in phase "{fullest.peak.name}" on rank {fullest.rank}{offloaded}')
+    return (
+        f"planned memory: at most {fullest.peak.total / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB per GPU, "
+        f'in phase "{fullest.peak.name}" on rank {fullest.rank}{offloaded}'
+    )
 
 
 def describe_cluster(
@@ -124,11 +139,20 @@ def describe_cluster(
     """
     per_node = gpus_per_node or min(8, world_size)
     if per_node < 1 or world_size % per_node:
-        raise UserError(f"{world_size} ranks on nodes of {per_node} GPUs", source="--gpus-per-node",
-                        expected="equal nodes", hint="give --gpus-per-node N with N a divisor of the number of ranks")
+        raise UserError(
+            f"{world_size} ranks on nodes of {per_node} GPUs",
+            source="--gpus-per-node",
+            expected="equal nodes",
+            hint="give --gpus-per-node N with N a divisor of the number of ranks",
+        )
     memory = int(memory_gib * GIB)
-    return Cluster(nodes=world_size // per_node, gpus_per_node=per_node, memory_bytes=memory,
-                   reserve_bytes=int(RESERVE * memory), host_memory_bytes=host_memory_bytes)
+    return Cluster(
+        nodes=world_size // per_node,
+        gpus_per_node=per_node,
+        memory_bytes=memory,
+        reserve_bytes=int(RESERVE * memory),
+        host_memory_bytes=host_memory_bytes,
+    )
 
 
 def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:

@@ -46,15 +46,30 @@ class Cluster:
     has_fused_norms: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "memory_bytes", "within_node", "across_nodes", "flops",
-                     "memory_bandwidth", "host_bandwidth"):
+        for name in (
+            "nodes",
+            "gpus_per_node",
+            "memory_bytes",
+            "within_node",
+            "across_nodes",
+            "flops",
+            "memory_bandwidth",
+            "host_bandwidth",
+        ):
             if getattr(self, name) <= 0:
-                raise UserError(f"{name} = {getattr(self, name)}", source="the cluster", expected="more than 0",
-                                hint="see --help for the units")
+                raise UserError(
+                    f"{name} = {getattr(self, name)}",
+                    source="the cluster",
+                    expected="more than 0",
+                    hint="see --help for the units",
+                )
         if not 0 <= self.reserve_bytes < self.memory_bytes:
             raise UserError(
                 f"a reserve of {self.reserve_bytes / GIB:g} GiB of {self.memory_bytes / GIB:g} GiB",
-                source="the cluster", expected="a part of the memory", hint="lower --reserve-gib")
+                source="the cluster",
+                expected="a part of the memory",
+                hint="lower --reserve-gib",
+            )
 
     @property
     def world_size(self) -> int:
@@ -111,22 +126,34 @@ def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
         UserError: the sizes do not divide the world.
     """
     return ParallelLayout(
-        world_size, tp_size=config.tensor_model_parallel_size, pp_size=config.pipeline_model_parallel_size,
-        vpp_size=config.virtual_pipeline_model_parallel_size or 1, cp_size=config.context_parallel_size,
-        ep_size=config.expert_model_parallel_size)
+        world_size,
+        tp_size=config.tensor_model_parallel_size,
+        pp_size=config.pipeline_model_parallel_size,
+        vpp_size=config.virtual_pipeline_model_parallel_size or 1,
+        cp_size=config.context_parallel_size,
+        ep_size=config.expert_model_parallel_size,
+    )
 
 
 def check_layout(role: RoleSpec, shape: ModelShape, world_size: int) -> ParallelLayout:
     """The layout of a role, which its model must allow (UserError)."""
     layout = build_layout(role.layout, world_size)
     shape.check_training_layout(
-        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size,
-        sequence_parallel=role.layout.sequence_parallel, section=role.section)
+        layout.tp_size,
+        layout.pp_size,
+        layout.vpp_size,
+        layout.ep_size,
+        sequence_parallel=role.layout.sequence_parallel,
+        section=role.section,
+    )
     return layout
 
 
 def build_job(
-    config: RunConfig, spec: RunSpec, cluster: Cluster, shape: ModelShape,
+    config: RunConfig,
+    spec: RunSpec,
+    cluster: Cluster,
+    shape: ModelShape,
     scoring: Mapping[str, ModelShape] | None = None,
 ) -> Job:
     """Say which shape each model of a run has.

@@ -82,22 +82,30 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     layers = shape.num_layers / pp
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel else 0.0
-    yield Traffic(f"{name} TP", link_of(layout, cluster, "tp"),
-                  int(4 * layers * (rounds + extra) * hidden * (tp - 1) / tp))
+    yield Traffic(
+        f"{name} TP", link_of(layout, cluster, "tp"), int(4 * layers * (rounds + extra) * hidden * (tp - 1) / tp)
+    )
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield Traffic(f"{name} CP", link_of(layout, cluster, "cp"), int(layers * rounds * attention * (cp - 1) / cp))
     exchanged = 2 * shape.experts_per_token * hidden / (tp if section.sequence_parallel else 1)
     yield Traffic(f"{name} EP", _expert_link(layout, cluster), int(layers * rounds * exchanged * (ep - 1) / ep))
     stages = layout.vpp_size * (pp > 1)
-    yield Traffic(f"{name} PP", link_of(layout, cluster, "pp"),
-                  int(stages * (forwards + 2 * trainings) * hidden / (tp if section.sequence_parallel else 1)))
+    yield Traffic(
+        f"{name} PP",
+        link_of(layout, cluster, "pp"),
+        int(stages * (forwards + 2 * trainings) * hidden / (tp if section.sequence_parallel else 1)),
+    )
     if isinstance(section, TrainedConfig):
-        held = compute_role_bytes(shape, layout, 0, dtype=job.config.model.dtype,
-                                  use_distributed_optimizer=section.use_distributed_optimizer)
+        held = compute_role_bytes(
+            shape, layout, 0, dtype=job.config.model.dtype, use_distributed_optimizer=section.use_distributed_optimizer
+        )
         replicas = layout.dp_size * cp
         moved = held.gradients + held.parameters if section.use_distributed_optimizer else 2 * held.gradients
-        yield Traffic(f"{name} DP", link_of(layout, cluster, "cp", "dp"),
-                      int(work.optimizer_steps * moved * (replicas - 1) / replicas))
+        yield Traffic(
+            f"{name} DP",
+            link_of(layout, cluster, "cp", "dp"),
+            int(work.optimizer_steps * moved * (replicas - 1) / replicas),
+        )
 
 
 def _engine_traffic(job: Job, work: Workload) -> Traffic:

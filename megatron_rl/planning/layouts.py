@@ -78,10 +78,16 @@ def describe_choice(job: Job) -> Choice:
     """The layout that a job has."""
     actor = job.config.actor
     return Choice(
-        actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size,
-        actor.virtual_pipeline_model_parallel_size, actor.context_parallel_size, actor.expert_model_parallel_size,
-        actor.sequence_parallel, actor.recompute_granularity,
-        all(_is_set(job, setting) for setting in _offload_settings(job)), job.config.rollout.tensor_model_parallel_size)
+        actor.tensor_model_parallel_size,
+        actor.pipeline_model_parallel_size,
+        actor.virtual_pipeline_model_parallel_size,
+        actor.context_parallel_size,
+        actor.expert_model_parallel_size,
+        actor.sequence_parallel,
+        actor.recompute_granularity,
+        all(_is_set(job, setting) for setting in _offload_settings(job)),
+        job.config.rollout.tensor_model_parallel_size,
+    )
 
 
 def check_job(job: Job) -> BatchPlan:
@@ -122,7 +128,11 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
         excess = peak.total - limit
         return Problem(
             f'phase "{peak.name}" takes {peak.total / GIB:.1f} GiB of {limit / GIB:.1f} GiB on rank {rank.rank} '
-            f"(pipeline stage {stage}): {excess / GIB:.1f} GiB too many", rank.rank, peak.name, excess)
+            f"(pipeline stage {stage}): {excess / GIB:.1f} GiB too many",
+            rank.rank,
+            peak.name,
+            excess,
+        )
     longest = job.config.data.max_prompt_length + job.config.data.max_response_length
     rank = min(memory, key=lambda rank: rank.kv_cache_bytes)
     needed = rank.kv_bytes_per_token * longest
@@ -131,14 +141,20 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
         return Problem(
             f'phase "rollout" leaves {rank.kv_cache_bytes / GIB:.2f} GiB for the KV cache on rank {rank.rank}, and one '
             f"response of {longest} tokens takes {needed / GIB:.2f} GiB: {missing / GIB:.2f} GiB too few",
-            rank.rank, "rollout", missing)
+            rank.rank,
+            "rollout",
+            missing,
+        )
     rank, room = max(memory, key=lambda rank: rank.host_bytes), job.cluster.host_memory_bytes
     offloaded = rank.host_bytes * job.cluster.gpus_per_node
     if room is not None and offloaded > room:
         return Problem(
             f"what {job.cluster.gpus_per_node} ranks of a node offload takes {offloaded / GIB:.1f} GiB of the host's "
             f"memory, which is {room / GIB:.1f} GiB: {(offloaded - room) / GIB:.1f} GiB too many",
-            rank.rank, "offload", offloaded - room)
+            rank.rank,
+            "offload",
+            offloaded - room,
+        )
     return None
 
 
@@ -177,8 +193,13 @@ def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
 
 
 def _distance(a: Choice, b: Choice) -> float:
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-             "rollout_tensor_model_parallel_size", "context_parallel_size")
+    sizes = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "rollout_tensor_model_parallel_size",
+        "context_parallel_size",
+    )
     doublings = sum(abs(math.log2(getattr(a, name) / getattr(b, name))) for name in sizes)
     switches = sum(getattr(a, name) != getattr(b, name) for name in ("recompute_granularity", "offload"))
     return doublings + switches
@@ -199,8 +220,7 @@ def _list_choices(job: Job) -> Iterator[Choice]:
                     continue
                 vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
                 for rollout_tp, recompute, offload in product(rollout_sizes, recomputations, offloads):
-                    yield Choice(
-                        tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
+                    yield Choice(tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
 
 
 def _rollout_sizes(job: Job) -> list[int]:
@@ -210,8 +230,11 @@ def _rollout_sizes(job: Job) -> list[int]:
 
 
 def _apply(job: Job, choice: Choice) -> Job:
-    layout = {name: value for name, value in asdict(choice).items()
-              if name not in ("offload", "rollout_tensor_model_parallel_size")}
+    layout = {
+        name: value
+        for name, value in asdict(choice).items()
+        if name not in ("offload", "rollout_tensor_model_parallel_size")
+    }
     sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out}
     sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
     for setting in _offload_settings(job) if choice.offload else ():
@@ -222,8 +245,9 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 def _offload_settings(job: Job) -> list[str]:
     """The switches that give memory back while others work."""
-    settings = [f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer")
-                for role in job.spec.trained]
+    settings = [
+        f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
+    ]
     return settings + [f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable]
 
 

@@ -115,8 +115,13 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
     shape, layout = job.shapes.get(role.name, job.shape), build_layout(role.layout, job.cluster.world_size)
     return compute_role_bytes(
-        shape, layout, rank, dtype=job.config.model.dtype, is_trained=role.trainable,
-        use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False))
+        shape,
+        layout,
+        rank,
+        dtype=job.config.model.dtype,
+        is_trained=role.trainable,
+        use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False),
+    )
 
 
 def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
@@ -140,9 +145,14 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
     shape, section = job.shapes[role.name], role.layout
     layout = build_layout(section, job.cluster.world_size)
     found = compute_activation_bytes(
-        shape, layout, section, pp_rank=layout.coordinates(rank).pp, itemsize=DTYPE_BYTES[job.config.model.dtype],
+        shape,
+        layout,
+        section,
+        pp_rank=layout.coordinates(rank).pp,
+        itemsize=DTYPE_BYTES[job.config.model.dtype],
         num_microbatches=count_microbatches(job, layout, section) if is_update else None,
-        fused=job.cluster.has_fused_norms)
+        fused=job.cluster.has_fused_norms,
+    )
     is_logits = found.logits > found.transient
     return {"activations": found.stored + (0 if is_logits else found.transient), "logits": found.logits * is_logits}
 
@@ -177,11 +187,16 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     moves = own > 0
     staging = 2 * config.hybrid.bucket_bytes if moves and job.cluster.nodes > 1 else 0
     per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
-    return RankMemory(rank, [
-        Phase("engine start", resident | fresh | engine),
-        Phase("switch", resident | {"engine weights": own, "staging": staging}),
-        Phase("rollout", resident | engine),
-    ], cache, per_token)
+    return RankMemory(
+        rank,
+        [
+            Phase("engine start", resident | fresh | engine),
+            Phase("switch", resident | {"engine weights": own, "staging": staging}),
+            Phase("rollout", resident | engine),
+        ],
+        cache,
+        per_token,
+    )
 
 
 def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, itemsize: int) -> int:
@@ -199,7 +214,8 @@ def count_aliased_elements(shape: ModelShape, layout: ParallelLayout, rank: int,
     stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
     small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
     layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rank % rollout_tp)
+        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rank % rollout_tp
+    )
     ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
     return shape.num_layers // layout.pp_size * layer + ends
 
@@ -223,8 +239,13 @@ def _count_aliased_blocks(
         ours = megatron_placements(shape, layout, peer)
         pairs = find_aliases(ours, theirs)
         layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
-        ends.append(sum(sizes[name] for name, source in pairs.items() if ".layers." not in name
-                        and (has_same_vocabulary or not source.endswith(PADDED_PARAMETERS))))
+        ends.append(
+            sum(
+                sizes[name]
+                for name, source in pairs.items()
+                if ".layers." not in name and (has_same_vocabulary or not source.endswith(PADDED_PARAMETERS))
+            )
+        )
     return layer, ends[0], ends[-1]
 
 

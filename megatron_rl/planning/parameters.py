@@ -27,9 +27,18 @@ _GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 # The order in which megatron-core's modules register their parameters.
 _ORDER = (
-    "embedding.", "input_layernorm.", "self_attention.linear_proj.", "self_attention.linear_qkv.",
-    "self_attention.q_layernorm.", "self_attention.k_layernorm.", "pre_mlp_layernorm.", "mlp.router.", "mlp.",
-    "final_layernorm.", "output_layer.", "score.",
+    "embedding.",
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.router.",
+    "mlp.",
+    "final_layernorm.",
+    "output_layer.",
+    "score.",
 )
 
 
@@ -77,7 +86,8 @@ def list_chunks(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[li
     is_tied = shape.tied_embeddings and not shape.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage has a copy
         embedding, output = (
-            [replace(p, is_shared=p.name.endswith(PADDED_PARAMETERS)) for p in block] for block in (embedding, output))
+            [replace(p, is_shared=p.name.endswith(PADDED_PARAMETERS)) for p in block] for block in (embedding, output)
+        )
     elif is_tied:
         output = [p for p in output if not p.name.endswith(PADDED_PARAMETERS)]
     per_chunk = shape.num_layers // (layout.pp_size * layout.vpp_size)
@@ -95,18 +105,29 @@ def _building_blocks(
     shape: ModelShape, tp_size: int, ep_size: int
 ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...], tuple[Parameter, ...]]:
     """Embedding, one layer, and what follows the last: read off the tables of a model of one layer in two stages."""
-    small, layout = replace(shape, num_layers=2), ParallelLayout(
-        2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size)
+    small, layout = (
+        replace(shape, num_layers=2),
+        ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size),
+    )
     stages = [
-        _read_parameters(small, [
-            (p.param.partition(".")[2], p.local_box)
-            for p in megatron_placements(small, layout, layout.rank(pp=pp_rank))],
-            tp_size, ep_size)
-        for pp_rank in range(2)]
+        _read_parameters(
+            small,
+            [
+                (p.param.partition(".")[2], p.local_box)
+                for p in megatron_placements(small, layout, layout.rank(pp=pp_rank))
+            ],
+            tp_size,
+            ep_size,
+        )
+        for pp_rank in range(2)
+    ]
     prefix = "decoder.layers.0."
     layer = tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stages[0] if p.name.startswith(prefix))
-    return (tuple(p for p in stages[0] if not p.name.startswith(prefix)), layer,
-            tuple(p for p in stages[1] if not p.name.startswith(prefix)))
+    return (
+        tuple(p for p in stages[0] if not p.name.startswith(prefix)),
+        layer,
+        tuple(p for p in stages[1] if not p.name.startswith(prefix)),
+    )
 
 
 def _read_parameters(
@@ -135,7 +156,12 @@ def _position(name: str) -> tuple[int, int, str, bool]:
 
 @lru_cache(maxsize=4096)
 def compute_role_bytes(
-    shape: ModelShape, layout: ParallelLayout, rank: int, *, dtype: str, is_trained: bool = True,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    dtype: str,
+    is_trained: bool = True,
     use_distributed_optimizer: bool = True,
 ) -> RoleBytes:
     """Bytes of one role on one rank.
@@ -153,8 +179,10 @@ def compute_role_bytes(
     if not is_trained:
         return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size, 0, 0)
     at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
-    replicas = {False: (layout.dp_size * layout.cp_size, at.cp + layout.cp_size * at.dp),
-                True: (layout.dp_size * layout.cp_size // layout.ep_size, experts_at.dp)}
+    replicas = {
+        False: (layout.dp_size * layout.cp_size, at.cp + layout.cp_size * at.dp),
+        True: (layout.dp_size * layout.cp_size // layout.ep_size, experts_at.dp),
+    }
     in_buffers = owned = 0
     for chunk in chunks:
         for is_expert, (num_replicas, index) in replicas.items():
@@ -197,6 +225,11 @@ def _round_up(number: int, multiple: int) -> int:
 def compute_engine_numel(shape: ModelShape, tp_size: int) -> int:
     """Elements of the rollout engine's parameters on one rank (TP ranks have equal shards)."""
     small, blocks = replace(shape, num_layers=1), replace(shape, num_layers=2)
-    one, two = (sum(math.prod(stop - start for start, stop in p.local_box)
-                    for p in vllm_placements(s, tp_size=tp_size, tp_rank=0)) for s in (small, blocks))
+    one, two = (
+        sum(
+            math.prod(stop - start for start, stop in p.local_box)
+            for p in vllm_placements(s, tp_size=tp_size, tp_rank=0)
+        )
+        for s in (small, blocks)
+    )
     return one + (shape.num_layers - 1) * (two - one)

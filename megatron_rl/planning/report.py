@@ -68,8 +68,20 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
     traffic, switch = list_traffic(job, work), plan_switch(job)
     step = predict_step(job, work, traffic, memory, switch.prediction.seconds, assumed)
     candidates = list_candidates(job, work, assumed)
-    return Plan(job, batch, memory, find_problem(job, memory), work, traffic, switch, step, _pack(job, batch, assumed),
-                assumed, candidates, find_nearest(job, candidates))
+    return Plan(
+        job,
+        batch,
+        memory,
+        find_problem(job, memory),
+        work,
+        traffic,
+        switch,
+        step,
+        _pack(job, batch, assumed),
+        assumed,
+        candidates,
+        find_nearest(job, candidates),
+    )
 
 
 def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
@@ -80,8 +92,9 @@ def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
     shortest = 2 * assumed.mean_response * batch.max_response_length - longest
     lengths = [max(1, int(prompt + shortest + (longest - shortest) * (i + 0.5) / count)) for i in range(count)]
     multiple = job.layout.pp_size if job.layout.vpp_size > 1 else 1
-    plan = plan_microbatches(lengths, dp_size=batch.dp_size, max_tokens=batch.max_tokens_per_microbatch,
-                             count_multiple=multiple)
+    plan = plan_microbatches(
+        lengths, dp_size=batch.dp_size, max_tokens=batch.max_tokens_per_microbatch, count_multiple=multiple
+    )
     return {"microbatches": len(plan[0])} | packing_metrics(plan, lengths, batch.max_tokens_per_microbatch)
 
 
@@ -94,19 +107,35 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.problem is None,
         "problem": None if plan.problem is None else asdict(plan.problem),
         "nearest": None if plan.nearest is None else plan.nearest.choice.overrides(plan.job),
-        "batch_plan": asdict(plan.batch), "packing": plan.packing,
-        "memory": [{"rank": rank.rank, "pipeline_stage": plan.job.layout.coordinates(rank.rank).pp,
-                    "kv_cache_bytes": rank.kv_cache_bytes, "kv_bytes_per_token": rank.kv_bytes_per_token,
-                    "host_bytes": rank.host_bytes,
-                    "phases": {phase.name: phase.parts | {"total": phase.total} for phase in rank.phases}}
-                   for rank in plan.memory],
-        "traffic": [asdict(traffic) for traffic in plan.traffic], "bytes_per_rank_and_step": links,
+        "batch_plan": asdict(plan.batch),
+        "packing": plan.packing,
+        "memory": [
+            {
+                "rank": rank.rank,
+                "pipeline_stage": plan.job.layout.coordinates(rank.rank).pp,
+                "kv_cache_bytes": rank.kv_cache_bytes,
+                "kv_bytes_per_token": rank.kv_bytes_per_token,
+                "host_bytes": rank.host_bytes,
+                "phases": {phase.name: phase.parts | {"total": phase.total} for phase in rank.phases},
+            }
+            for rank in plan.memory
+        ],
+        "traffic": [asdict(traffic) for traffic in plan.traffic],
+        "bytes_per_rank_and_step": links,
         "switch": asdict(plan.switch.summary) | asdict(plan.switch.prediction),
-        "seconds": plan.step.phases | {"step": plan.step.total}, "pipeline_bubble": plan.step.bubble,
+        "seconds": plan.step.phases | {"step": plan.step.total},
+        "pipeline_bubble": plan.step.bubble,
         "assumptions": asdict(plan.assumed),
-        "candidates": [asdict(c.choice) | {"seconds": c.seconds, "peak_bytes": c.worst_phase.total,
-                                           "peak_phase": c.worst_phase.name, "overrides": c.choice.overrides(plan.job)}
-                       for c in plan.candidates],
+        "candidates": [
+            asdict(c.choice)
+            | {
+                "seconds": c.seconds,
+                "peak_bytes": c.worst_phase.total,
+                "peak_phase": c.worst_phase.name,
+                "overrides": c.choice.overrides(plan.job),
+            }
+            for c in plan.candidates
+        ],
     }
 
 
@@ -116,12 +145,21 @@ def format_plan(plan: Plan, top: int) -> str:
     lines = [
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {cluster.memory_bytes / GIB:g} GiB; actor "
         f"{job.layout.describe()}, engine tp={job.config.rollout.tensor_model_parallel_size}",
-        "", "batch plan", *(f"  {line}" for line in plan.batch.formulas()),
+        "",
+        "batch plan",
+        *(f"  {line}" for line in plan.batch.formulas()),
         f"  packing (assumed lengths): {plan.packing['microbatches']} microbatches per rank and optimizer step, "
         f"{plan.packing['packing/efficiency']:.0%} full, heaviest rank {plan.packing['packing/imbalance']:.2f} x the "
         "mean",
-        "", *_memory_table(plan), "", *_traffic_table(plan), "", *_time_table(plan),
-        "", *_candidate_table(plan, top), "",
+        "",
+        *_memory_table(plan),
+        "",
+        *_traffic_table(plan),
+        "",
+        *_time_table(plan),
+        "",
+        *_candidate_table(plan, top),
+        "",
         "the plan fits" if plan.problem is None else f"the plan does not fit: {plan.problem.found}",
     ]
     return "\n".join(lines)
@@ -131,14 +169,17 @@ def _memory_table(plan: Plan) -> list[str]:
     rank = max(plan.memory, key=lambda rank: rank.peak.total)
     kinds = list(dict.fromkeys(kind for phase in rank.phases for kind in phase.parts))
     limit = plan.job.cluster.memory_bytes
-    lines = [f"memory of rank {rank.rank}, the fullest, in GiB (limit {limit / GIB:g})",
-             f"  {'':18}" + "".join(f"{phase.name:>14}" for phase in rank.phases)]
+    lines = [
+        f"memory of rank {rank.rank}, the fullest, in GiB (limit {limit / GIB:g})",
+        f"  {'':18}" + "".join(f"{phase.name:>14}" for phase in rank.phases),
+    ]
     for kind in kinds:
         cells = (phase.parts.get(kind, 0) / GIB for phase in rank.phases)
         lines.append(f"  {kind:18}" + "".join(f"{cell:14.2f}" if cell else f"{'-':>14}" for cell in cells))
     lines.append(f"  {'total':18}" + "".join(f"{phase.total / GIB:14.2f}" for phase in rank.phases))
-    peaks = [f"stage {plan.job.layout.coordinates(r.rank).pp}: {r.peak.total / GIB:.1f} ({r.peak.name})"
-             for r in plan.memory]
+    peaks = [
+        f"stage {plan.job.layout.coordinates(r.rank).pp}: {r.peak.total / GIB:.1f} ({r.peak.name})" for r in plan.memory
+    ]
     if len(peaks) > 1:
         shown = peaks if len(peaks) <= 8 else [*peaks[:4], "...", *peaks[-2:]]
         lines.append(f"  peak by pipeline stage: {', '.join(shown)}")
@@ -147,8 +188,10 @@ def _memory_table(plan: Plan) -> list[str]:
         lines.append(f"  offloaded to a node's host: {host / GIB:.1f} GiB, page-locked")
     batch = plan.batch
     running = rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence)
-    lines.append(f"  the KV cache holds {max(running, 0)} of the longest responses at once (an engine has "
-                 f"{batch.rollouts_per_engine_max} in a step, and runs up to {plan.job.config.rollout.max_num_seqs})")
+    lines.append(
+        f"  the KV cache holds {max(running, 0)} of the longest responses at once (an engine has "
+        f"{batch.rollouts_per_engine_max} in a step, and runs up to {plan.job.config.rollout.max_num_seqs})"
+    )
     return lines
 
 
@@ -167,8 +210,9 @@ def _time_table(plan: Plan) -> list[str]:
     for name, seconds in plan.step.phases.items():
         lines.append(f"  {name:18}{seconds:14.2f}{seconds / plan.step.total:10.0%}")
     lines.append(f"  {'step':18}{plan.step.total:14.2f}")
-    lines.append(f"  pipeline bubble {plan.step.bubble:.1%} of the working time; switch: "
-                 f"{plan.switch.prediction.critical}")
+    lines.append(
+        f"  pipeline bubble {plan.step.bubble:.1%} of the working time; switch: {plan.switch.prediction.critical}"
+    )
     return lines
 
 
@@ -176,8 +220,10 @@ def _candidate_table(plan: Plan, top: int) -> list[str]:
     if not plan.candidates:
         return ["no layout of this model fits this cluster"]
     lines = [f"layouts that fit: {len(plan.candidates)}; the fastest by this prediction"]
-    lines.append(f"  {'tp':>3}{'pp':>4}{'vpp':>4}{'cp':>4}{'ep':>4}{'engine tp':>10}{'recompute':>11}{'offload':>9}"
-                 f"{'s/step':>9}{'peak GiB':>10}  fullest phase")
+    lines.append(
+        f"  {'tp':>3}{'pp':>4}{'vpp':>4}{'cp':>4}{'ep':>4}{'engine tp':>10}{'recompute':>11}{'offload':>9}"
+        f"{'s/step':>9}{'peak GiB':>10}  fullest phase"
+    )
     here = describe_choice(plan.job)
     shown = [(place, c) for place, c in enumerate(plan.candidates, start=1) if place <= top or c.choice == here]
     for place, candidate in shown:
@@ -188,11 +234,13 @@ def _candidate_table(plan: Plan, top: int) -> list[str]:
 
 def _candidate_row(candidate: Candidate) -> str:
     x = candidate.choice
-    return (f"  {x.tensor_model_parallel_size:>3}{x.pipeline_model_parallel_size:>4}"
-            f"{x.virtual_pipeline_model_parallel_size or 1:>4}{x.context_parallel_size:>4}"
-            f"{x.expert_model_parallel_size:>4}{x.rollout_tensor_model_parallel_size:>10}"
-            f"{x.recompute_granularity:>11}{'yes' if x.offload else 'no':>9}{candidate.seconds:>9.1f}"
-            f"{candidate.worst_phase.total / GIB:>10.1f}  {candidate.worst_phase.name}")
+    return (
+        f"  {x.tensor_model_parallel_size:>3}{x.pipeline_model_parallel_size:>4}"
+        f"{x.virtual_pipeline_model_parallel_size or 1:>4}{x.context_parallel_size:>4}"
+        f"{x.expert_model_parallel_size:>4}{x.rollout_tensor_model_parallel_size:>10}"
+        f"{x.recompute_granularity:>11}{'yes' if x.offload else 'no':>9}{candidate.seconds:>9.1f}"
+        f"{candidate.worst_phase.total / GIB:>10.1f}  {candidate.worst_phase.name}"
+    )
 
 
 def save_plot(plan: Plan, path: Path) -> None:
@@ -213,8 +261,10 @@ def save_plot(plan: Plan, path: Path) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.axhline(plan.job.cluster.memory_bytes / GIB, color="black", linestyle="--", label="limit")
     axes.set_ylabel("GiB")
-    axes.set_title(f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, engine "
-                   f"tp={plan.job.config.rollout.tensor_model_parallel_size}")
+    axes.set_title(
+        f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, engine "
+        f"tp={plan.job.config.rollout.tensor_model_parallel_size}"
+    )
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.autofmt_xdate(rotation=20)
     figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -42,9 +42,11 @@ class Assumptions:
 
     def describe(self) -> str:
         """In one sentence, for the report."""
-        return (f"{self.mfu:.0%} of peak operations, {self.bandwidth_efficiency:.0%} of memory bandwidth and "
-                f"{self.decode_overhead * 1e3:g} ms per decoding pass, {self.link_efficiency:.0%} of link bandwidth; "
-                f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest")
+        return (
+            f"{self.mfu:.0%} of peak operations, {self.bandwidth_efficiency:.0%} of memory bandwidth and "
+            f"{self.decode_overhead * 1e3:g} ms per decoding pass, {self.link_efficiency:.0%} of link bandwidth; "
+            f"responses of {self.mean_response:.0%} and prompts of {self.mean_prompt:.0%} of the longest"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,20 @@ def build_workload(job: Job, assumed: Assumptions) -> Workload:
     config, data = job.config, job.config.data
     minibatches = data.train_batch_size // (config.actor.ppo_mini_batch_size or data.train_batch_size)
     return Workload(
-        num_rollouts=data.train_batch_size * config.rollout.n, passes=config.actor.ppo_epochs,
+        num_rollouts=data.train_batch_size * config.rollout.n,
+        passes=config.actor.ppo_epochs,
         prompt_tokens=data.max_prompt_length * assumed.mean_prompt,
         response_tokens=data.max_response_length * assumed.mean_response,
-        optimizer_steps=minibatches * config.actor.ppo_epochs)
+        optimizer_steps=minibatches * config.actor.ppo_epochs,
+    )
 
 
 def predict_step(
-    job: Job, work: Workload, traffic: list[Traffic], memory: list[RankMemory], switch_seconds: float,
+    job: Job,
+    work: Workload,
+    traffic: list[Traffic],
+    memory: list[RankMemory],
+    switch_seconds: float,
     assumed: Assumptions,
 ) -> StepTime:
     """Predict a step.
@@ -85,10 +93,12 @@ def predict_step(
         switch_seconds: of the reshard plan.
         assumed: efficiencies.
     """
+
     def wait(role: str) -> float:
         bandwidths = {WITHIN: job.cluster.within_node, ACROSS: job.cluster.across_nodes}
-        return sum(t.bytes_per_rank / bandwidths[t.link] / assumed.link_efficiency
-                   for t in traffic if t.kind.startswith(role))
+        return sum(
+            t.bytes_per_rank / bandwidths[t.link] / assumed.link_efficiency for t in traffic if t.kind.startswith(role)
+        )
 
     def compute(shape: ModelShape, section: LayoutConfig, rounds: float) -> float:
         """`rounds` forward passes (a backward pass counts as two) over all tokens."""
@@ -100,9 +110,12 @@ def predict_step(
         return work.passes * (3 + (section.recompute_granularity == "full"))
 
     actor = job.config.actor
-    phases = {"switch": switch_seconds, "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
-              "log-probs": compute(job.shape, actor, 1 + ("reference" in job.spec.roles)),
-              "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor ")}
+    phases = {
+        "switch": switch_seconds,
+        "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
+        "log-probs": compute(job.shape, actor, 1 + ("reference" in job.spec.roles)),
+        "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor "),
+    }
     for role in job.others:
         rounds = 1 + (training_rounds(role.layout) if role.trainable else 0)
         phases[role.title] = compute(job.shapes[role.name], role.layout, rounds) + wait(f"{role.title} ")

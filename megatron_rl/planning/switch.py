@@ -29,10 +29,14 @@ def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> 
     """Both sides of the move, as training and the engine lay them out."""
     source = group_shards(
         lambda rank: megatron_placements(shape, layout, rank),
-        lambda rank: attrgetter("tp", "pp", "ep")(layout.expert_coordinates(rank)), layout.world_size)
+        lambda rank: attrgetter("tp", "pp", "ep")(layout.expert_coordinates(rank)),
+        layout.world_size,
+    )
     destination = group_shards(
         lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
-        lambda rank: rank % rollout_tp, layout.world_size)
+        lambda rank: rank % rollout_tp,
+        layout.world_size,
+    )
     return source, destination
 
 
@@ -42,6 +46,10 @@ def plan_switch(job: Job) -> SwitchPlan:
     source, destination = build_shards(job.shape, job.layout, job.config.rollout.tensor_model_parallel_size)
     planner = Planner(source, destination, ranks_per_node=cluster.gpus_per_node)
     summary = summarize(
-        planner.flows(), num_ranks=cluster.world_size, itemsize=DTYPE_BYTES[job.config.model.dtype],
-        ranks_per_node=cluster.gpus_per_node, bucket_bytes=job.config.hybrid.bucket_bytes)
+        planner.flows(),
+        num_ranks=cluster.world_size,
+        itemsize=DTYPE_BYTES[job.config.model.dtype],
+        ranks_per_node=cluster.gpus_per_node,
+        bucket_bytes=job.config.hybrid.bucket_bytes,
+    )
     return SwitchPlan(summary, predict_seconds(summary, Bandwidths(cluster.within_node, cluster.across_nodes)))

@@ -38,8 +38,10 @@ def gather_names(names: frozenset[str], group: dist.ProcessGroup) -> list[frozen
     mine = torch.tensor([[int.from_bytes(digest, "little", signed=True)]])
     digests = gather_rows(mine, group)[:, 0].tolist()
     owners = {found: rank for rank, found in reversed(list(enumerate(digests)))}  # the first rank of each set
-    sets = {found: share_object(names, group, dist.get_global_rank(group, rank))
-            for found, rank in sorted(owners.items(), key=lambda item: item[1])}
+    sets = {
+        found: share_object(names, group, dist.get_global_rank(group, rank))
+        for found, rank in sorted(owners.items(), key=lambda item: item[1])
+    }
     return [sets[found] for found in digests]
 
 

@@ -39,7 +39,7 @@ def split_op(op: TransferOp, max_elements: int) -> Iterator[TransferOp]:
 
 def _cut(box: Box, dim: int, first: int, last: int) -> Box:
     start = box[dim][0]
-    return (*box[:dim], (start + first, start + last), *box[dim + 1:])
+    return (*box[:dim], (start + first, start + last), *box[dim + 1 :])
 
 
 def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucket]:
@@ -83,26 +83,43 @@ class BucketTransport:
     """
 
     def __init__(
-        self, sends: Mapping[int, Sequence[TransferOp]], receives: Mapping[int, Sequence[TransferOp]],
-        source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], group: dist.ProcessGroup,
-        bucket_bytes: int, dtype: torch.dtype,
+        self,
+        sends: Mapping[int, Sequence[TransferOp]],
+        receives: Mapping[int, Sequence[TransferOp]],
+        source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        dtype: torch.dtype,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, next(iter(source.values())).device
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
         self._sends = {
-            peer: [[source[op.src_param][box_slices(op.src_box)] for op in bucket]
-                   for bucket in cut_into_buckets(ops, limit)]
+            peer: [
+                [source[op.src_param][box_slices(op.src_box)] for op in bucket]
+                for bucket in cut_into_buckets(ops, limit)
+            ]
             for peer, ops in sends.items()
         }
         self._receives = {
-            peer: [[destination[op.dst_param][box_slices(op.dst_box)] for op in bucket]
-                   for bucket in cut_into_buckets(ops, limit)]
+            peer: [
+                [destination[op.dst_param][box_slices(op.dst_box)] for op in bucket]
+                for bucket in cut_into_buckets(ops, limit)
+            ]
             for peer, ops in receives.items()
         }
         self._out_elements, self._in_elements = (
-            max((sum(piece.numel() for piece in bucket) for buckets in side.values() for bucket in buckets
-                 if self._direct(bucket) is None), default=0)
-            for side in (self._sends, self._receives))
+            max(
+                (
+                    sum(piece.numel() for piece in bucket)
+                    for buckets in side.values()
+                    for bucket in buckets
+                    if self._direct(bucket) is None
+                ),
+                default=0,
+            )
+            for side in (self._sends, self._receives)
+        )
         self._turns = self._order_turns()
 
     def _order_turns(self) -> list[tuple[int, list[torch.Tensor], int, list[torch.Tensor]]]:
@@ -113,8 +130,10 @@ class BucketTransport:
         for index in range(longest):
             for turn in range(1, size):
                 to, origin = (rank + turn) % size, (rank - turn) % size
-                outgoing, incoming = (buckets[index] if index < len(buckets) else []
-                                      for buckets in (self._sends.get(to, []), self._receives.get(origin, [])))
+                outgoing, incoming = (
+                    buckets[index] if index < len(buckets) else []
+                    for buckets in (self._sends.get(to, []), self._receives.get(origin, []))
+                )
                 if outgoing or incoming:
                     turns.append((to, outgoing, origin, incoming))
         return turns
@@ -149,8 +168,13 @@ class BucketTransport:
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
 
     def _post(
-        self, to: int, outgoing: list[torch.Tensor], out_buffer: torch.Tensor,
-        origin: int, incoming: list[torch.Tensor], in_buffer: torch.Tensor,
+        self,
+        to: int,
+        outgoing: list[torch.Tensor],
+        out_buffer: torch.Tensor,
+        origin: int,
+        incoming: list[torch.Tensor],
+        in_buffer: torch.Tensor,
     ) -> _Exchange:
         """Post one receive and one send (either may be empty); it travels while the next one is packed."""
         operations, scattered = [], []
@@ -182,6 +206,7 @@ class BucketTransport:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self._group.rank()} waited in vain for a bucket of a reshard "
-                f"(to rank {exchange.to}, from rank {exchange.origin}): {error}") from error
+                f"(to rank {exchange.to}, from rank {exchange.origin}): {error}"
+            ) from error
         for view, piece in exchange.scattered:
             piece.copy_(view)

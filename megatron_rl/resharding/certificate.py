@@ -108,8 +108,15 @@ class Certificate:
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], source: Side, destination: Side, *,
-        num_engines: int, engine: int, group: dist.ProcessGroup, sample_share: float = 0.02,
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        source: Side,
+        destination: Side,
+        *,
+        num_engines: int,
+        engine: int,
+        group: dist.ProcessGroup,
+        sample_share: float = 0.02,
     ) -> None:
         self._shapes, self._source, self._destination = dict(shapes), source, destination
         self._dtype = next(iter(destination.params.values())).dtype
@@ -135,8 +142,11 @@ class Certificate:
         return len(names)
 
     def _digests(self, side: Side, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:
-        return [(p, compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]))
-                for p in side.counted if p.hf_name in wanted]
+        return [
+            (p, compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]))
+            for p in side.counted
+            if p.hf_name in wanted
+        ]
 
     def _piece(self, side: Side, placement: ShardBox) -> torch.Tensor:
         return side.params[placement.param][box_slices(placement.local_box)].to(self._dtype)
@@ -156,17 +166,24 @@ class Certificate:
         lines = [line for rank_lines in gather_objects(padding, self._group) for line in rank_lines]
         for engine, index in wrong[:3]:
             name = names[index]
-            lines.append(f"{name}: training {_hex(digests[0, index])}, rollout engine {engine} "
-                         f"{_hex(digests[1 + engine, index])}")
+            lines.append(
+                f"{name}: training {_hex(digests[0, index])}, rollout engine {engine} "
+                f"{_hex(digests[1 + engine, index])}"
+            )
             lines += self._locate(name)
         if lines:
             raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
 
     def _locate(self, name: str) -> list[str]:
         """Pieces of a tensor whose destination differs from the source, cut along both sides' boxes."""
-        mine = {key: [(p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
-                      for p in side.counted if p.hf_name == name]
-                for key, side in (("source", self._source), ("destination", self._destination))}
+        mine = {
+            key: [
+                (p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
+                for p in side.counted
+                if p.hf_name == name
+            ]
+            for key, side in (("source", self._source), ("destination", self._destination))
+        }
         everyone = gather_objects(mine, self._group)  # one tensor, on the way to an error
         truth = torch.empty(self._shapes[name], dtype=self._dtype)
         for rank_pieces in everyone:
@@ -178,9 +195,11 @@ class Certificate:
                 right = truth[box_slices(box)]
                 if not torch.equal(_bits(right), _bits(piece)):
                     differing = int((_bits(right) != _bits(piece)).sum())
-                    found.append(f"  rank {rank} {param}, box {list(box)}: {differing} of {piece.numel()} elements, "
-                                 f"digest {_hex(compute_digest(right, box, self._shapes[name]))} expected, "
-                                 f"{_hex(compute_digest(piece, box, self._shapes[name]))} found")
+                    found.append(
+                        f"  rank {rank} {param}, box {list(box)}: {differing} of {piece.numel()} elements, "
+                        f"digest {_hex(compute_digest(right, box, self._shapes[name]))} expected, "
+                        f"{_hex(compute_digest(piece, box, self._shapes[name]))} found"
+                    )
         return found[:4]
 
 

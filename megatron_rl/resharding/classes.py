@@ -91,8 +91,9 @@ class TensorIndex:
     def list_rows(self, shard: int, names: Iterable[str]) -> list[Row]:
         """A shard's rows of these tensors, in the order of its table."""
         rows = self.tables[shard].rows
-        found = sorted(row for name in names for (of, _), row in zip(self.cuts[name], self.places[name], strict=True)
-                       if of is rows)
+        found = sorted(
+            row for name in names for (of, _), row in zip(self.cuts[name], self.places[name], strict=True) if of is rows
+        )
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:

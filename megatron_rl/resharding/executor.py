@@ -84,8 +84,14 @@ class Resharder:
     """
 
     def __init__(
-        self, plan: RankPlan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup, transport: Transport, *, dtype: torch.dtype,
+        self,
+        plan: RankPlan,
+        source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        transport: Transport,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != dtype:
@@ -97,8 +103,9 @@ class Resharder:
         self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
         self._origins = [params[op.src_param][box_slices(op.src_box)] for params, op in copies]
         self._is_pulling = self.transport != "buckets"
-        receives, sends = ({peer: ops for peer, ops in side.items() if peer not in near}
-                           for side in (plan.receives, plan.sends))
+        receives, sends = (
+            {peer: ops for peer, ops in side.items() if peer not in near} for side in (plan.receives, plan.sends)
+        )
         self._device = device = next(iter(source.values())).device
         if self.transport != "pull":
             connect(group, device)
@@ -106,7 +113,8 @@ class Resharder:
         self.stats = ReshardStats(
             bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in near for op in ops], dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
-            bytes_copied=_num_bytes(plan.local, dtype))
+            bytes_copied=_num_bytes(plan.local, dtype),
+        )
 
     @property
     def transient_bytes(self) -> int:
@@ -160,8 +168,10 @@ def _map_peers(
             return "buckets", {}, set()
         raise UserError(
             f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
-            source="hybrid.transport=pull", expected="room for the parameters of all ranks of the host",
-            hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets")
+            source="hybrid.transport=pull",
+            expected="room for the parameters of all ranks of the host",
+            hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets",
+        )
     exports, device = gather_objects(export_params(source), group), next(iter(source.values())).device
     near = {peer for peer, export in enumerate(exports) if export.host == exports[group.rank()].host}
     mapped, failure = {}, ""
@@ -177,7 +187,10 @@ def _map_peers(
         return "buckets", {}, set()
     is_remote = any(remote for remote, _ in found)
     if transport.name == "pull" and (failure or is_remote):
-        raise UserError(failure or "weights must come from another host", source="hybrid.transport=pull",
-                        expected="all ranks on one host, and a link between any two of its GPUs",
-                        hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere")
+        raise UserError(
+            failure or "weights must come from another host",
+            source="hybrid.transport=pull",
+            expected="all ranks on one host, and a link between any two of its GPUs",
+            hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere",
+        )
     return ("pull+buckets" if is_remote else "pull"), mapped, near

@@ -108,9 +108,7 @@ def group_shards(
     return [Shard(tuple(ranks), as_table(placements_of(ranks[0]))) for ranks in members.values()]
 
 
-def plan_rank(
-    rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int
-) -> RankPlan:
+def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> RankPlan:
     """Plan what one rank copies, receives and sends.
 
     Args:
@@ -163,12 +161,18 @@ class Planner:
             for tensors, piece in route.pieces:
                 for index, elements in self._demand(tensors, piece).items():
                     total[index] += elements * len(tensors.names)
-            yield (np.array(list(choice.fixed.values()), np.int64), np.array(list(choice.fixed), np.int64),
-                   np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64))
+            yield (
+                np.array(list(choice.fixed.values()), np.int64),
+                np.array(list(choice.fixed), np.int64),
+                np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64),
+            )
             for (name, piece), sources in leftover.items():
                 demand = self._demand(self._classes[name], piece)
-                yield (np.array(list(sources.values()), np.int64), np.array(list(sources), np.int64),
-                       np.array([demand[self._destination_of[rank]] for rank in sources], np.int64))
+                yield (
+                    np.array(list(sources.values()), np.int64),
+                    np.array(list(sources), np.int64),
+                    np.array([demand[self._destination_of[rank]] for rank in sources], np.int64),
+                )
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
         """Operations that fill this rank, in plan order."""
@@ -202,7 +206,8 @@ class Planner:
                     part = self._intersect(piece.box, table.boxes[kind][1]) if index in ranks else None
                     if part is not None:
                         first = self._make_op(
-                            name, _Part(piece, part, localize(part, table.boxes[kind])), rank, ranks[index][0], param)
+                            name, _Part(piece, part, localize(part, table.boxes[kind])), rank, ranks[index][0], param
+                        )
                         yield first
                         for other in ranks[index][1:]:
                             yield replace(first, dst_rank=other)
@@ -236,8 +241,15 @@ class Planner:
 
     def _make_op(self, name: str, part: _Part, source: int, rank: int, param: str) -> TransferOp:
         place, local_box = part.piece.holders[self._source_of[source]]
-        return TransferOp(name, source, self._held.param(name, place), localize(part.box, (local_box, part.piece.box)),
-                          rank, param, part.dst_box)
+        return TransferOp(
+            name,
+            source,
+            self._held.param(name, place),
+            localize(part.box, (local_box, part.piece.box)),
+            rank,
+            param,
+            part.dst_box,
+        )
 
     def _find_source(self, name: str, piece: Piece, rank: int) -> int:
         choice, leftover = self._choose(self._routes[piece])
@@ -249,8 +261,11 @@ class Planner:
         choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
         if not choice.leftover:
             return choice, {}
-        pieces = [(self._ordinals[name], number, name, piece) for number, (tensors, piece) in enumerate(route.pieces)
-                  for name in tensors.names]
+        pieces = [
+            (self._ordinals[name], number, name, piece)
+            for number, (tensors, piece) in enumerate(route.pieces)
+            for name in tensors.names
+        ]
         volumes = {(name, piece): box_volume(piece.box) for _, _, name, piece in sorted(pieces, key=itemgetter(0, 1))}
         return choice, choice.spread_leftover(volumes, route.turn)
 
@@ -259,8 +274,16 @@ class Planner:
         routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
         for tensors in dict.fromkeys(self._classes.values()):
             for piece in tensors.pieces:
-                needed = tuple(sorted({index for box, indices in tensors.targets if self._intersect(piece.box, box)
-                                       for index in indices}))
+                needed = tuple(
+                    sorted(
+                        {
+                            index
+                            for box, indices in tensors.targets
+                            if self._intersect(piece.box, box)
+                            for index in indices
+                        }
+                    )
+                )
                 if needed:
                     holders = tuple(piece.holders)
                     route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
@@ -284,8 +307,9 @@ def _check_cover(parts: Sequence[Box], target: Box, name: str, where: str) -> No
     if overlap is not None:
         raise ValueError(f"{name}{list(target)} for {where}: two different source boxes place its {list(overlap)}")
     if covered != box_volume(target):
-        raise ValueError(f"{name}{list(target)} for {where}: the source places {covered} of its "
-                         f"{box_volume(target)} elements")
+        raise ValueError(
+            f"{name}{list(target)} for {where}: the source places {covered} of its {box_volume(target)} elements"
+        )
 
 
 def _shard_of_rank(shards: Sequence[Shard]) -> dict[int, int]:

@@ -67,8 +67,12 @@ def export_params(params: Mapping[str, torch.Tensor]) -> Export:
     numbers = {storage.data_ptr(): number for number, storage in enumerate(storages)}
     described = {
         name: (
-            numbers[tensor.untyped_storage().data_ptr()], int(tensor.storage_offset()), tuple(tensor.shape),
-            tuple(tensor.stride()), tensor.dtype)
+            numbers[tensor.untyped_storage().data_ptr()],
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+        )
         for name, tensor in params.items()
     }
     # Sharing changes the address of a storage in place, hence after the numbering by address.

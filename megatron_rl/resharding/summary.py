@@ -60,8 +60,11 @@ class Bandwidths:
     def __post_init__(self) -> None:
         if min(self.within_node, self.across_nodes) <= 0:
             raise UserError(
-                f"bandwidths {self.within_node} and {self.across_nodes} bytes/s", source="link bandwidths",
-                expected="numbers greater than 0", hint="400e9 and 50e9 are those of NVLink and of a 400 Gb/s NIC")
+                f"bandwidths {self.within_node} and {self.across_nodes} bytes/s",
+                source="link bandwidths",
+                expected="numbers greater than 0",
+                hint="400e9 and 50e9 are those of NVLink and of a 400 Gb/s NIC",
+            )
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,20 @@ def summarize(
         np.add.at(ingress, (across, ranks), elements)
     sent = egress.sum(0)
     (within, across), (egress_within, egress_across), (ingress_within, ingress_across) = (
-        (elements * itemsize).tolist() for elements in (egress.sum(1), egress.max(1), ingress.max(1)))
+        (elements * itemsize).tolist() for elements in (egress.sum(1), egress.max(1), ingress.max(1))
+    )
     return ReshardSummary(
-        num_ranks, kept * itemsize, bytes_within_node=within, bytes_across_nodes=across,
-        max_egress_within=egress_within, max_egress_across=egress_across, max_ingress_within=ingress_within,
+        num_ranks,
+        kept * itemsize,
+        bytes_within_node=within,
+        bytes_across_nodes=across,
+        max_egress_within=egress_within,
+        max_egress_across=egress_across,
+        max_ingress_within=ingress_within,
         max_ingress_across=ingress_across,
         egress_balance=int(sent.max()) * num_ranks / int(sent.sum()) if sent.any() else 1.0,
-        transient_bytes=2 * bucket_bytes if across else 0)
+        transient_bytes=2 * bucket_bytes if across else 0,
+    )
 
 
 def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:

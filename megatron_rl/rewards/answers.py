@@ -25,7 +25,7 @@ def extract_answer(text: str, data_source: str = "") -> str | None:
         The answer without whitespace around it; None if the text marks none.
     """
     for match in reversed(list(_BOX.finditer(text))):
-        content = match["bare"] or read_to_closing_brace(text[match.end():])
+        content = match["bare"] or read_to_closing_brace(text[match.end() :])
         if content is not None:
             return content.strip()
     _, mark, rest = text.rpartition("####")

@@ -35,9 +35,12 @@ class ChildProcess:
         with theirs:
             # In a session of its own, so that what the child starts can be killed with it.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**environment_without_secrets(secrets), "PYTHONPATH": os.pathsep.join(sys.path)})
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**environment_without_secrets(secrets), "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
         self._connection = Connection(ours.detach())
 
     def ask(self, message: Any, seconds: float) -> Any:

@@ -119,8 +119,14 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
         for scheme in ("http://", "https://"):
             session.mount(scheme, _WatchedAdapter())
         try:
-            with session.post(url, data=body, headers={"Content-Type": "application/json"}, timeout=seconds,
-                              allow_redirects=False, stream=True) as response:
+            with session.post(
+                url,
+                data=body,
+                headers={"Content-Type": "application/json"},
+                timeout=seconds,
+                allow_redirects=False,
+                stream=True,
+            ) as response:
                 answer = bytearray()
                 while chunk := response.raw.read1(_CHUNK_BYTES, decode_content=True):
                     answer += chunk
@@ -140,4 +146,5 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
 
 def _late(start: float, seconds: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"not done within reward.service_timeout_seconds = {seconds:g} ({time.monotonic() - start:.1f} s)")
+        f"not done within reward.service_timeout_seconds = {seconds:g} ({time.monotonic() - start:.1f} s)"
+    )

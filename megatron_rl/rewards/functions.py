@@ -22,8 +22,9 @@ FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row"
 class RewardFunction(Protocol):
     """Scores one response."""
 
-    def __call__(self, data_source: str, solution_str: str, ground_truth: Any,
-                 extra_info: dict[str, Any], **further: Any) -> float | dict[str, Any]:
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **further: Any
+    ) -> float | dict[str, Any]:
         """The score, or {"score": number, component: number, ...}."""
         ...
 
@@ -43,13 +44,20 @@ def load_reward_function(
             called with verl's four arguments.
     """
     if name in RULES:
-        return cast(RewardFunction, lambda data_source, solution_str, ground_truth, extra_info: RULES[name](
-            solution_str, ground_truth, data_source, answer))
+        return cast(
+            RewardFunction,
+            lambda data_source, solution_str, ground_truth, extra_info: RULES[name](
+                solution_str, ground_truth, data_source, answer
+            ),
+        )
     path, separator, attribute = name.rpartition(":")
     if not separator or not path or not attribute:
-        raise UserError(f'"{name}" names no function', source=setting,
-                        expected=f"path.py:name, or one of the rules {', '.join(RULES)}",
-                        hint="write the file and the function, e.g. rewards/my_reward.py:compute_score")
+        raise UserError(
+            f'"{name}" names no function',
+            source=setting,
+            expected=f"path.py:name, or one of the rules {', '.join(RULES)}",
+            hint="write the file and the function, e.g. rewards/my_reward.py:compute_score",
+        )
     module = import_file(path, setting, "path.py:name")
     return check_reward_function(getattr(module, attribute, None), attribute, f"{setting} = {name}")
 
@@ -63,19 +71,36 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
     if function is None:
         raise UserError(f'the file defines no "{name}"', source=source, expected=_SIGNATURE, hint="check the name")
     if not callable(function):
-        raise UserError(f'"{name}" is a {type(function).__name__} and cannot be called', source=source,
-                        expected=_SIGNATURE, hint="name a function")
+        raise UserError(
+            f'"{name}" is a {type(function).__name__} and cannot be called',
+            source=source,
+            expected=_SIGNATURE,
+            hint="name a function",
+        )
     if inspect.iscoroutinefunction(function):
-        raise UserError(f'"{name}" is an async function', source=source, expected=_SIGNATURE,
-                        hint="write a plain function that waits inside")
+        raise UserError(
+            f'"{name}" is an async function',
+            source=source,
+            expected=_SIGNATURE,
+            hint="write a plain function that waits inside",
+        )
     found = cast(RewardFunction, function)
     try:
         signature = inspect.signature(found)
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={},
-                       **dict.fromkeys(find_further_arguments(found)))
+        signature.bind(
+            data_source="",
+            solution_str="",
+            ground_truth="",
+            extra_info={},
+            **dict.fromkeys(find_further_arguments(found)),
+        )
     except (TypeError, ValueError) as error:
-        raise UserError(f'"{name}" does not accept the four arguments by name: {error}', source=source,
-                        expected=_SIGNATURE, hint="rename the parameters; further ones need defaults") from error
+        raise UserError(
+            f'"{name}" does not accept the four arguments by name: {error}',
+            source=source,
+            expected=_SIGNATURE,
+            hint="rename the parameters; further ones need defaults",
+        ) from error
     return found
 
 

@@ -65,7 +65,8 @@ def is_readable(truth: str) -> bool:
 def _is_words(text: str) -> bool:
     words = text.split()
     return any(len(word) > 3 for word in words) and all(
-        word.isalpha() and word.casefold() not in _MATH_WORDS for word in words)
+        word.isalpha() and word.casefold() not in _MATH_WORDS for word in words
+    )
 
 
 def _as_latex(answer: str) -> str:

@@ -88,15 +88,20 @@ def build_reward_plan(
     """
     if config.components:
         setting = "reward.components"
-        weighted = [(*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]")
-                    for i, text in enumerate(config.components)]
+        weighted = [
+            (*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]") for i, text in enumerate(config.components)
+        ]
     else:
         leaf = next(leaf for leaf in ("service_url", "function", "rule") if getattr(config, leaf) is not None)
         weighted = [(1.0, getattr(config, leaf), f"reward.{leaf}")]
     model_weights = [weight for weight, target, _ in weighted if target == MODEL]
     if len(model_weights) > 1:
-        raise UserError(f'the source "{MODEL}" is given {len(model_weights)} times', source="reward.components",
-                        expected="at most once", hint="add up the weights")
+        raise UserError(
+            f'the source "{MODEL}" is given {len(model_weights)} times',
+            source="reward.components",
+            expected="at most once",
+            hint="add up the weights",
+        )
     sources: list[SourceSpec] = []
     for weight, target, setting in weighted:
         if target != MODEL:
@@ -104,13 +109,16 @@ def build_reward_plan(
             loaded = function or _load(target, setting, config.answer)
             sources.append(SourceSpec(name, weight, target, setting, loaded))
     return RewardPlan(
-        tuple(sources), next(iter(model_weights), None), bool(config.components), max_response_length,
-        config.overlong_buffer_length, config.overlong_penalty)
+        tuple(sources),
+        next(iter(model_weights), None),
+        bool(config.components),
+        max_response_length,
+        config.overlong_buffer_length,
+        config.overlong_penalty,
+    )
 
 
-def compute_reward(
-    plan: RewardPlan, scores: Sequence[Score], rollout: Rollout
-) -> tuple[float, dict[str, float]]:
+def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
     """The reward of one response without the model's part, and what is logged of it.
 
     In a sum each source's raw score is logged by the source's name and its components as
@@ -135,7 +143,8 @@ def compute_reward(
             components[key] = components.get(key, 0.0) + value
     if plan.overlong_buffer_length:
         components[OVERLONG] = compute_overlong_penalty(
-            len(rollout.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty)
+            len(rollout.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty
+        )
         reward += components[OVERLONG]
     if not abs(reward) <= _LARGEST:
         raise _refuse(reward, describe_rollout(rollout))
@@ -145,9 +154,11 @@ def compute_reward(
 def _refuse(reward: float, what: str) -> UserError:
     """Scores are finite; what is made of them, here and in a group's baseline, must be so, too."""
     return UserError(
-        f"the reward is {reward:g}\n{what}", source="reward",
+        f"the reward is {reward:g}\n{what}",
+        source="reward",
         expected=f"at most {_LARGEST:g} in size, so that sums over a batch are finite",
-        hint="scale the scores of the reward sources")
+        hint="scale the scores of the reward sources",
+    )
 
 
 def compute_overlong_penalty(
@@ -178,13 +189,19 @@ def add_model_scores(
     assert plan.model_weight is not None, "the model is no part of this sum"
     if scores.shape != rewards.shape:
         raise UserError(
-            f"the reward model gave {list(scores.shape)} scores to {len(rewards)} rollouts", source="the reward model",
-            expected=f"{len(rewards)} numbers", hint="return one score per rollout, in their order")
+            f"the reward model gave {list(scores.shape)} scores to {len(rewards)} rollouts",
+            source="the reward model",
+            expected=f"{len(rewards)} numbers",
+            hint="return one score per rollout, in their order",
+        )
     if not np.isfinite(scores).all():
         index = int(np.isfinite(scores).argmin())
         raise UserError(
-            f"the reward model gave {scores[index]} to {name(index)}", source="reward_model.path",
-            expected="a finite score", hint="check the checkpoint with transformers")
+            f"the reward model gave {scores[index]} to {name(index)}",
+            source="reward_model.path",
+            expected="a finite score",
+            hint="check the checkpoint with transformers",
+        )
     sums = rewards + plan.model_weight * scores
     worst = int(np.abs(sums).argmax())
     if not abs(sums[worst]) <= _LARGEST:
@@ -204,8 +221,12 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or not target.strip():
-        raise UserError(f'"{text}" is not a weight and a source', source=setting, expected="WEIGHT SOURCE",
-                        hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity' or '0.5 model'")
+        raise UserError(
+            f'"{text}" is not a weight and a source',
+            source=setting,
+            expected="WEIGHT SOURCE",
+            hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity' or '0.5 model'",
+        )
     return value, target.strip()
 
 
@@ -213,8 +234,12 @@ def _load(target: str, setting: str, answer: AnswerPolicy) -> RewardFunction | N
     if not is_service(target):
         return load_reward_function(target, setting, answer)
     if not urlsplit(target).hostname:
-        raise UserError(f'"{redact(target)}" names no host', source=setting, expected="http://host:port/path",
-                        hint="write the whole URL")
+        raise UserError(
+            f'"{redact(target)}" names no host',
+            source=setting,
+            expected="http://host:port/path",
+            hint="write the whole URL",
+        )
     return None
 
 

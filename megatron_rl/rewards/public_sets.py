@@ -18,20 +18,82 @@ from megatron_rl.types import UserError
 
 _END = 300  # characters at the end of a response in which an answer is looked for
 _MATH_TEXTS = (  # removed or replaced, in this order
-    ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
-    ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""))
+    ("\n", ""),
+    ("\\!", ""),
+    ("\\\\", "\\"),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("\\$", ""),
+)
 _MINERVA_TEXTS = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
-    ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
 _MINERVA_REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
-    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
-    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
-    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots")
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    "\\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+    "\\text{s}",
+    "\\text{.}",
+    "\\text{\ns}",
+    "\\text{}^2",
+    "\\text{}^3",
+    "\\text{\n}",
+    "\\text{}",
+    "\\mathrm{th}",
+    "^\\circ",
+    "^{\\circ}",
+    "\\;",
+    ",\\!",
+    "{,}",
+    '"',
+    "\\dots",
+)
 _MINERVA_FORMS = (
-    (r".*?\$(.*?)\$.*", r"$\1$"), (r"\\text\{(.*?)\}", r"\1"), (r"\\textbf\{(.*?)\}", r"\1"),
-    (r"\\overline\{(.*?)\}", r"\1"), (r"\\boxed\{(.*)\}", r"\1"), (r"frac([^{])(.)", r"frac{\1}{\2}"),
-    (r"sqrt([^{])", r"sqrt{\1}"), (r"\$", ""))
+    (r".*?\$(.*?)\$.*", r"$\1$"),
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+    (r"\\overline\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
+    (r"\$", ""),
+)
 _MOST_ANSWER_TAGS = 10
 
 
@@ -101,9 +163,11 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
         return _SCORERS[data_source]
     reason = f": {_NOT_SERVED[data_source]}" if data_source in _NOT_SERVED else ""
     raise UserError(
-        f'the rule by_data_source has no scorer for the data_source "{data_source}"{reason}', source="reward.rule",
+        f'the rule by_data_source has no scorer for the data_source "{data_source}"{reason}',
+        source="reward.rule",
         expected=", ".join([*_SCORERS, "aime*"]),
-        hint="use reward.service_url" if reason.endswith(_CODE) else "use reward.rule=math or reward.function")
+        hint="use reward.service_url" if reason.endswith(_CODE) else "use reward.rule=math or reward.function",
+    )
 
 
 def _last_box(text: str) -> str | None:

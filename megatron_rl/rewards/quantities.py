@@ -27,44 +27,75 @@ _WRAPPED_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|emph|o
 _NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\\?\$|\*\*|[`\"]|\\(?=[%$])")
 _SUPERSCRIPTS = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207b]+")
 _VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
-_CHARACTERS = str.maketrans({  # minus, Arabic separators, apostrophe, times, fraction slash, quotes
-    "\u2212": "-", "\u066c": ",", "\u066b": ".", "\u2019": "'", "\u00d7": "*", "\u00b7": "*", "\u2044": "/",
-    "\u201c": "", "\u201d": ""} | {
-    code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)})  # full-width ASCII, but for the exclamation mark
+_CHARACTERS = str.maketrans(
+    {  # minus, Arabic separators, apostrophe, times, fraction slash, quotes
+        "\u2212": "-",
+        "\u066c": ",",
+        "\u066b": ".",
+        "\u2019": "'",
+        "\u00d7": "*",
+        "\u00b7": "*",
+        "\u2044": "/",
+        "\u201c": "",
+        "\u201d": "",
+    }
+    | {code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}
+)  # full-width ASCII, but for the exclamation mark
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|CNY|RMB|JPY|CHF|US|R|CA|AU|HK|NT|Rs\.?)\s*(?=[\d.+-])")
 
 # Numbers.
-_DIGITS = (r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,2}(?:,\d\d)+,\d{3}(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?:[.,]\d+)?"
-           r"|\d{1,3}(?:'\d{3})+(?:\.\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d+(?:\.\d+)?|\.\d+)(?![\d,]*\d)")
+_DIGITS = (
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,2}(?:,\d\d)+,\d{3}(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?:[.,]\d+)?"
+    r"|\d{1,3}(?:'\d{3})+(?:\.\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d+(?:\.\d+)?|\.\d+)(?![\d,]*\d)"
+)
 _PLAIN = re.compile(_DIGITS)
 _PLAIN_WITH_COMMA = re.compile(rf"{_DIGITS}|\d+,\d+(?!,?\d)")
 _TIMES_TEN = re.compile(
-    r"[eE]([+-]?\d{1,3})(?!\w)|\s*(?:[*x]|\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d)(?!\d))")
+    r"[eE]([+-]?\d{1,3})(?!\w)|\s*(?:[*x]|\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d)(?!\d))"
+)
 _FRACTION = re.compile(
     rf"(?:(\d+)(?:\s+|(?=\\)))?"  # of a mixed number
-    rf"(?:\\[dtc]?frac\s*(?:\{{\s*(-?{_DIGITS})\s*\}}|(\d))\s*(?:\{{\s*({_DIGITS})\s*\}}|(\d))|({_DIGITS})\s*/\s*({_DIGITS}))")
+    rf"(?:\\[dtc]?frac\s*(?:\{{\s*(-?{_DIGITS})\s*\}}|(\d))\s*(?:\{{\s*({_DIGITS})\s*\}}|(\d))|({_DIGITS})\s*/\s*({_DIGITS}))"
+)
 
 # What may stand around a number.
 _LEFT_SIDE = re.compile(  # of "=": a name (perhaps with arguments), arithmetic, or words
-    r"\s*(?:(?P<name>\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\s*\([^()]*\))?)|[\d\s.,+\-*/()^{}]+|[^\W\d_]+(?:\s+[^\W\d_]+)*)\s*")
+    r"\s*(?:(?P<name>\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\s*\([^()]*\))?)|[\d\s.,+\-*/()^{}]+|[^\W\d_]+(?:\s+[^\W\d_]+)*)\s*"
+)
 _CJK = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _WORDS_BEFORE = re.compile(rf"(?:[^\W\d_]+[:,']?\s+|{_CJK}+[:,]?\s*)+")
 _PERCENT = re.compile(r"\s*(?:%|(?:percent|per\s+cent|pct)\b)", re.IGNORECASE)
 _UNIT = re.compile(
-    rf"([\s(/\-]*)(?:per\s+)?({_CJK}|[%\u00b0]|(?:(?!{_CJK})[^\W\d_])+)(?:\s*\^\s*\{{?\s*-?\d\s*\}}?)?(.*)", re.DOTALL)
+    rf"([\s(/\-]*)(?:per\s+)?({_CJK}|[%\u00b0]|(?:(?!{_CJK})[^\W\d_])+)(?:\s*\^\s*\{{?\s*-?\d\s*\}}?)?(.*)", re.DOTALL
+)
 _SHORT_UNITS = _words(
     "m s h g l w v j n k c f b km cm mm nm dm kg mg ml cl dl kw hz kj pa ms hr ft yd mi lb oz ha th st nd rd am pm kb "
-    "mb gb tb rs z\u0142 kr is")
+    "mb gb tb rs z\u0142 kr is"
+)
 _NO_UNITS = _words(  # operators, functions and constants in words
     "or and to plus minus times over mod choose if when where such not than pi tau theta alpha beta gamma lambda phi "
-    "sigma omega sqrt root cbrt sin cos tan cot sec csc log exp infty infinity und oder et ou")
+    "sigma omega sqrt root cbrt sin cos tan cot sec csc log exp infty infinity und oder et ou"
+)
 _UNEQUAL = _words("not less more greater fewer least most under above below between than or and")
 _NUMBER_IN_WORDS_AFTER = re.compile(
-    r"\b(?:for|in|after|of|on|at|by|with|from|per|every|each|within)\s+(?:the\s+)?\d[\d.,]*|\^\s*\{?\s*-?\d\s*\}?")
+    r"\b(?:for|in|after|of|on|at|by|with|from|per|every|each|within)\s+(?:the\s+)?\d[\d.,]*|\^\s*\{?\s*-?\d\s*\}?"
+)
 _MAGNITUDES = {
-    "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
-    "lakh": 10**5, "crore": 10**7, "\u5343": 10**3, "\u4e07": 10**4, "\u4ebf": 10**8, "\u5104": 10**8, "\ub9cc": 10**4}
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+    "lakh": 10**5,
+    "crore": 10**7,
+    "\u5343": 10**3,
+    "\u4e07": 10**4,
+    "\u4ebf": 10**8,
+    "\u5104": 10**8,
+    "\ub9cc": 10**4,
+}
 
 
 @dataclass(frozen=True)
@@ -135,11 +166,11 @@ def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
     if words:
         if _UNEQUAL & set(words[0].lower().split()) or (len(words[0].split()) == 1 and len(words[0].strip()) == 1):
             return None
-        text = text[words.end():]
+        text = text[words.end() :]
     sign, text = (-1, text[1:].lstrip()) if text.startswith("-") else (1, text.removeprefix("+"))
     text = _CURRENCY_CODE.sub("", text, count=1)
     number = _read_number(text, decimal_comma)
-    scale = number and _read_rest(text[number[2]:])
+    scale = number and _read_rest(text[number[2] :])
     if not number or not scale:
         return None
     return Quantity(sign * number[0], scale, number[1], re.sub(r"\s", "", side["name"] or "") if side else "")
@@ -181,7 +212,7 @@ def _read_rest(rest: str) -> Fraction | None:
     """The scale that the words behind a number give it; None if they are more than a unit."""
     percent = _PERCENT.match(rest)
     if percent:
-        return Fraction(1, 100) if _is_unit(rest[percent.end():]) else None
+        return Fraction(1, 100) if _is_unit(rest[percent.end() :]) else None
     unit = _UNIT.fullmatch(rest)
     word = unit[2].lower().removesuffix("s") if unit else ""
     if unit and word in _MAGNITUDES:

@@ -48,10 +48,16 @@ def score_math(
     if found is None and answer == "marked":
         return {"score": 0.0, **counts}
     text = response.strip() if found is None else found
-    verdicts = [compare_answers(text, extract_answer(truth) or truth.strip(), is_named=found is not None)
-                for truth in list_truths(ground_truth)]
-    return {"score": float("equal" in verdicts), **counts, TIMEOUTS: float("timeout" in verdicts),
-            UNPARSABLE_TRUTH: float("unparsable truth" in verdicts)}
+    verdicts = [
+        compare_answers(text, extract_answer(truth) or truth.strip(), is_named=found is not None)
+        for truth in list_truths(ground_truth)
+    ]
+    return {
+        "score": float("equal" in verdicts),
+        **counts,
+        TIMEOUTS: float("timeout" in verdicts),
+        UNPARSABLE_TRUTH: float("unparsable truth" in verdicts),
+    }
 
 
 def marks_answer(response: str, ground_truth: Any = "", data_source: str = "") -> float:

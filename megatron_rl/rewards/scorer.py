@@ -81,8 +81,12 @@ class Scorer:
         self._plan, self._decode = plan, decode
         functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
         self._pool = (
-            WorkerPool(functions, config.workers, config.timeout_seconds, answer=config.answer,
-                       secrets=config.worker_secrets) if config.workers and functions else None)
+            WorkerPool(
+                functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
+            )
+            if config.workers and functions
+            else None
+        )
         self._sources: list[RewardSource] = []
         for spec in plan.sources:
             if spec.function is None:

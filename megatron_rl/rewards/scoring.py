@@ -25,10 +25,12 @@ _LONGEST_RESPONSE = 200
 def describe_rollout(rollout: Rollout) -> str:
     """Three lines for an error message; long texts are cut in the middle."""
     prompt = rollout.prompt
-    return (f'  rollout:  prompt_id {prompt.prompt_id}, sample_index {rollout.sample_index}, '
-            f'data_source "{prompt.data_source}"\n'
-            f"  response: {shorten(repr(rollout.response))}\n"
-            f"  ground truth: {shorten(repr(prompt.ground_truth))}")
+    return (
+        f"  rollout:  prompt_id {prompt.prompt_id}, sample_index {rollout.sample_index}, "
+        f'data_source "{prompt.data_source}"\n'
+        f"  response: {shorten(repr(rollout.response))}\n"
+        f"  ground truth: {shorten(repr(prompt.ground_truth))}"
+    )
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,22 @@ def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> 
     """
     prompt = rollout.prompt
     tellable: dict[str, Callable[[], Any]] = {
-        "prompt": lambda: prompt.text, "response_tokens": lambda: rollout.response_tokens.tolist(),
-        "finish_reason": lambda: rollout.finish_reason, "step": lambda: step, "row": lambda: dict(prompt.row)}
+        "prompt": lambda: prompt.text,
+        "response_tokens": lambda: rollout.response_tokens.tolist(),
+        "finish_reason": lambda: rollout.finish_reason,
+        "step": lambda: step,
+        "row": lambda: dict(prompt.row),
+    }
     further = {name: tellable[name]() for name in find_further_arguments(function)}
     try:
         with refuse_exit():
-            result = function(data_source=prompt.data_source, solution_str=rollout.response,
-                              ground_truth=prompt.ground_truth, extra_info=dict(prompt.extra_info), **further)
+            result = function(
+                data_source=prompt.data_source,
+                solution_str=rollout.response,
+                ground_truth=prompt.ground_truth,
+                extra_info=dict(prompt.extra_info),
+                **further,
+            )
     except (Exception, SystemExit, ProcessExit) as error:
         place = locate(error, file_of(function))
         raise _failure(f"raised {type(error).__name__}: {error}", rollout, place) from error
@@ -81,8 +92,12 @@ def parse_score(result: Any) -> Score:
         raise ValueError(f'a dict without "score" (it has {names})')
     return Score(
         _number(result["score"], "score"),
-        {str(name): _number(value, str(name)) for name, value in result.items()
-         if name != "score" and _scalar(value) is not None})
+        {
+            str(name): _number(value, str(name))
+            for name, value in result.items()
+            if name != "score" and _scalar(value) is not None
+        },
+    )
 
 
 def shorten(text: str) -> str:
@@ -111,6 +126,8 @@ def _scalar(value: Any) -> float | None:
 
 def _failure(what: str, rollout: Rollout, place: str) -> UserError:
     return UserError(
-        f"the reward function {what}\n{describe_rollout(rollout)}", source=place,
-        expected="a finite number, or a dict with a finite \"score\"",
-        hint="make the function accept every text that a policy can write")
+        f"the reward function {what}\n{describe_rollout(rollout)}",
+        source=place,
+        expected='a finite number, or a dict with a finite "score"',
+        hint="make the function accept every text that a policy can write",
+    )

@@ -109,7 +109,8 @@ class RewardService:
         config = self._config
         try:
             status, answer = post_within(
-                self._url, body, config.service_timeout_seconds, config.service_max_answer_bytes)
+                self._url, body, config.service_timeout_seconds, config.service_max_answer_bytes
+            )
         except (DeadlineExceeded, TooLarge) as error:
             raise _RequestFailed(str(error), retry=True) from error
         except Exception as error:  # of requests, urllib3 and what they are built on
@@ -125,13 +126,18 @@ class RewardService:
     def _give_up(self, rollouts: Sequence[Rollout], attempts: int, failure: _RequestFailed) -> list[Score]:
         ids = sorted({rollout.prompt.prompt_id for rollout in rollouts})
         named = ", ".join(map(str, ids[:_MOST_NAMED_PROMPTS])) + (", ..." if len(ids) > _MOST_NAMED_PROMPTS else "")
-        found = (f"the reward service {redact(self._url)} gave no scores for {len(rollouts)} responses in {attempts} "
-                 f"attempt(s); the last one: {failure}\n  prompt ids: {named}")
+        found = (
+            f"the reward service {redact(self._url)} gave no scores for {len(rollouts)} responses in {attempts} "
+            f"attempt(s); the last one: {failure}\n  prompt ids: {named}"
+        )
         if self._config.service_on_failure == "stop":
             raise UserError(
-                found, source=self._setting, expected='status 200 and {"scores": [one per sample]}',
+                found,
+                source=self._setting,
+                expected='status 200 and {"scores": [one per sample]}',
                 hint="start or mend the service, raise reward.service_retries, or set "
-                "reward.service_on_failure=fallback") from failure
+                "reward.service_on_failure=fallback",
+            ) from failure
         logging.getLogger(__name__).warning("%s; the fallback reward is used", found)
         return [self._count(Score(self._config.service_fallback_reward), 1.0) for _ in rollouts]
 
@@ -156,9 +162,14 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
     """What the service is told."""
     prompt = rollout.prompt
     return {
-        "data_source": prompt.data_source, "prompt": prompt.text, "response": rollout.response,
-        "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info, "prompt_id": prompt.prompt_id,
-        "sample_index": rollout.sample_index}
+        "data_source": prompt.data_source,
+        "prompt": prompt.text,
+        "response": rollout.response,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+        "prompt_id": prompt.prompt_id,
+        "sample_index": rollout.sample_index,
+    }
 
 
 def _to_json(value: Any) -> Any:

@@ -36,13 +36,19 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
             _require_texts(rule, targets[rule], prompts)
     if "math" not in targets:
         return []
-    unread = [(prompt, truth) for prompt in prompts for truth in list_truths(prompt.ground_truth)
-              if not is_readable(extract_answer(truth) or truth.strip())]
+    unread = [
+        (prompt, truth)
+        for prompt in prompts
+        for truth in list_truths(prompt.ground_truth)
+        if not is_readable(extract_answer(truth) or truth.strip())
+    ]
     if not unread:
         return []
     prompt, truth = unread[0]
-    return [f"ground truths: {len(unread)} cannot be read as mathematics and are compared as text, the first: "
-            f"prompt_id {prompt.prompt_id}, {shorten(repr(truth))}"]
+    return [
+        f"ground truths: {len(unread)} cannot be read as mathematics and are compared as text, the first: "
+        f"prompt_id {prompt.prompt_id}, {shorten(repr(truth))}"
+    ]
 
 
 def _require_texts(rule: str, setting: str, prompts: Sequence[Prompt]) -> None:
@@ -50,6 +56,8 @@ def _require_texts(rule: str, setting: str, prompts: Sequence[Prompt]) -> None:
         if not all(isinstance(truth, str) for truth in list_truths(prompt.ground_truth)):
             raise UserError(
                 f"the rule {rule} cannot compare with the ground truth {shorten(repr(prompt.ground_truth))} of "
-                f"prompt_id {prompt.prompt_id}, data_source \"{prompt.data_source}\"", source=setting,
+                f'prompt_id {prompt.prompt_id}, data_source "{prompt.data_source}"',
+                source=setting,
                 expected="a text, or a list of texts of which any is right",
-                hint="use reward.function, which gets the ground truth as it is")
+                hint="use reward.function, which gets the ground truth as it is",
+            )

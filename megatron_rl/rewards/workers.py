@@ -45,8 +45,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self, functions: Sequence[tuple[str, str]], num_workers: int, timeout_seconds: float, *,
-        answer: str = "marked", secrets: Collection[str] = (),
+        self,
+        functions: Sequence[tuple[str, str]],
+        num_workers: int,
+        timeout_seconds: float,
+        *,
+        answer: str = "marked",
+        secrets: Collection[str] = (),
     ) -> None:
         self._functions, self._timeout_seconds = list(functions), timeout_seconds
         self._answer, self._secrets = answer, secrets
@@ -79,7 +84,8 @@ class WorkerPool:
             reply = worker.ask((function, rollout, step), self._timeout_seconds)
         except TimeoutError:
             raise self._give_up(
-                worker, function, rollout, f"was not done after {self._timeout_seconds:g} s", grace=0.0) from None
+                worker, function, rollout, f"was not done after {self._timeout_seconds:g} s", grace=0.0
+            ) from None
         except (EOFError, OSError):
             raise self._give_up(worker, function, rollout, "ended its process", grace=_GRACE_SECONDS) from None
         if isinstance(reply, UserError):
@@ -96,10 +102,12 @@ class WorkerPool:
             error = worker.ask((self._functions, self._answer), _START_SECONDS)
         except (TimeoutError, EOFError, OSError) as caught:
             code = self._end(worker, _GRACE_SECONDS)
-            error = UserError(f"a worker process did not start: {type(caught).__name__}, {_describe_end(code)}",
-                              source=", ".join(setting for _, setting in self._functions),
-                              expected=f"a file that is imported within {_START_SECONDS:g} s",
-                              hint="look at its messages on stderr; reward.workers=0 scores in the rank itself")
+            error = UserError(
+                f"a worker process did not start: {type(caught).__name__}, {_describe_end(code)}",
+                source=", ".join(setting for _, setting in self._functions),
+                expected=f"a file that is imported within {_START_SECONDS:g} s",
+                hint="look at its messages on stderr; reward.workers=0 scores in the rank itself",
+            )
         if error is not None:
             raise error
         return worker
@@ -116,9 +124,11 @@ class WorkerPool:
         name, setting = self._functions[function]
         how = f" ({_describe_end(code)})" if grace else ""
         return UserError(
-            f"the reward function {what}{how}\n{describe_rollout(rollout)}", source=f"{setting} = {name}",
+            f"the reward function {what}{how}\n{describe_rollout(rollout)}",
+            source=f"{setting} = {name}",
             expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
-            hint="make the function accept every text that a policy can write, and bound what it waits for")
+            hint="make the function accept every text that a policy can write, and bound what it waits for",
+        )
 
 
 def _describe_end(code: int) -> str:

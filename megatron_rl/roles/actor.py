@@ -21,8 +21,7 @@ from megatron_rl.training.update import OptimizerStep, build_step, describe_ledg
 # A loss of the user's: (microbatch, logprobs [t], entropy [t]) -> the loss, a scalar whose sum over all microbatches is
 # made smaller, and metrics by name: sums over the tokens in the loss, or maxima whose names begin with "max/".
 # `microbatch.loss_weights` [t] times a token loss, summed, is its mean over the minibatch by `algorithm.loss_agg_mode`.
-LossFunction = Callable[
-    [TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossFunction = Callable[[TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 _COUNTED = ("loss", "tokens", "weights")
 
 
@@ -83,10 +82,17 @@ class Actor:
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
         if result.loss is self._given_loss:
             name = getattr(result.loss.settings, "__name__", "loss")
-            reported = {f"{name}/{key}": total if key.startswith("max/") else total / tokens
-                        for key, total in totals.items() if key not in _COUNTED}
-            return {f"{name}/loss": totals["loss"], "policy/grad_norm": result.grad_norm, "policy/lr": result.lr,
-                    **reported}
+            reported = {
+                f"{name}/{key}": total if key.startswith("max/") else total / tokens
+                for key, total in totals.items()
+                if key not in _COUNTED
+            }
+            return {
+                f"{name}/loss": totals["loss"],
+                "policy/grad_norm": result.grad_norm,
+                "policy/lr": result.lr,
+                **reported,
+            }
         return {
             "policy/loss": totals["loss"],
             "policy/grad_norm": result.grad_norm,
@@ -107,11 +113,21 @@ class Actor:
             microbatch.update_entropy.copy_(entropy.detach())
         assert microbatch.old_logprobs is not None and microbatch.advantages is not None
         inputs = PolicyLossInputs(
-            logprobs, microbatch.old_logprobs, microbatch.advantages, microbatch.loss_mask, microbatch.sequence_ids,
-            microbatch.chosen)
+            logprobs,
+            microbatch.old_logprobs,
+            microbatch.advantages,
+            microbatch.loss_mask,
+            microbatch.sequence_ids,
+            microbatch.chosen,
+        )
         return compute_policy_loss(
-            inputs, entropy, microbatch.ref_logprobs, microbatch.importance_weights, microbatch.loss_weights,
-            replace(settings, kl_coef=self._kl_coef))
+            inputs,
+            entropy,
+            microbatch.ref_logprobs,
+            microbatch.importance_weights,
+            microbatch.loss_weights,
+            replace(settings, kl_coef=self._kl_coef),
+        )
 
 
 def _compute_given_loss(
@@ -119,6 +135,9 @@ def _compute_given_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, metrics = function(microbatch, logprobs, entropy)
     mask = microbatch.loss_mask
-    counted = {"loss": loss.detach(), "tokens": mask.sum().float(),
-               "weights": torch.where(mask, microbatch.loss_weights, 0.0).sum()}
+    counted = {
+        "loss": loss.detach(),
+        "tokens": mask.sum().float(),
+        "weights": torch.where(mask, microbatch.loss_weights, 0.0).sum(),
+    }
     return loss, counted | metrics

@@ -21,7 +21,11 @@ from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.training.setup import RoleSetup
 
 _ROLES: dict[str, Callable[[RoleSetup], Any]] = {
-    "actor": Actor, "reference": Reference, "critic": Critic, "reward_model": RewardModel}
+    "actor": Actor,
+    "reference": Reference,
+    "critic": Critic,
+    "reward_model": RewardModel,
+}
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -43,13 +47,16 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
         if role.layout not in groups:
             groups[role.layout] = build_groups(role.layout, group_timeout(config))
         roles[name] = build_role(
-            config, role, groups[role.layout], inputs.plan.total_optimizer_steps or 0,
-            make=parts.roles.get(name))
+            config, role, groups[role.layout], inputs.plan.total_optimizer_steps or 0, make=parts.roles.get(name)
+        )
     return roles
 
 
 def build_role(
-    config: RunConfig, inputs: RoleInputs, groups: ParallelGroups, total_optimizer_steps: int = 0,
+    config: RunConfig,
+    inputs: RoleInputs,
+    groups: ParallelGroups,
+    total_optimizer_steps: int = 0,
     make: Callable[[RoleSetup], Any] | None = None,
 ) -> Any:
     """One role with the weights of its path; collective.
@@ -61,6 +68,14 @@ def build_role(
         total_optimizer_steps: length of its learning-rate schedule.
         make: the user's own class; None: ours.
     """
-    return (make or _ROLES[inputs.spec.name])(RoleSetup(
-        spec=inputs.spec, model=config.model, shape=inputs.shape, groups=groups, seed=config.trainer.seed,
-        temperature=config.rollout.temperature, total_optimizer_steps=total_optimizer_steps))
+    return (make or _ROLES[inputs.spec.name])(
+        RoleSetup(
+            spec=inputs.spec,
+            model=config.model,
+            shape=inputs.shape,
+            groups=groups,
+            seed=config.trainer.seed,
+            temperature=config.rollout.temperature,
+            total_optimizer_steps=total_optimizer_steps,
+        )
+    )

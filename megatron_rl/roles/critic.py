@@ -73,5 +73,10 @@ class Critic:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert microbatch.values is not None and microbatch.returns is not None
         return compute_value_loss(
-            values, microbatch.values, microbatch.returns, microbatch.loss_mask, microbatch.loss_weights,
-            self._value_clip)
+            values,
+            microbatch.values,
+            microbatch.returns,
+            microbatch.loss_mask,
+            microbatch.loss_weights,
+            self._value_clip,
+        )

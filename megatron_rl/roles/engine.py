@@ -34,14 +34,29 @@ def build_rollout(
         pairs = find_aliases(actor.model.placements(process.rank), wanted)
         return {name: actor.model.params[owned] for name, owned in pairs.items()}
 
-    engine = build_engine(EngineSpec(
-        model_path=str(find_model_files(config.model.path)), shape=actor.model.shape, dtype=config.model.dtype,
-        max_prompt_length=config.data.max_prompt_length, max_response_length=config.data.max_response_length,
-        config=config.rollout, process=process, seed=config.trainer.seed, shareable=find_shareable))
+    engine = build_engine(
+        EngineSpec(
+            model_path=str(find_model_files(config.model.path)),
+            shape=actor.model.shape,
+            dtype=config.model.dtype,
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+            config=config.rollout,
+            process=process,
+            seed=config.trainer.seed,
+            shareable=find_shareable,
+        )
+    )
     tp_size, group = config.rollout.tensor_model_parallel_size, world()
     hybrid = HybridEngine(
-        actor, engine.weights, engine_tp_size=tp_size, process=process, group=group, config=config.hybrid,
-        timers=timers)
+        actor, engine.weights, engine_tp_size=tp_size, process=process, group=group, config=config.hybrid, timers=timers
+    )
     return hybrid, RolloutGenerator(
-        engine, hybrid, open_channel(group, tp_size, group_timeout(config)), config=config.rollout,
-        run_seed=config.trainer.seed, group=group, progress=progress)
+        engine,
+        hybrid,
+        open_channel(group, tp_size, group_timeout(config)),
+        config=config.rollout,
+        run_seed=config.trainer.seed,
+        group=group,
+        progress=progress,
+    )

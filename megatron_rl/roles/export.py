@@ -20,8 +20,11 @@ def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None
     def export(directory: Path) -> None:
         shards = group_shards(model.placements, model.shard_key, model.groups.layout.world_size)
         save_huggingface(
-            directory, ShardedModel(model.shape, shards, model.params, model.groups.world),
-            side_files_from=model_files, bucket_bytes=config.hybrid.bucket_bytes)
+            directory,
+            ShardedModel(model.shape, shards, model.params, model.groups.world),
+            side_files_from=model_files,
+            bucket_bytes=config.hybrid.bucket_bytes,
+        )
 
     return export
 

@@ -102,8 +102,16 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     notes = _find_idle_settings(config, spec, plan) + check_truths(reward_plan, prompts)
     return RlInputs(
-        spec=spec, roles=roles, tokenizer=tokenizer, stop_token_ids=stop_token_ids, train=train, validation=validation,
-        reward_plan=reward_plan, plan=plan, notes=notes)
+        spec=spec,
+        roles=roles,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids,
+        train=train,
+        validation=validation,
+        reward_plan=reward_plan,
+        plan=plan,
+        notes=notes,
+    )
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
@@ -125,8 +133,12 @@ def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
     reward = config.reward
     if parts.reward_model is not None or (config.reward_model.path and not reward.components):
         if parts.reward is not None or (parts.reward_model and config.reward_model.path):
-            raise UserError("a reward model beside another reward", source="the objects that were passed",
-                            expected="one of them", hint="name the others with their weights in reward.components")
+            raise UserError(
+                "a reward model beside another reward",
+                source="the objects that were passed",
+                expected="one of them",
+                hint="name the others with their weights in reward.components",
+            )
         reward = replace(reward, components=[*reward.components, "1.0 model"])
     return build_reward_plan(reward, config.data.max_response_length, parts.reward)
 
@@ -137,6 +149,5 @@ def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> li
     if trainer.critic_warmup and "critic" not in spec.roles:
         notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
     if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
-        notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes "
-                     f"{plan.total_steps} steps")
+        notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
     return notes + _NOT_READ

@@ -74,8 +74,12 @@ def _read_reference(spec: RoleSpec, actor: RoleInputs) -> RoleInputs:
     if spec.path != actor.spec.path:
         shape = load_model_shape(find_model_files(spec.path))
         if shape != actor.shape:
-            raise UserError("the reference has another architecture than the policy", source="reference.path",
-                            expected=str(actor.shape), hint="use a checkpoint of the same model")
+            raise UserError(
+                "the reference has another architecture than the policy",
+                source="reference.path",
+                expected=str(actor.shape),
+                hint="use a checkpoint of the same model",
+            )
         _check_weights(spec, shape)
     return replace(actor, spec=spec)
 
@@ -94,13 +98,19 @@ def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> No
     if config.overlap_grad_reduce:
         raise UserError(
             f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts: an expert without tokens "
-            "has no gradient to wait for", source=f"{section}.overlap_grad_reduce", expected="false",
-            hint=f"remove {section}.overlap_grad_reduce")
+            "has no gradient to wait for",
+            source=f"{section}.overlap_grad_reduce",
+            expected="false",
+            hint=f"remove {section}.overlap_grad_reduce",
+        )
     if config.step_mode == "graph":
         raise UserError(
             f"{section}.step_mode = graph with a mixture of {shape.num_experts} experts: the number of tokens of each "
-            "expert is read on the host to exchange them, which a graph cannot hold", source=f"{section}.step_mode",
-            expected="eager or static for mixtures of experts", hint=f"set {section}.step_mode=eager")
+            "expert is read on the host to exchange them, which a graph cannot hold",
+            source=f"{section}.step_mode",
+            expected="eager or static for mixtures of experts",
+            hint=f"set {section}.step_mode=eager",
+        )
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
@@ -115,13 +125,18 @@ def _check_positions(config: RunConfig, shape: ModelShape) -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
-            f"max_prompt_length + max_response_length = {longest} tokens", source="data.max_*_length",
+            f"max_prompt_length + max_response_length = {longest} tokens",
+            source="data.max_*_length",
             expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
-            hint="shorten one of them or use a model with longer positions")
+            hint="shorten one of them or use a model with longer positions",
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> None:
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}", source=source,
-            expected="a tokenizer that fits the model", hint="the two belong to different models")
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}",
+            source=source,
+            expected="a tokenizer that fits the model",
+            hint="the two belong to different models",
+        )

@@ -99,9 +99,21 @@ class ActorOnSamples(PolicyOnSamples):
             nothing = torch.full_like(self.read(samples).rollout_logprobs, torch.nan)
             samples.update_logprobs = self.as_update(samples, nothing)
             samples.update_entropy = self.as_update(samples, nothing.clone())
-        self.role.forward_backward(self._read_minibatch(minibatch, (
-            "old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen", "update_logprobs",
-            "update_entropy")), loss)
+        self.role.forward_backward(
+            self._read_minibatch(
+                minibatch,
+                (
+                    "old_logprobs",
+                    "ref_logprobs",
+                    "advantages",
+                    "importance_weights",
+                    "chosen",
+                    "update_logprobs",
+                    "update_entropy",
+                ),
+            ),
+            loss,
+        )
 
     def optim_step(self) -> dict[str, float]:
         """Update the weights with these gradients; returns metrics, the same on every rank."""

@@ -91,8 +91,10 @@ class Parts:
             if getattr(config.reward, leaf):
                 raise UserError(
                     f"reward.{leaf} = {getattr(config.reward, leaf)!r} beside a reward that was passed as an object",
-                    source=f"reward.{leaf}", expected="one of the two",
-                    hint="name the function in the config as path.py:name, or remove the setting")
+                    source=f"reward.{leaf}",
+                    expected="one of the two",
+                    hint="name the function in the config as path.py:name, or remove the setting",
+                )
 
 
 NO_PARTS = Parts()

@@ -24,24 +24,51 @@ def resolve(config: RunConfig) -> RunSpec:
     if estimator.needs_values and enable is False:
         raise UserError(
             f"critic.enable = False contradicts algorithm.adv_estimator = {name!r}, which needs the values of a critic",
-            source="critic.enable", expected="true, or null",
-            hint="remove critic.enable, or set algorithm.adv_estimator=grpo for a run without a critic")
+            source="critic.enable",
+            expected="true, or null",
+            hint="remove critic.enable, or set algorithm.adv_estimator=grpo for a run without a critic",
+        )
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
-        roles.append(RoleSpec(
-            name="reference", path=config.reference.path or config.model.path, section="actor", layout=config.actor,
-            head="logprob", offload=config.reference.offload))
+        roles.append(
+            RoleSpec(
+                name="reference",
+                path=config.reference.path or config.model.path,
+                section="actor",
+                layout=config.actor,
+                head="logprob",
+                offload=config.reference.offload,
+            )
+        )
     if estimator.needs_values if enable is None else enable:
-        roles.append(RoleSpec(
-            name="critic", path=config.critic.path or config.model.path, section="critic", layout=config.critic,
-            head="value", trainable=True, may_lack=(SCORE_HEAD,)))
+        roles.append(
+            RoleSpec(
+                name="critic",
+                path=config.critic.path or config.model.path,
+                section="critic",
+                layout=config.critic,
+                head="value",
+                trainable=True,
+                may_lack=(SCORE_HEAD,),
+            )
+        )
     if config.reward_model.path is not None:
-        roles.append(RoleSpec(
-            name="reward_model", path=config.reward_model.path, section="reward_model", layout=config.reward_model,
-            head="score", offload=config.reward_model.offload))
+        roles.append(
+            RoleSpec(
+                name="reward_model",
+                path=config.reward_model.path,
+                section="reward_model",
+                layout=config.reward_model,
+                head="score",
+                offload=config.reward_model.offload,
+            )
+        )
     return RunSpec(
-        roles={role.name: role for role in roles}, needs_greedy_baseline=estimator.needs_greedy_baseline,
-        needs_group=estimator.needs_group, needs_sum_pi_squared=estimator.needs_sum_pi_squared)
+        roles={role.name: role for role in roles},
+        needs_greedy_baseline=estimator.needs_greedy_baseline,
+        needs_group=estimator.needs_group,
+        needs_sum_pi_squared=estimator.needs_sum_pi_squared,
+    )
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
@@ -51,4 +78,5 @@ def resolve_sft(config: RunConfig) -> RunSpec:
 
 def _make_actor(config: RunConfig) -> RoleSpec:
     return RoleSpec(
-        name="actor", path=config.model.path, section="actor", layout=config.actor, head="logprob", trainable=True)
+        name="actor", path=config.model.path, section="actor", layout=config.actor, head="logprob", trainable=True
+    )

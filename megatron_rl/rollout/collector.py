@@ -63,8 +63,15 @@ class Collector:
     """
 
     def __init__(
-        self, *, generator: RolloutGenerator, prompts: PromptBatches, rewards: RewardSources, config: RunConfig,
-        stop_token_ids: tuple[int, ...], timers: PhaseTimers, group: dist.ProcessGroup,
+        self,
+        *,
+        generator: RolloutGenerator,
+        prompts: PromptBatches,
+        rewards: RewardSources,
+        config: RunConfig,
+        stop_token_ids: tuple[int, ...],
+        timers: PhaseTimers,
+        group: dist.ProcessGroup,
     ) -> None:
         self._generator, self._prompts, self._rewards, self._config = generator, prompts, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
@@ -83,16 +90,26 @@ class Collector:
         informative: list[bool] = []  # of each group
         while sum(informative) < wanted and len(parts) < (algorithm.max_sampling_rounds if resamples else 1):
             part = self.generate(
-                next(self._prompts), config.rollout.n, config.rollout.temperature, step, round=len(parts))
-            informative += (find_informative(part.headers, algorithm.dynamic_sampling_metric) if resamples
-                            else [True] * len(part.prompts))
+                next(self._prompts), config.rollout.n, config.rollout.temperature, step, round=len(parts)
+            )
+            informative += (
+                find_informative(part.headers, algorithm.dynamic_sampling_metric)
+                if resamples
+                else [True] * len(part.prompts)
+            )
             parts.append(part)
         found = sum(informative)
-        metrics = {
-            "sampling/rounds": len(parts), "sampling/generated_groups": len(informative),
-            "sampling/informative_groups": found, "sampling/filled_groups": max(0, wanted - found),
-            "sampling/dropped_groups": max(0, found - wanted),
-        } if resamples else {}
+        metrics = (
+            {
+                "sampling/rounds": len(parts),
+                "sampling/generated_groups": len(informative),
+                "sampling/informative_groups": found,
+                "sampling/filled_groups": max(0, wanted - found),
+                "sampling/dropped_groups": max(0, found - wanted),
+            }
+            if resamples
+            else {}
+        )
         in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
         samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
@@ -113,20 +130,31 @@ class Collector:
             size = config.data.validation_batch_size or len(prompt_set.prompts)
             parts = [
                 self.generate(
-                    prompt_set.prompts[first : first + size], config.rollout.validation_n,
-                    config.rollout.validation_temperature, step=0, with_answers=True)
-                for first in range(0, len(prompt_set.prompts), size)]
+                    prompt_set.prompts[first : first + size],
+                    config.rollout.validation_n,
+                    config.rollout.validation_temperature,
+                    step=0,
+                    with_answers=True,
+                )
+                for first in range(0, len(prompt_set.prompts), size)
+            ]
             headers = join_headers([part.headers for part in parts]).rollouts
             shape = (-1, config.rollout.validation_n)
             found = compute_validation_metrics(
-                correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist())
+                correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist()
+            )
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
             if on_set is not None:
                 on_set(name, parts)
         return metrics
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, temperature: float, step: int, round: int = 0,
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        temperature: float,
+        step: int,
+        round: int = 0,
         with_answers: bool = False,
     ) -> Experience:
         """Scored responses, one group per prompt; collective.
@@ -142,8 +170,13 @@ class Collector:
         sampling = SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
         with self._timers.phase("rollout"):
             generated = self._generator.generate(
-                prompts, group_size=group_size, sampling=sampling, step=step, round=round,
-                on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None)
+                prompts,
+                group_size=group_size,
+                sampling=sampling,
+                step=step,
+                round=round,
+                on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
+            )
         engine = self._group.rank() // self._tp_size
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
         with self._timers.phase("reward"):
@@ -177,8 +210,11 @@ class Collector:
             error = caught
         raise_together(error, self._group)
         headers = build_headers(
-            zip((index for index, _ in mine), scored, strict=True), holder=engine,
-            mask_truncated=self._config.algorithm.mask_truncated, with_answers=with_answers)
+            zip((index for index, _ in mine), scored, strict=True),
+            holder=engine,
+            mask_truncated=self._config.algorithm.mask_truncated,
+            with_answers=with_answers,
+        )
         return gather_headers(headers, self._group)
 
     def close(self) -> None:
@@ -227,8 +263,10 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
         known = sorted({"reward", *rollouts.reported(int(is_missing.argmax()))} - {OVERLONG})
         raise UserError(
             f'algorithm.dynamic_sampling_metric = "{metric}" is not reported by the reward',
-            source="algorithm.dynamic_sampling_metric", expected=f"null, or one of {', '.join(known)}",
-            hint="a reward function that returns a dict reports all numbers of it")
+            source="algorithm.dynamic_sampling_metric",
+            expected=f"null, or one of {', '.join(known)}",
+            hint="a reward function that returns a dict reports all numbers of it",
+        )
     judged = np.where(is_missing, values, reported)
     return [bool(np.ptp(part) > 0) for part in np.split(judged, np.cumsum(headers.group_sizes)[:-1])]
 

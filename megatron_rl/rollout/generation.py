@@ -44,8 +44,15 @@ class RolloutGenerator:
     """
 
     def __init__(
-        self, engine: BuiltEngine, weights: HeldWeights, channel: Channel, *, config: RolloutConfig, run_seed: int,
-        group: dist.ProcessGroup, progress: RolloutProgress,
+        self,
+        engine: BuiltEngine,
+        weights: HeldWeights,
+        channel: Channel,
+        *,
+        config: RolloutConfig,
+        run_seed: int,
+        group: dist.ProcessGroup,
+        progress: RolloutProgress,
     ) -> None:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
         self._group, self._progress, self._tp_size = group, progress, config.tensor_model_parallel_size
@@ -53,8 +60,14 @@ class RolloutGenerator:
         self._engine_index = group.rank() // self._tp_size
 
     def generate(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int,
-        round: int = 0, on_finished: Callable[[Rollout], None] | None = None,
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingConfig,
+        step: int,
+        round: int = 0,
+        on_finished: Callable[[Rollout], None] | None = None,
     ) -> dict[int, Rollout]:
         """Generate `group_size` responses per prompt; collective.
 
@@ -73,8 +86,12 @@ class RolloutGenerator:
             UserError: the engine returned something else than what it was asked for; on every rank.
         """
         engines = assign_engines(
-            self._dispatch, [len(prompt.tokens) for prompt in prompts], group_size, self._num_engines,
-            sampling.max_tokens)
+            self._dispatch,
+            [len(prompt.tokens) for prompt in prompts],
+            group_size,
+            self._num_engines,
+            sampling.max_tokens,
+        )
         # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
         # at an epoch boundary, and must not get the same responses twice.
         occurrences = _count_occurrences(prompts)
@@ -82,12 +99,19 @@ class RolloutGenerator:
         for index in np.flatnonzero(engines == self._engine_index).tolist():
             number, sample = divmod(index, group_size)
             prompt, sample = prompts[number], occurrences[number] * group_size + sample
-            requests.append(Request(
-                index, prompt.tokens, derive_seed(self._run_seed, step, prompt.prompt_id, sample, round), sampling))
+            requests.append(
+                Request(
+                    index, prompt.tokens, derive_seed(self._run_seed, step, prompt.prompt_id, sample, round), sampling
+                )
+            )
         is_first = self._channel.is_first
         stream = _Stream(
-            prompts, group_size, self._weights.policy_version, self._progress.count if is_first else None,
-            on_finished if is_first else None)
+            prompts,
+            group_size,
+            self._weights.policy_version,
+            self._progress.count if is_first else None,
+            on_finished if is_first else None,
+        )
         in_flight = self._engine.requests.tokens_in_flight if is_first else None
         with self._progress.follow(len(engines), in_flight):
             error = serve(self._engine.requests, close_batch(requests), stream, self._channel)
@@ -103,13 +127,19 @@ class RolloutGenerator:
         first, unasked = self._engine_index * self._tp_size, dict(stream.sampled)
         ranks = f"rank {first}" if self._tp_size == 1 else f"ranks {first}-{first + self._tp_size - 1}"
         asked = [unasked.pop(request.key) for request in requests if request.key in unasked]
-        names = [f"prompt_id {prompts[request.key // group_size].prompt_id}, sample {request.key % group_size}"
-                 for request in requests]
+        names = [
+            f"prompt_id {prompts[request.key // group_size].prompt_id}, sample {request.key % group_size}"
+            for request in requests
+        ]
         longest = max((request.sampling.max_tokens for request in requests), default=0)
         try:
             check_sampled(
-                [*asked, *unasked.values()], names, max_tokens=longest, vocab_size=self._weights.shape.vocab_size,
-                engine=f"rollout engine {self._engine_index} ({self._engine.kind}, {ranks})")
+                [*asked, *unasked.values()],
+                names,
+                max_tokens=longest,
+                vocab_size=self._weights.shape.vocab_size,
+                engine=f"rollout engine {self._engine_index} ({self._engine.kind}, {ranks})",
+            )
         except UserError as error:
             return error
         return None
@@ -123,7 +153,11 @@ class _Stream:
     """Makes rollouts of responses as they come, counts them, and tells a listener."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], group_size: int, policy_version: int, count: Callable[[int], None] | None,
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        policy_version: int,
+        count: Callable[[int], None] | None,
         listener: Callable[[Rollout], None] | None,
     ) -> None:
         self._prompts, self._group_size, self._policy_version = prompts, group_size, policy_version
@@ -137,8 +171,8 @@ class _Stream:
             return  # what is wrong is said at the end
         number, sample = divmod(sampled.key, self._group_size)
         rollout = self.rollouts[sampled.key] = Rollout.from_response(
-            self._prompts[number], sample, sampled.tokens, sampled.logprobs, sampled.finish_reason,
-            self._policy_version)
+            self._prompts[number], sample, sampled.tokens, sampled.logprobs, sampled.finish_reason, self._policy_version
+        )
         if self._count is not None:
             self._count(len(sampled.tokens))
         if self._listener is not None:

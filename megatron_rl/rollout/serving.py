@@ -12,8 +12,11 @@ Listener = Callable[[Sampled], None]
 
 
 def serve(
-    engine: RolloutEngine, take: Callable[[bool], ControlMessage], on_sampled: Listener,
-    channel: Channel | None = None, receive_weights: Callable[[int], None] | None = None,
+    engine: RolloutEngine,
+    take: Callable[[bool], ControlMessage],
+    on_sampled: Listener,
+    channel: Channel | None = None,
+    receive_weights: Callable[[int], None] | None = None,
 ) -> Exception | None:
     """Step an engine until a message says stop and everything is finished; the same call on every rank of it.
 

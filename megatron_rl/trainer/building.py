@@ -48,20 +48,33 @@ def build_primitives(
     roles = build_roles(config, inputs, parts)
     reference, critic = roles.get("reference"), roles.get("critic")
     sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
-    packers = {name: Packer(roles[name].model, spec.roles[name].layout, inputs.plan, config.algorithm, process.device)
-               for name in roles}
+    packers = {
+        name: Packer(roles[name].model, spec.roles[name].layout, inputs.plan, config.algorithm, process.device)
+        for name in roles
+    }
     state = TrainingState(
         {role.name: roles[role.name] for role in spec.trained},
         {"prompts": sampling.prompts, "hybrid": sampling.hybrid},
-        {role.name: side_files(config, role.path) for role in spec.trained})
+        {role.name: side_files(config, role.path) for role in spec.trained},
+    )
     actor = timers.watch(
-        roles["actor"], compute_logprobs="old_logprobs", compute_sum_pi_squared="old_logprobs",
-        forward_backward="update", optim_step="update")
+        roles["actor"],
+        compute_logprobs="old_logprobs",
+        compute_sum_pi_squared="old_logprobs",
+        forward_backward="update",
+        optim_step="update",
+    )
     return Primitives(
-        config=config, inputs=inputs, policy=Policy(actor, packers["actor"], sampling, state, config),
-        reference=reference and PolicyOnSamples(
-            timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
-        critic=critic and CriticOnSamples(
-            timers.watch(critic, compute_values="values", forward_backward="update_critic",
-                         optim_step="update_critic"), packers["critic"]),
-        reward_model=sampling.reward_model, state=state)
+        config=config,
+        inputs=inputs,
+        policy=Policy(actor, packers["actor"], sampling, state, config),
+        reference=reference
+        and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
+        critic=critic
+        and CriticOnSamples(
+            timers.watch(critic, compute_values="values", forward_backward="update_critic", optim_step="update_critic"),
+            packers["critic"],
+        ),
+        reward_model=sampling.reward_model,
+        state=state,
+    )

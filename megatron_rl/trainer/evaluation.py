@@ -54,18 +54,29 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
     """
     data, rollout = config.data, config.rollout
     if not data.validation_files:
-        raise UserError("data.validation_files names no file", source="data.validation_files",
-                        expected="a file to evaluate on", hint="give data.validation_files=[FILE.jsonl]")
+        raise UserError(
+            "data.validation_files names no file",
+            source="data.validation_files",
+            expected="a file to evaluate on",
+            hint="give data.validation_files=[FILE.jsonl]",
+        )
     longest = data.max_prompt_length + data.max_response_length
     return replace(
-        config, critic=CriticConfig(), reference=ReferenceConfig(),
+        config,
+        critic=CriticConfig(),
+        reference=ReferenceConfig(),
         # An estimator that asks for nothing but the policy.
         algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
         data=replace(data, train_files=data.validation_files, train_batch_size=1),
         rollout=replace(rollout, n=world_size),
-        actor=replace(config.actor, ppo_mini_batch_size=None, step_mode="eager",
-                      max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch)),
-        trainer=replace(config.trainer, total_steps=1))
+        actor=replace(
+            config.actor,
+            ppo_mini_batch_size=None,
+            step_mode="eager",
+            max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch),
+        ),
+        trainer=replace(config.trainer, total_steps=1),
+    )
 
 
 class Evaluation:
@@ -81,7 +92,8 @@ class Evaluation:
         self._config, self._inputs, self._weights = config, inputs, weights
         process, self._decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
         roles = build_roles(
-            config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version)))
+            config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version))
+        )
         self._members = build_rollout_members(config, inputs, roles, process, RunSinks())
 
     def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
@@ -137,8 +149,14 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     inputs = read_rl_inputs(config, world_size)
     metrics: Mapping[str, float] = Evaluation(config, inputs, weights).run(rollouts_dir)
     return {
-        "model": str(weights.path), "step": weights.step, "policy_version": weights.policy_version,
-        "layout": inputs.roles["actor"].layout.describe(), "engine": config.rollout.engine,
-        "engine_tp_size": config.rollout.tensor_model_parallel_size, "samples": config.rollout.validation_n,
-        "temperature": config.rollout.validation_temperature, "seed": config.trainer.seed, "metrics": dict(metrics),
+        "model": str(weights.path),
+        "step": weights.step,
+        "policy_version": weights.policy_version,
+        "layout": inputs.roles["actor"].layout.describe(),
+        "engine": config.rollout.engine,
+        "engine_tp_size": config.rollout.tensor_model_parallel_size,
+        "samples": config.rollout.validation_n,
+        "temperature": config.rollout.validation_temperature,
+        "seed": config.trainer.seed,
+        "metrics": dict(metrics),
     }

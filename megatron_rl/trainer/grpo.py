@@ -23,8 +23,8 @@ from megatron_rl.trainer.session import Session
 class Trainer(Session):
     """One run; building it is collective.
 
-        trainer = Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
-        trainer.train()
+    trainer = Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
+    trainer.train()
     """
 
     def train(self) -> None:
@@ -84,7 +84,8 @@ class Trainer(Session):
     def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
         """Advantages, and returns where there is a critic; collective."""
         batch = self.policy.read(
-            samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights")
+            samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights"
+        )
         found = compute_advantages(samples, batch, self.algorithm_now(), self.policy.model.groups.dp)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
         return Column(found.advantages, samples.pack(self.policy.packer)), self.policy.as_column(samples, found.returns)
@@ -100,12 +101,14 @@ class Trainer(Session):
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
-        columns = {name: samples.columns[name] for name in ("old_logprobs", "advantages", "values")
-                   if name in samples.columns}
-        columns |= {name: self.policy.as_update(samples, values)
-                    for name, values in describe_updates(batch, self.config.algorithm).items()}
-        logged = samples.fetch_rollouts(
-            len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)
+        columns = {
+            name: samples.columns[name] for name in ("old_logprobs", "advantages", "values") if name in samples.columns
+        }
+        columns |= {
+            name: self.policy.as_update(samples, values)
+            for name, values in describe_updates(batch, self.config.algorithm).items()
+        }
+        logged = samples.fetch_rollouts(len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)
         self.run.write_histograms(step, partial(describe_distributions, headers, batch))
         self.run.write_rollouts(step, (rollout_row(r, self.token_texts, found) for r, found in logged))
         self.capsule.end(step, samples)

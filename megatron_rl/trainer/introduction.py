@@ -19,20 +19,24 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
     plan, hybrid, train, model = inputs.plan, primitives.policy.hybrid, inputs.train, primitives.policy.model
     yield from (f"note: {note}" for note in inputs.notes)
     yield f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss"
-    yield (f"actor: {model.groups.layout.describe()}, {config.model.dtype}, {model.transformer_impl} layers on "
-           f"{device}")
+    yield (
+        f"actor: {model.groups.layout.describe()}, {config.model.dtype}, {model.transformer_impl} layers on {device}"
+    )
     for name, role in (("critic", primitives.critic), ("reward model", primitives.reward_model)):
         if role:
             yield f"{name}: {role.model.groups.layout.describe()}"
     modes = describe_modes(config.rollout, device)
-    yield (f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of tp={plan.rollout_tp_size}"
-           f"{modes and '; ' + modes}")
+    yield (
+        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of tp={plan.rollout_tp_size}"
+        f"{modes and '; ' + modes}"
+    )
     yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
     stats = hybrid.reshard_stats
-    yield (f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
-           f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
-           f"verify {config.hybrid.verify}")
+    yield (
+        f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
+        f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
+        f"verify {config.hybrid.verify}"
+    )
     yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
-    table = format_table(find_fast_paths(
-        config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size))
+    table = format_table(find_fast_paths(config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size))
     yield from (f"  {line}" for line in (*table, *plan.formulas()))

@@ -47,14 +47,22 @@ class Policy(ActorOnSamples):
     """
 
     def __init__(
-        self, role: Any, packer: Packer, sampling: RolloutMembers, state: TrainingState, config: RunConfig,
+        self,
+        role: Any,
+        packer: Packer,
+        sampling: RolloutMembers,
+        state: TrainingState,
+        config: RunConfig,
     ) -> None:
         super().__init__(role, packer, records_updates=config.trainer.log_rollouts != 0)
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
         self._export = actor_export(config, self.model)
 
     def sample(
-        self, step: int, prompts: Sequence[Prompt] | None = None, n: int | None = None,
+        self,
+        step: int,
+        prompts: Sequence[Prompt] | None = None,
+        n: int | None = None,
         temperature: float | None = None,
     ) -> Experience:
         """Scored responses of the current weights.
@@ -72,13 +80,17 @@ class Policy(ActorOnSamples):
         for prompt in prompts or ():
             if len(prompt.tokens) > limit:
                 raise UserError(
-                    f"a prompt of {len(prompt.tokens)} tokens", source=f"prompt_id {prompt.prompt_id}",
-                    expected=f"at most data.max_prompt_length = {limit}", hint="shorten it, or raise the limit")
+                    f"a prompt of {len(prompt.tokens)} tokens",
+                    source=f"prompt_id {prompt.prompt_id}",
+                    expected=f"at most data.max_prompt_length = {limit}",
+                    hint="shorten it, or raise the limit",
+                )
         with self.hybrid.rollout_mode():  # the engines take the actor's weights
             if prompts is None:
                 return self._collector.collect(step)
             return self._collector.generate(
-                prompts, n or rollout.n, rollout.temperature if temperature is None else temperature, step)
+                prompts, n or rollout.n, rollout.temperature if temperature is None else temperature, step
+            )
 
     def validate(self, validation: Mapping[str, PromptSet]) -> dict[str, float]:
         """Metrics of every validation set, `validation/<set>/<metric>`."""

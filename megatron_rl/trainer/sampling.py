@@ -41,7 +41,11 @@ class RolloutMembers:
 
 
 def build_rollout_members(
-    config: RunConfig, inputs: RlInputs, roles: Mapping[str, Any], process: Process, run: RunSinks,
+    config: RunConfig,
+    inputs: RlInputs,
+    roles: Mapping[str, Any],
+    process: Process,
+    run: RunSinks,
     parts: Parts = NO_PARTS,
 ) -> RolloutMembers:
     """Build the engine around the actor, and the rewards; collective.
@@ -56,18 +60,27 @@ def build_rollout_members(
     """
     decode, model = inputs.tokenizer.decode, None
     if "reward_model" in roles:
-        model = RewardModelOnSamples(roles["reward_model"], Packer(
-            roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device))
+        model = RewardModelOnSamples(
+            roles["reward_model"],
+            Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
+        )
     prompts = PromptBatches(
-        inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+        inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed
+    )
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, model)
     score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else model
     rewards = RewardSources(
-        inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score,
-        inputs.spec.needs_greedy_baseline)
+        inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score, inputs.spec.needs_greedy_baseline
+    )
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress)
     collector = Collector(
-        generator=generator, prompts=prompts, rewards=rewards, config=config, stop_token_ids=inputs.stop_token_ids,
-        timers=run.timers, group=world())
+        generator=generator,
+        prompts=prompts,
+        rewards=rewards,
+        config=config,
+        stop_token_ids=inputs.stop_token_ids,
+        timers=run.timers,
+        group=world(),
+    )
     return RolloutMembers(hybrid, collector, prompts, model)

@@ -46,24 +46,37 @@ class Session:
         config, trainer, inputs = self.config, self.config.trainer, self.inputs
         self.run, timers = opened.run, opened.run.timers
         self.profiler = StepProfiler(
-            self.run.dir, steps=trainer.profile_steps, ranks=trainer.profile_ranks, rank=self.process.rank,
-            device=self.process.device)
+            self.run.dir,
+            steps=trainer.profile_steps,
+            ranks=trainer.profile_ranks,
+            rank=self.process.rank,
+            device=self.process.device,
+        )
         timers.attach(
-            partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None)
+            partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
+        )
         sinks = RunSinks(timers, self.run.follow_rollouts(open_store("rollouts", world())))
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.kl, self.trained = build_kl_controller(config.algorithm), made.state.roles
         self.checkpoints = Checkpoints(
-            config, opened, replace(made.state, parts={**made.state.parts, "kl": self.kl}),
-            export=self.policy.export, total_steps=self.total_steps)
+            config,
+            opened,
+            replace(made.state, parts={**made.state.parts, "kl": self.kl}),
+            export=self.policy.export,
+            total_steps=self.total_steps,
+        )
         self.token_texts = TokenTexts(inputs.tokenizer.decode)
         self.capsule = CapsuleRecorder(
-            config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode)
+            config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
+        )
 
     @classmethod
     def from_hf_config(
-        cls, model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
+        cls,
+        model_path: str | Path,
+        config: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] = (),
         **parts: Any,
     ) -> Self:
         """What `launch/pretrain_grpo.py` builds, for a program of the user's own that torchrun starts.

@@ -30,9 +30,7 @@ from megatron_rl.types import UserError
 class SftTrainer:
     """Actor, data and sinks of one SFT run; building it is collective."""
 
-    def __init__(
-        self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None) -> None:
         self.config, self.plan = config, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
         assert self.plan.total_steps is not None, "the data was read"
@@ -53,11 +51,17 @@ class SftTrainer:
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
         self.examples = PromptBatches(
-            inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+            inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed
+        )
         self.checkpoints = Checkpoints(
-            config, opened, TrainingState(
-                {"actor": actor}, {"prompts": self.examples}, {"actor": side_files(config, config.model.path)}),
-            export=actor_export(config, actor.model), total_steps=self.total_steps)
+            config,
+            opened,
+            TrainingState(
+                {"actor": actor}, {"prompts": self.examples}, {"actor": side_files(config, config.model.path)}
+            ),
+            export=actor_export(config, actor.model),
+            total_steps=self.total_steps,
+        )
 
     def train(self) -> None:
         """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
@@ -81,10 +85,12 @@ class SftTrainer:
         """Count what a batch is like."""
         self.run.count(self.actor.describe_packing(samples))
         headers = samples.headers
-        self.run.count({
-            "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
-            "tokens/response": int(headers.num_response_tokens.sum()),
-        })
+        self.run.count(
+            {
+                "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
+                "tokens/response": int(headers.num_response_tokens.sum()),
+            }
+        )
 
 
 def train_sft(config: RunConfig, recipe: Path | None) -> None:
@@ -112,8 +118,13 @@ def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
     """Say once what runs, and what was found in the data."""
     say, data = trainer.run.log.info, inputs.data
     say("run directory: %s", trainer.run.dir)
-    say("actor: %s, %s, %s layers on %s", inputs.actor.layout.describe(), trainer.config.model.dtype,
-        trainer.actor.model.transformer_impl, trainer.process.device)
+    say(
+        "actor: %s, %s, %s layers on %s",
+        inputs.actor.layout.describe(),
+        trainer.config.model.dtype,
+        trainer.actor.model.transformer_impl,
+        trainer.process.device,
+    )
     say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
     for line in trainer.plan.formulas():
         say("  %s", line)

@@ -66,9 +66,7 @@ class GraphStep(StaticStep):
         memory_gib: once the graphs hold so much, further shapes run without capture; None: no limit.
     """
 
-    def __init__(
-        self, model: PackedModel, head: Head, optimizer: Optimizer, memory_gib: float | None
-    ) -> None:
+    def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer, memory_gib: float | None) -> None:
         super().__init__(model, head, optimizer)
         assert model.stream is not None
         self._stream = model.stream
@@ -149,8 +147,13 @@ class GraphStep(StaticStep):
         """Generators in a form that a capture can hold; dropout is 0, so their states do not matter."""
         at, expert_at = self.model.groups.at, self.model.groups.expert_at
         model_parallel_cuda_manual_seed(
-            torch.cuda.initial_seed() % (1 << 31), use_cudagraphable_rng=True, tp_rank=at.tp, ep_rank=expert_at.ep,
-            etp_rank=at.tp, force_reset_rng=True)
+            torch.cuda.initial_seed() % (1 << 31),
+            use_cudagraphable_rng=True,
+            tp_rank=at.tp,
+            ep_rank=expert_at.ep,
+            etp_rank=at.tp,
+            force_reset_rng=True,
+        )
 
     def _capture(self, function: Callable[[], torch.Tensor], name: str) -> Captured:
         """Capture a function without arguments; it has run a few times afterwards."""
@@ -200,5 +203,7 @@ def explain_capture_failure(error: BaseException, last_op: str, name: str) -> Us
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
     return UserError(
         f"the CUDA graph of {name} could not be captured: operation {last_op} ({str(cause).splitlines()[0]})",
-        source=where, expected="operations that do not look at values on the host and keep their shapes",
-        hint="set step_mode=static (the same step without capture), and report the operation")
+        source=where,
+        expected="operations that do not look at values on the host and keep their shapes",
+        hint="set step_mode=static (the same step without capture), and report the operation",
+    )

@@ -52,8 +52,12 @@ def find_fast_paths(
         dp_size: data parallel ranks, over which gradients are reduced.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [*_find_arithmetic(dtype, device), *find_kernels(dtype, transformer_impl, device),
-            *_find_launches(config, device), *_find_overlaps(config, dp_size, device)]
+    return [
+        *_find_arithmetic(dtype, device),
+        *find_kernels(dtype, transformer_impl, device),
+        *_find_launches(config, device),
+        *_find_overlaps(config, dp_size, device),
+    ]
 
 
 def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
@@ -61,8 +65,13 @@ def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
         yield FastPath("arithmetic", dtype, dtype == "float32", "float32 is much faster on CPU", "model.dtype=float32")
     else:
         is_fast = dtype == "bfloat16"
-        yield FastPath("arithmetic", f"{dtype}, gradients and Adam in float32" if is_fast else dtype, is_fast,
-                       "matrix products on tensor cores, half the memory", "model.dtype=bfloat16")
+        yield FastPath(
+            "arithmetic",
+            f"{dtype}, gradients and Adam in float32" if is_fast else dtype,
+            is_fast,
+            "matrix products on tensor cores, half the memory",
+            "model.dtype=bfloat16",
+        )
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
@@ -70,12 +79,21 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     is_cpu = device.type == "cpu"
     attention = choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
-    yield FastPath("attention", attention, is_cpu or attention not in ("sdpa", "efficient"),
-                   "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads",
-                   "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn")
+    yield FastPath(
+        "attention",
+        attention,
+        is_cpu or attention not in ("sdpa", "efficient"),
+        "one kernel over all sequences of a microbatch, for 16-bit types and grouped heads",
+        "model.dtype=bfloat16 with torch >= 2.10, or pip install flash-attn",
+    )
     is_local = choose_transformer_impl(transformer_impl) == "local"
-    yield FastPath("layers", "megatron-core's own" if is_local else "Transformer Engine", is_cpu or not is_local,
-                   "fused norms and SwiGLU, and the way to FP8", "pip install 'transformer-engine[pytorch]'")
+    yield FastPath(
+        "layers",
+        "megatron-core's own" if is_local else "Transformer Engine",
+        is_cpu or not is_local,
+        "fused norms and SwiGLU, and the way to FP8",
+        "pip install 'transformer-engine[pytorch]'",
+    )
     yield FastPath("optimizer", "torch's fused AdamW (one kernel per group, rate and soundness on the device)", True)
     yield FastPath("log-probs", "from hidden states in chunks, logits never held", True)
 
@@ -93,14 +111,23 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
         broken["Transformer Engine"] = find_transformer_engine_failure(True)
     for name, failure in broken.items():
         if failure:
-            yield FastPath(name, "not used", False, f"it is installed and fails: {failure}",
-                           "reinstall it for this torch and this GPU, or uninstall it")
+            yield FastPath(
+                name,
+                "not used",
+                False,
+                f"it is installed and fails: {failure}",
+                "reinstall it for this torch and this GPU, or uninstall it",
+            )
 
 
 def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[FastPath]:
-    yield FastPath("step", config.step_mode, device.type == "cpu" or config.step_mode == "graph",
-                   "no launch per kernel, which binds small microbatches",
-                   "step_mode=graph (one pipeline stage, dense models)")
+    yield FastPath(
+        "step",
+        config.step_mode,
+        device.type == "cpu" or config.step_mode == "graph",
+        "no launch per kernel, which binds small microbatches",
+        "step_mode=graph (one pipeline stage, dense models)",
+    )
     if device.type == "cuda":
         yield FastPath("batches", "copied from pinned memory while the host goes on", True)
 
@@ -109,13 +136,20 @@ def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) ->
     if dp_size == 1:
         return
     yield FastPath(
-        "gradient reduction", "during backward" if config.overlap_grad_reduce else "after backward",
-        config.overlap_grad_reduce or device.type == "cpu", "hidden behind the last backward",
-        "overlap_grad_reduce=true" if config.step_mode == "eager" else "")
+        "gradient reduction",
+        "during backward" if config.overlap_grad_reduce else "after backward",
+        config.overlap_grad_reduce or device.type == "cpu",
+        "hidden behind the last backward",
+        "overlap_grad_reduce=true" if config.step_mode == "eager" else "",
+    )
     if config.use_distributed_optimizer:
         yield FastPath(
-            "weight gathering", "after the update", device.type == "cpu", "hidden behind the next forward; not built: "
-            "rollout and checkpoints read the weights right after the update")
+            "weight gathering",
+            "after the update",
+            device.type == "cpu",
+            "hidden behind the next forward; not built: "
+            "rollout and checkpoints read the weights right after the update",
+        )
 
 
 def format_table(paths: Iterable[FastPath]) -> list[str]:
@@ -126,4 +160,3 @@ def format_table(paths: Iterable[FastPath]) -> list[str]:
         rows.append((path.part, path.active, missing or "-"))
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{part:<{first}}  {active:<{second}}  {missing}" for part, active, missing in rows]
-

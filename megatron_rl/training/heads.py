@@ -35,22 +35,25 @@ class LogprobHead:
     def __init__(self, model: PackedModel, temperature: float = 1.0, chunk_tokens: int = 512) -> None:
         self._model = model
         self._softmax = OutputSoftmax(
-            vocab_size=model.shape.vocab_size, temperature=temperature, tp_group=model.groups.tp,
-            chunk_tokens=chunk_tokens)
+            vocab_size=model.shape.vocab_size,
+            temperature=temperature,
+            tp_group=model.groups.tp,
+            chunk_tokens=chunk_tokens,
+        )
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere."""
         places, rows, targets = _find_predicted(self._model, microbatch)
         found = compute_linear_logprobs_and_entropy(
-            self._gather(hidden)[rows], self._output_weight, targets, self._softmax)
+            self._gather(hidden)[rows], self._output_weight, targets, self._softmax
+        )
         logprobs, entropy = (_combine(self._model, values, places, microbatch) for values in found)
         return logprobs, entropy
 
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
         """A head too: sum [t] over the vocabulary of the squared probabilities that the tokens came from."""
         places, rows, _ = _find_predicted(self._model, microbatch)
-        squares = compute_linear_sum_pi_squared(
-            self._gather(hidden)[rows], self._output_weight, self._softmax)
+        squares = compute_linear_sum_pi_squared(self._gather(hidden)[rows], self._output_weight, self._softmax)
         return (_combine(self._model, squares, places, microbatch),)
 
     @property
@@ -62,7 +65,8 @@ class LogprobHead:
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """[t/cp, h]."""
         return gather_for_vocab_shards(
-            hidden, sequence_parallel=self._model.config.sequence_parallel, tp_group=self._model.groups.tp)
+            hidden, sequence_parallel=self._model.config.sequence_parallel, tp_group=self._model.groups.tp
+        )
 
 
 class ValueHead:
@@ -124,9 +128,7 @@ def _find_predicted(
     return places, slice(None), F.pad(tokens, (0, 1))[mine.start + 1 : mine.stop + 1]
 
 
-def _combine(
-    model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch
-) -> torch.Tensor:
+def _combine(model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
     """Values [k] of every context parallel rank at their places: [t], 0 where no rank has one."""
     length = len(microbatch.tokens)
     if not microbatch.slices[0].is_bucketed:

@@ -59,7 +59,8 @@ class Optimizer:
         self._host_memory = HostMemory(self._device)
         self._is_released = False
         self._learning_rates = [
-            torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups]
+            torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups
+        ]
 
     def count_step(self) -> None:
         """Say that a step has changed the weights."""
@@ -179,11 +180,22 @@ class Optimizer:
 def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimizer:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=role.lr, min_lr=role.min_lr, weight_decay=role.weight_decay,
-            adam_beta1=role.adam_beta1, adam_beta2=role.adam_beta2, adam_eps=role.adam_eps,
-            clip_grad=role.clip_grad, bf16=model.config.bf16, params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=role.use_distributed_optimizer),
-        [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection)
+            optimizer="adam",
+            lr=role.lr,
+            min_lr=role.min_lr,
+            weight_decay=role.weight_decay,
+            adam_beta1=role.adam_beta1,
+            adam_beta2=role.adam_beta2,
+            adam_eps=role.adam_eps,
+            clip_grad=role.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=role.use_distributed_optimizer,
+        ),
+        [*model.ddp],
+        use_gloo_process_groups=False,
+        pg_collection=model.groups.collection,
+    )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
             _use_fused_adam(part, is_capturable=model.stream is not None)
@@ -193,10 +205,18 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
 def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_steps: int) -> OptimizerParamScheduler:
     decay_steps = max(total_steps, role.lr_warmup_steps + 1)
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=role.lr, min_lr=min(role.min_lr, role.lr),
-        lr_warmup_steps=role.lr_warmup_steps, lr_decay_steps=decay_steps, lr_decay_style=role.lr_decay_style,
-        start_wd=role.weight_decay, end_wd=role.weight_decay, wd_incr_steps=decay_steps,
-        wd_incr_style="constant")
+        optimizer,
+        init_lr=0.0,
+        max_lr=role.lr,
+        min_lr=min(role.min_lr, role.lr),
+        lr_warmup_steps=role.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=role.lr_decay_style,
+        start_wd=role.weight_decay,
+        end_wd=role.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )
 
 
 def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -209,6 +229,6 @@ def _use_fused_adam(part: MegatronOptimizer, *, is_capturable: bool) -> None:
     # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
     adam = torch.optim.AdamW([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
     adam.param_groups = [
-        {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}}
-        for group in groups]
+        {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}} for group in groups
+    ]
     part.optimizer = adam

@@ -62,12 +62,17 @@ class PackedModel:
         at = groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
-            setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True)
+            setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True
+        )
         self.transformer_impl = choose_transformer_impl(setup.model.transformer_impl)
         self.config = build_transformer_config(
-            setup.shape, groups.layout, dtype=DTYPES[setup.model.dtype],
-            sequence_parallel=spec.layout.sequence_parallel, recompute_granularity=spec.layout.recompute_granularity,
-            use_transformer_engine=self.transformer_impl == "transformer_engine")
+            setup.shape,
+            groups.layout,
+            dtype=DTYPES[setup.model.dtype],
+            sequence_parallel=spec.layout.sequence_parallel,
+            recompute_granularity=spec.layout.recompute_granularity,
+            use_transformer_engine=self.transformer_impl == "transformer_engine",
+        )
         self.stages = build_gpt_stages(setup.shape, self.config, groups, self.transformer_impl)
         self.device = next(self.stages.parameters()).device
         self._load(spec)
@@ -88,8 +93,11 @@ class PackedModel:
         at, params = self.groups.at, self._list_params()
         placements = self.placements(self.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
         check_placements(
-            placements, {name: tuple(p.shape) for name, p in params.items()}, where=f"megatron {at}",
-            padded=[name for name in params if name.endswith(PADDED_PARAMETERS)])
+            placements,
+            {name: tuple(p.shape) for name, p in params.items()},
+            where=f"megatron {at}",
+            padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
+        )
         load_weights(Path(spec.path), self.shape, placements, params, may_lack=spec.may_lack)
 
     def _prepare_training(self, config: TrainedConfig) -> None:
@@ -99,16 +107,20 @@ class PackedModel:
         """
         if config.step_mode != "eager":
             self.buckets = build_buckets(
-                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs)
+                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs
+            )
         if config.step_mode == "graph":
             self.stream = torch.cuda.Stream()
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer,
-            overlap_grad_reduce=config.overlap_grad_reduce)
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+        )
         with _on_stream(self.stream):
             self.ddp = [
-                DistributedDataParallel(self.config, ddp_config, stage, disable_bucketing=index > 0,
-                                        pg_collection=self.groups.collection)
+                DistributedDataParallel(
+                    self.config, ddp_config, stage, disable_bucketing=index > 0, pg_collection=self.groups.collection
+                )
                 for index, stage in enumerate(self.stages)
             ]
         if config.overlap_grad_reduce:
@@ -143,8 +155,12 @@ class PackedModel:
         """Cost of attention in units of the linear layers, see `compute_attention_ratio`."""
         shape = self.shape
         return compute_attention_ratio(
-            shape.hidden_size, shape.ffn_hidden_size * (shape.experts_per_token if shape.num_experts else 1),
-            shape.num_heads, shape.num_kv_heads, shape.head_dim)
+            shape.hidden_size,
+            shape.ffn_hidden_size * (shape.experts_per_token if shape.num_experts else 1),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
 
     @property
     def microbatch_count_multiple(self) -> int:
@@ -245,12 +261,20 @@ class PackedModel:
         microbatch = next(batches)
         piece = microbatch.slices[0]
         packed = build_packed_sequences(
-            piece, microbatch.position_ids, self.shape, dtype=self.config.params_dtype,
-            cp_size=self.groups.layout.cp_size, cp_rank=self.groups.at.cp)
+            piece,
+            microbatch.position_ids,
+            self.shape,
+            dtype=self.config.params_dtype,
+            cp_size=self.groups.layout.cp_size,
+            cp_rank=self.groups.at.cp,
+        )
         mine = self.own_rows(microbatch)
         output = module(
-            microbatch.tokens[None, mine], microbatch.position_ids[None, mine], attention_mask=None,
-            packed_seq_params=packed)
+            microbatch.tokens[None, mine],
+            microbatch.position_ids[None, mine],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
 
         def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
             found = head(hidden, microbatch)

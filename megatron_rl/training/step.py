@@ -63,9 +63,11 @@ class StepLoss:
         if self.metric_names not in ((), names):
             differing = ", ".join(sorted({*names} ^ {*self.metric_names})) or "its metrics in another order"
             raise UserError(
-                f"in some microbatches only, the {self.name} loss reports {differing}", source="algorithm.policy_loss",
+                f"in some microbatches only, the {self.name} loss reports {differing}",
+                source="algorithm.policy_loss",
                 expected="the same metrics in each microbatch",
-                hint="report a tensor of zeros where a metric has nothing to say")
+                hint="report a tensor of zeros where a metric has nothing to say",
+            )
         self.set_names(names)
         return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
 
@@ -213,5 +215,8 @@ def check_step_mode(config: TrainedConfig, section: str) -> None:
     """
     if config.step_mode == "graph" and not torch.cuda.is_available():
         raise UserError(
-            f"{section}.step_mode = graph, but there is no CUDA device", source=f"{section}.step_mode",
-            expected="a CUDA device", hint=f"set {section}.step_mode=static: the same step without capture")
+            f"{section}.step_mode = graph, but there is no CUDA device",
+            source=f"{section}.step_mode",
+            expected="a CUDA device",
+            hint=f"set {section}.step_mode=static: the same step without capture",
+        )

@@ -13,8 +13,10 @@ from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 
-_GROWTH = ("lower {role}.lr or {role}.clip_grad, and look at the last lines of metrics.jsonl for a growing loss, "
-           "gradient norm, KL or mismatch; model.dtype=float32 tells an overflow from a wrong number")
+_GROWTH = (
+    "lower {role}.lr or {role}.clip_grad, and look at the last lines of metrics.jsonl for a growing loss, "
+    "gradient norm, KL or mismatch; model.dtype=float32 tells an overflow from a wrong number"
+)
 # What enters a loss, in the order in which it is made -> what to do where it is not finite.
 _INPUTS = {
     "rollout_logprobs": "the engine's log-probs: set hybrid.verify=full to rule out its weights",
@@ -30,7 +32,13 @@ _MOST_NAMED = 8
 
 
 def explain_unsound(
-    quantity: str, value: float, optimizer_step: int, *, role: str, minibatch: TrainBatch, losses: list[float],
+    quantity: str,
+    value: float,
+    optimizer_step: int,
+    *,
+    role: str,
+    minibatch: TrainBatch,
+    losses: list[float],
     groups: ParallelGroups,
 ) -> UserError:
     """The error that names role, microbatch and sequences; collective over the role, the same on every rank.
@@ -56,17 +64,21 @@ def explain_unsound(
     return UserError(
         f"the {quantity} of optimizer step {optimizer_step} is {value} (the weights are as before)",
         source=", ".join([role, *where]),
-        expected="a finite loss and a finite gradient norm", hint=advice.format(role=role))
+        expected="a finite loss and a finite gradient norm",
+        hint=advice.format(role=role),
+    )
 
 
 def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
     """The error of a norm of exactly 0 although the loss changes with the log-probs (or values) of the model."""
     return UserError(
         f"the gradient norm of optimizer step {optimizer_step} is exactly 0, and the gradient of the loss is not",
-        source=f"{role}, the backward pass", expected="a gradient in the parameters that are trained",
+        source=f"{role}, the backward pass",
+        expected="a gradient in the parameters that are trained",
         hint=f"a frozen embedding under {role}.recompute_granularity=full cuts the backward pass off (set none); "
         "parameters without their tensor_model_parallel mark are left out of the norm; a policy that gives every "
-        "token of the minibatch a probability of 1 has nothing left to learn")
+        "token of the minibatch a probability of 1 has nothing left to learn",
+    )
 
 
 def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:

@@ -86,9 +86,11 @@ class OptimizerStep:
         """
         if self._pending is None:
             raise UserError(
-                "an optimizer step without gradients", source=f"{self._role}.optim_step()",
+                "an optimizer step without gradients",
+                source=f"{self._role}.optim_step()",
                 expected="forward_backward(minibatch, loss) before each optim_step()",
-                hint="gradients are used once; what belongs into one step is one minibatch")
+                hint="gradients are used once; what belongs into one step is one minibatch",
+            )
         (minibatch, loss, rows, totals), self._pending = self._pending, None
         optimizer, groups = self._step.optimizer, self._step.model.groups
         optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
@@ -101,8 +103,14 @@ class OptimizerStep:
         for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise explain_unsound(
-                    quantity, value, optimizer.steps + 1, role=self._role, minibatch=minibatch, groups=groups,
-                    losses=[float(row[loss.metric_names.index("loss")]) for row in rows])
+                    quantity,
+                    value,
+                    optimizer.steps + 1,
+                    role=self._role,
+                    minibatch=minibatch,
+                    groups=groups,
+                    losses=[float(row[loss.metric_names.index("loss")]) for row in rows],
+                )
         if norm == 0 and _is_pulled_anywhere(loss, groups.world):
             raise explain_lost_gradient(optimizer.steps + 1, self._role)
         optimizer.count_step()
@@ -145,5 +153,8 @@ def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:
     """Numerator and denominator of each loss term of a minibatch, `ledger/...`; empty where none is kept."""
-    return {name: value for ledger in result.minibatch.ledgers
-            for name, value in ledger_metrics(ledger, result.totals).items()}
+    return {
+        name: value
+        for ledger in result.minibatch.ledgers
+        for name, value in ledger_metrics(ledger, result.totals).items()
+    }

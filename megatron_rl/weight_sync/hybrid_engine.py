@@ -95,8 +95,15 @@ class HybridEngine:
     """
 
     def __init__(
-        self, actor: WeightSource, engine: EngineWeights, *, engine_tp_size: int, process: Process,
-        group: dist.ProcessGroup, config: HybridConfig, timers: PhaseTimers,
+        self,
+        actor: WeightSource,
+        engine: EngineWeights,
+        *,
+        engine_tp_size: int,
+        process: Process,
+        group: dist.ProcessGroup,
+        config: HybridConfig,
+        timers: PhaseTimers,
     ) -> None:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
@@ -117,11 +124,18 @@ class HybridEngine:
         shared = gather_names(engine.shared_params, self._group)
         destination = group_shards(
             lambda rank: as_table(engine.placements(rank)).without(shared[rank]),
-            lambda rank: (engine.shard_key(rank), shared[rank]), process.world_size)
+            lambda rank: (engine.shard_key(rank), shared[rank]),
+            process.world_size,
+        )
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(
-            plan, actor.params, engine.params, self._group,
-            Transport(config.bucket_bytes, config.transport, process.ranks_per_node), dtype=self._dtype)
+            plan,
+            actor.params,
+            engine.params,
+            self._group,
+            Transport(config.bucket_bytes, config.transport, process.ranks_per_node),
+            dtype=self._dtype,
+        )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -135,14 +149,23 @@ class HybridEngine:
     def _build_certificate(self, source: Sequence[Shard], process: Process) -> Certificate:
         actor, engine, first = self._actor.model, self._engine, process.rank - self._engine_rank
         destination = group_shards(
-            lambda rank: engine.placements(first + rank), lambda rank: engine.shard_key(first + rank),
-            self._engine_tp_size)
+            lambda rank: engine.placements(first + rank),
+            lambda rank: engine.shard_key(first + rank),
+            self._engine_tp_size,
+        )
         padded = [name for name in actor.params if name.endswith(PADDED_PARAMETERS)]
         return Certificate(
-            actor.shape.logical_tensors(), Side(actor.params, count_once(source, process.rank), padded),
-            Side(engine.params, count_once(destination, self._engine_rank),
-                 [name for name in engine.padded_params if name in engine.params]),
-            num_engines=self._num_engines, engine=self._engine_index, group=self._group)
+            actor.shape.logical_tensors(),
+            Side(actor.params, count_once(source, process.rank), padded),
+            Side(
+                engine.params,
+                count_once(destination, self._engine_rank),
+                [name for name in engine.padded_params if name in engine.params],
+            ),
+            num_engines=self._num_engines,
+            engine=self._engine_index,
+            group=self._group,
+        )
 
     def _total_stats(self) -> ReshardStats:
         """Bytes of one reshard, all ranks together."""

@@ -92,12 +92,22 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", honours_sliding_window=True),
     # Its first configs say "gelu" and mean the approximation, as transformers and vLLM know.
     "gemma": Family(
-        "GemmaForCausalLM", activations=("gelu_pytorch_tanh", "gelu"), ties_by_default=True, zero_centered_norms=True,
-        scales_embedding=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=ExpertNames(
-        "mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size")),
-    "mixtral": Family("MixtralForCausalLM", honours_sliding_window=True, experts=ExpertNames(
-        "block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size")),
+        "GemmaForCausalLM",
+        activations=("gelu_pytorch_tanh", "gelu"),
+        ties_by_default=True,
+        zero_centered_norms=True,
+        scales_embedding=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size"),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        honours_sliding_window=True,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size"),
+    ),
 }
 
 
@@ -135,9 +145,16 @@ class ModelShape:
         """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {
-            "vocab": (self.vocab_size, h), "hidden": (h,), "head": (self.head_dim,), "score": (1, h), "o": (h, q),
-            "router": (self.num_experts, h), "gate": (self.ffn_hidden_size, h), "up": (self.ffn_hidden_size, h),
-            "down": (h, self.ffn_hidden_size)}
+            "vocab": (self.vocab_size, h),
+            "hidden": (h,),
+            "head": (self.head_dim,),
+            "score": (1, h),
+            "o": (h, q),
+            "router": (self.num_experts, h),
+            "gate": (self.ffn_hidden_size, h),
+            "up": (self.ffn_hidden_size, h),
+            "down": (h, self.ffn_hidden_size),
+        }
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,)}
         return sizes
@@ -184,7 +201,13 @@ class ModelShape:
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
     def check_training_layout(
-        self, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1, *, sequence_parallel: bool = True,
+        self,
+        tp_size: int,
+        pp_size: int,
+        vpp_size: int,
+        ep_size: int = 1,
+        *,
+        sequence_parallel: bool = True,
         section: str = "actor",
     ) -> None:
         """Refuse a Megatron layout that cannot hold this model.
@@ -198,8 +221,11 @@ class ModelShape:
             UserError: naming the sizes and the values that work.
         """
         self._check_expert_layout(tp_size, ep_size, sequence_parallel, section)
-        for what, size in (("attention heads", self.num_heads), ("KV heads", self.num_kv_heads),
-                           ("feed-forward columns", self.ffn_hidden_size)):
+        for what, size in (
+            ("attention heads", self.num_heads),
+            ("KV heads", self.num_kv_heads),
+            ("feed-forward columns", self.ffn_hidden_size),
+        ):
             if size % tp_size:
                 raise UserError(
                     f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
@@ -224,14 +250,17 @@ class ModelShape:
             what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
             raise UserError(
                 f"expert_model_parallel_size {ep_size} {what}",
-                source=f"{section}.expert_model_parallel_size and the model's config.json", expected=f"one of {valid}",
-                hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1")
+                source=f"{section}.expert_model_parallel_size and the model's config.json",
+                expected=f"one of {valid}",
+                hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1",
+            )
         if experts and tp_size > 1 and not sequence_parallel:
             raise UserError(
                 f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
                 source=f"{section}.sequence_parallel",
                 expected="true for a mixture of experts under tensor parallelism",
-                hint=f"set {section}.sequence_parallel=true")
+                hint=f"set {section}.sequence_parallel=true",
+            )
 
     def check_rollout_layout(self, tp_size: int) -> None:
         """Refuse an engine layout that cannot hold this model; KV heads may be replicated.

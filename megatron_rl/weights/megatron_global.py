@@ -67,8 +67,7 @@ def megatron_global_placements(shape: ModelShape) -> Table:
         for expert in range(shape.num_experts):
             for name, kind in shape.expert_kinds(expert).items():
                 key = layer_parameter(name, kind).replace("mlp.", "decoder.layers.mlp.experts.experts.")
-                table[prefix + name] = _place(
-                    cuts[kind], key, (shape.num_layers, shape.num_experts), (layer, expert))
+                table[prefix + name] = _place(cuts[kind], key, (shape.num_layers, shape.num_experts), (layer, expert))
     return table
 
 
@@ -99,6 +98,12 @@ def _place(
     count, fused = cut.size[0] // cut.groups, (cut.groups * cut.group_rows, *cut.size[1:])
     starts = range(cut.first, fused[0], cut.group_rows)
     return tuple(
-        GlobalPlacement(key, (*stack, *fused), leading, rows(start, start + count, fused),
-                        rows(group * count, (group + 1) * count, cut.size))
-        for group, start in enumerate(starts))
+        GlobalPlacement(
+            key,
+            (*stack, *fused),
+            leading,
+            rows(start, start + count, fused),
+            rows(group * count, (group + 1) * count, cut.size),
+        )
+        for group, start in enumerate(starts)
+    )

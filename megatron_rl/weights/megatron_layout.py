@@ -47,8 +47,8 @@ def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) ->
     """Placements of all parameters of one rank's model chunks."""
     at, vocab_rows = layout.expert_coordinates(rank), padded_vocab_size(shape.vocab_size, layout.tp_size)
     return PlacementTable(
-        _list_rows(shape, layout, at.pp, at.ep),
-        split_boxes(shape, layout.tp_size, at.tp, vocab_rows // layout.tp_size))
+        _list_rows(shape, layout, at.pp, at.ep), split_boxes(shape, layout.tp_size, at.tp, vocab_rows // layout.tp_size)
+    )
 
 
 @lru_cache(maxsize=1)  # the ranks of a TP group come one after the other
@@ -80,17 +80,26 @@ def _list_layer(shape: ModelShape, experts: range) -> list[Row]:
     """A layer with these experts."""
     found: list[Row] = [(layer_parameter(name, kind), name, kind) for name, kind in shape.layer_kinds().items()]
     for local, expert in enumerate(experts):
-        found += [(layer_parameter(name, kind).replace("mlp.", f"mlp.experts.local_experts.{local}."), name, kind)
-                  for name, kind in shape.expert_kinds(expert).items()]
+        found += [
+            (layer_parameter(name, kind).replace("mlp.", f"mlp.experts.local_experts.{local}."), name, kind)
+            for name, kind in shape.expert_kinds(expert).items()
+        ]
     return found
 
 
-_NORMS = {"input_layernorm.weight": "input_layernorm.weight",
-          "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
-          "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
-          "self_attn.k_norm.weight": "self_attention.k_layernorm.weight"}
-_MATRICES = {"o": "self_attention.linear_proj.weight", "router": "mlp.router.weight", "gate": "mlp.linear_fc1.weight",
-             "up": "mlp.linear_fc1.weight", "down": "mlp.linear_fc2.weight"}
+_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+}
+_MATRICES = {
+    "o": "self_attention.linear_proj.weight",
+    "router": "mlp.router.weight",
+    "gate": "mlp.linear_fc1.weight",
+    "up": "mlp.linear_fc1.weight",
+    "down": "mlp.linear_fc2.weight",
+}
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:

@@ -12,8 +12,14 @@ from typing import Any
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape, RopeScaling
 
-_MUST_BE_OFF = ("use_bidirectional_attention", "use_sliding_window", "attention_bias", "mlp_bias", "mlp_only_layers",
-                "router_jitter_noise")
+_MUST_BE_OFF = (
+    "use_bidirectional_attention",
+    "use_sliding_window",
+    "attention_bias",
+    "mlp_bias",
+    "mlp_only_layers",
+    "router_jitter_noise",
+)
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -29,7 +35,9 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
     file = Path(directory) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"there is no {file}", source="model.path", expected="a model directory in Hugging Face format",
+            f"there is no {file}",
+            source="model.path",
+            expected="a model directory in Hugging Face format",
             hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
         )
     try:
@@ -37,8 +45,12 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__}")
     except ValueError as error:
-        raise UserError(f"{file} holds no JSON object: {error}", source=str(file), expected="an HF config.json",
-                        hint="the file may be half downloaded: download config.json again") from None
+        raise UserError(
+            f"{file} holds no JSON object: {error}",
+            source=str(file),
+            expected="an HF config.json",
+            hint="the file may be half downloaded: download config.json again",
+        ) from None
     return model_shape_from_config(config, source=str(file), head=head)
 
 
@@ -52,15 +64,19 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         raise UserError(
-            f"unknown architecture {config.get('model_type')!r}", source=source,
+            f"unknown architecture {config.get('model_type')!r}",
+            source=source,
             expected=f"model_type one of {sorted(FAMILIES)}",
             hint="docs/add_a_family.md says how to add one: often a row in weights/families.py",
         )
     scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
     if scoring and head == "lm":
         raise UserError(
-            f"{scoring[0]} has no language-model head", source=source, expected=f"a {family.architecture}",
-            hint="a reward model or critic belongs to reward_model.path or critic.path")
+            f"{scoring[0]} has no language-model head",
+            source=source,
+            expected=f"a {family.architecture}",
+            hint="a reward model or critic belongs to reward_model.path or critic.path",
+        )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     _refuse_options(config, family, rope, source)
     try:
@@ -69,19 +85,31 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
         experts = _read_experts(config, family, source)
         size_key = family.experts.size_key if family.experts else "intermediate_size"
         return ModelShape(
-            family=config["model_type"], num_layers=config["num_hidden_layers"], hidden_size=hidden,
-            ffn_hidden_size=config[size_key], num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads, head_dim=head_dim,
+            family=config["model_type"],
+            num_layers=config["num_hidden_layers"],
+            hidden_size=hidden,
+            ffn_hidden_size=config[size_key],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=head_dim,
             vocab_size=config["vocab_size"],
             tied_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", family.ties_by_default)),
             has_score_head=head == "score",
-            qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, rms_norm_eps=config["rms_norm_eps"],
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
-            max_position_embeddings=config["max_position_embeddings"], rope_scaling=_read_rope_scaling(rope), **experts,
+            max_position_embeddings=config["max_position_embeddings"],
+            rope_scaling=_read_rope_scaling(rope),
+            **experts,
         )
     except KeyError as error:
-        raise UserError(f"key {error} is missing", source=source, expected="a complete HF config.json",
-                        hint="write it with transformers' save_pretrained") from None
+        raise UserError(
+            f"key {error} is missing",
+            source=source,
+            expected="a complete HF config.json",
+            hint="write it with transformers' save_pretrained",
+        ) from None
 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
@@ -97,10 +125,11 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
     if any(refused.values()):
         names = [name for name, is_set in refused.items() if is_set]
         raise UserError(
-            f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served", source=source,
+            f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served",
+            source=source,
             expected=f"hidden_act={family.activations[0]}, full causal attention, no bias beyond the family's, "
-                     "rotary positions unscaled or scaled as in Llama 3.1, experts in every layer of a mixture of "
-                     "experts",
+            "rotary positions unscaled or scaled as in Llama 3.1, experts in every layer of a mixture of "
+            "experts",
             hint="training would silently compute another model; use a checkpoint without these options",
         )
 
@@ -131,6 +160,9 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
     normalizes_shares = bool(config.get("norm_topk_prob")) if config["model_type"] != "mixtral" else True
     if per_token == 1 and normalizes_shares:
         raise UserError(
-            "num_experts_per_tok = 1 with normalised shares", source=source, expected="2 experts per token or more",
-            hint="the share of a single expert is always 1, so its router would never learn")
+            "num_experts_per_tok = 1 with normalised shares",
+            source=source,
+            expected="2 experts per token or more",
+            hint="the share of a single expert is always 1, so its router would never learn",
+        )
     return dict(num_experts=num_experts, experts_per_token=per_token, normalizes_shares=normalizes_shares)

@@ -36,7 +36,10 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
     if padded % tp_size:
         raise UserError(
             f"the engine's vocabulary of {padded} rows does not split over {tp_size} ranks",
-            source="rollout.tensor_model_parallel_size", expected=f"a divisor of {padded}", hint="use 1, 2, 4 or 8")
+            source="rollout.tensor_model_parallel_size",
+            expected=f"a divisor of {padded}",
+            hint="use 1, 2, 4 or 8",
+        )
     return PlacementTable(_list_rows(shape), split_boxes(shape, tp_size, tp_rank, padded // tp_size))
 
 
@@ -46,8 +49,13 @@ def _list_rows(shape: ModelShape) -> Rows:
     return Rows((_find_param(name, kind), name, kind) for name, kind in shape.tensor_kinds().items())
 
 
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-          "up_proj": "gate_up_proj"}
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 
 
 def _find_param(hf_name: str, kind: str) -> str:

@@ -68,7 +68,8 @@ def localize(part: Box, boxes: tuple[Box, Box]) -> Box:
     """Where `part` (in HF coordinates, inside the HF box) lies in a parameter, from the pair `local_box, hf_box`."""
     return tuple(
         (start - hf_start + local_start, stop - hf_start + local_start)
-        for (start, stop), (local_start, _), (hf_start, _) in zip(part, *boxes, strict=True))
+        for (start, stop), (local_start, _), (hf_start, _) in zip(part, *boxes, strict=True)
+    )
 
 
 def rows(start: int, stop: int, shape: tuple[int, ...]) -> Box:

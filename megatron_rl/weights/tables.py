@@ -94,7 +94,9 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         boxes[kind] = columns(0, width, sizes[kind]), columns(tp_rank * width, (tp_rank + 1) * width, sizes[kind])
     for half, kind in enumerate(("gate", "up")):
         boxes[kind] = (
-            rows(half * ffn, (half + 1) * ffn, sizes[kind]), rows(tp_rank * ffn, (tp_rank + 1) * ffn, sizes[kind]))
+            rows(half * ffn, (half + 1) * ffn, sizes[kind]),
+            rows(tp_rank * ffn, (tp_rank + 1) * ffn, sizes[kind]),
+        )
     return boxes
 
 

@@ -32,8 +32,15 @@ LOSS_MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0], dtype=torch.bool)
 def make_inputs(**changes: Any) -> AdvantageInputs:
     """Groups of three and one, on one rank."""
     fields = dict(
-        scores=np.array([1.0, 2.0, 3.0, 4.0]), group_sizes=np.array([3, 1]), baselines=None,
-        token_rewards=torch.zeros(11), values=None, loss_mask=LOSS_MASK, sequence_ids=SEQUENCE_IDS, group=None)
+        scores=np.array([1.0, 2.0, 3.0, 4.0]),
+        group_sizes=np.array([3, 1]),
+        baselines=None,
+        token_rewards=torch.zeros(11),
+        values=None,
+        loss_mask=LOSS_MASK,
+        sequence_ids=SEQUENCE_IDS,
+        group=None,
+    )
     return AdvantageInputs(**(fields | changes))
 
 
@@ -52,9 +59,13 @@ def test_built_in_names_and_what_they_need() -> None:
     needs = ("values", "greedy_baseline", "group", "sum_pi_squared")
     found = {name: {need for need in needs if getattr(e, f"needs_{need}")} for name, e in ADVANTAGE_ESTIMATORS.items()}
     assert found == dict.fromkeys(
-        ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"), {"group"}) | {
-        "optimal_token_baseline": {"group", "sum_pi_squared"}, "reinforce_plus_plus": set(),
-        "remax": {"greedy_baseline"}, "gae": {"values"}}
+        ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"), {"group"}
+    ) | {
+        "optimal_token_baseline": {"group", "sum_pi_squared"},
+        "reinforce_plus_plus": set(),
+        "remax": {"greedy_baseline"},
+        "gae": {"values"},
+    }
     assert AlgorithmConfig().adv_estimator in found
 
 
@@ -87,8 +98,7 @@ def test_a_bare_tensor_is_advantages_without_returns() -> None:
     def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
         return inputs.expand(inputs.scores * config.gamma)
 
-    found = compute_advantages(
-        make_inputs(baselines=np.zeros(2)), AlgorithmConfig(adv_estimator="bare", gamma=0.5))
+    found = compute_advantages(make_inputs(baselines=np.zeros(2)), AlgorithmConfig(adv_estimator="bare", gamma=0.5))
     assert found.advantages.tolist() == [0, 1.5, 1.5, 0, 0, 0.5, 0.5, 0, 0, 0, 0] and found.returns is None
     with pytest.raises(AssertionError, match="bare needs greedy baselines"):
         compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="bare"))
@@ -104,6 +114,7 @@ def test_a_wrong_result_is_refused(result: Any, found: str) -> None:
 
 def _metrics_on_rank(rank: int, world_size: int) -> Mapping[str, float]:
     """Ranks hold unequal numbers of tokens: the mean is that of all tokens."""
+
     @register_advantage_estimator("reporting")
     def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
         garbage = torch.where(inputs.loss_mask, float(rank), float("nan"))
@@ -122,7 +133,8 @@ def test_metrics_of_an_estimator_are_the_same_on_every_rank() -> None:
 @pytest.mark.usefixtures("registry")
 def test_a_metric_of_another_shape_is_refused() -> None:
     register_advantage_estimator("wrong")(
-        lambda inputs, config: Advantages(inputs.token_rewards, metrics={"some": torch.zeros(3)}))
+        lambda inputs, config: Advantages(inputs.token_rewards, metrics={"some": torch.zeros(3)})
+    )
     with pytest.raises(UserError, match=r"returned \[3\](.|\n)*wrong: metric some(.|\n)*shape \[11\]"):
         compute_advantages(make_inputs(), AlgorithmConfig(adv_estimator="wrong"))
 
@@ -140,6 +152,7 @@ def test_unknown_name_is_refused_with_the_known_ones() -> None:
 @pytest.mark.usefixtures("registry")
 def test_a_taken_name_is_refused_with_the_place_of_the_second() -> None:
     with pytest.raises(UserError, match=r'"grpo" is registered already(.|\n)*test_advantages.py:\d+'):
+
         @register_advantage_estimator("grpo")
         def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor: ...
 

@@ -99,6 +99,7 @@ class PowerOptions:
 @pytest.mark.usefixtures("registry")
 def test_an_aggregation_of_the_user() -> None:
     """Its options, its metrics, and a ledger that checks it: a sequence without a token gets no weight."""
+
     @register_loss_aggregation("power", options=PowerOptions)
     def weigh(inputs: AggregationInputs) -> tuple[np.ndarray, dict[str, float]]:
         scale = np.maximum(inputs.lengths, 1) ** -inputs.options.power / inputs.max_response_length

@@ -36,8 +36,9 @@ CONFIGS = {
 def draw(rollout: int) -> tuple[list[float], list[float]]:
     """Advantage (the same for all tokens of a rollout) and old log-prob of each response token."""
     rng = np.random.default_rng(rollout)
-    return [float(np.float32(rng.normal()))] * LENGTHS[rollout], (
-        -rng.exponential(size=LENGTHS[rollout])).astype(np.float32).tolist()
+    return [float(np.float32(rng.normal()))] * LENGTHS[rollout], (-rng.exponential(size=LENGTHS[rollout])).astype(
+        np.float32
+    ).tolist()
 
 
 def build_inputs(rollouts: list[int], is_equal: bool = False) -> PolicyLossInputs:
@@ -51,7 +52,8 @@ def build_inputs(rollouts: list[int], is_equal: bool = False) -> PolicyLossInput
             column += [float("nan")] * PROMPT_LENGTH + list(numbers)
     tensors = [torch.tensor([*column, 0.0, 0.0]) for column in (logprobs, advantages)]
     return PolicyLossInputs(
-        tensors[0], tensors[0], tensors[1], torch.tensor([*mask, False, False]), torch.tensor([*ids, -1, -1]))
+        tensors[0], tensors[0], tensors[1], torch.tensor([*mask, False, False]), torch.tensor([*ids, -1, -1])
+    )
 
 
 def _choose_on_rank(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
@@ -65,7 +67,8 @@ def _choose_on_rank(rank: int, world_size: int) -> dict[str, list[tuple[int, int
             assert not chosen[~inputs.loss_mask].any()
             ids = inputs.sequence_ids
             found[f"{name}, equal" if is_equal else name] = [
-                (i, t) for i in range(len(LENGTHS)) for t in chosen[ids == i][PROMPT_LENGTH:].nonzero()[:, 0].tolist()]
+                (i, t) for i in range(len(LENGTHS)) for t in chosen[ids == i][PROMPT_LENGTH:].nonzero()[:, 0].tolist()
+            ]
     return found
 
 
@@ -77,8 +80,9 @@ def choose(world_size: int) -> dict[str, set[tuple[int, int]]]:
 
 
 def covariances_by_loop() -> dict[tuple[int, int], float]:
-    tokens = {(i, t): pair for i in range(len(LENGTHS)) if i != MASKED
-              for t, pair in enumerate(zip(*draw(i), strict=True))}
+    tokens = {
+        (i, t): pair for i in range(len(LENGTHS)) if i != MASKED for t, pair in enumerate(zip(*draw(i), strict=True))
+    }
     means = [sum(column) / len(tokens) for column in zip(*tokens.values(), strict=True)]
     return {place: (a - means[0]) * (p - means[1]) for place, (a, p) in tokens.items()}
 

@@ -83,11 +83,19 @@ def build_inputs(rollouts: list[int], group: dist.ProcessGroup, scores: list[flo
     scores = SCORES if scores is None else scores
     loss_mask, sequence_ids = torch.tensor([*mask, False]), torch.tensor([*ids, -1])
     return AdvantageInputs(
-        scores=np.array(scores), group_sizes=np.array(GROUP_SIZES), baselines=np.array(BASELINES),
+        scores=np.array(scores),
+        group_sizes=np.array(GROUP_SIZES),
+        baselines=np.array(BASELINES),
         token_rewards=compute_token_rewards(scores, torch.tensor([*kls, 0.0]), 0.5, loss_mask, sequence_ids),
-        values=torch.tensor([*values, 0.0]), loss_mask=loss_mask, sequence_ids=sequence_ids, group=group,
-        **{name: torch.tensor([*column, 0.0]) for name, column in zip(
-            ("old_logprobs", "sum_pi_squared", "importance_weights"), policy, strict=True)})
+        values=torch.tensor([*values, 0.0]),
+        loss_mask=loss_mask,
+        sequence_ids=sequence_ids,
+        group=group,
+        **{
+            name: torch.tensor([*column, 0.0])
+            for name, column in zip(("old_logprobs", "sum_pi_squared", "importance_weights"), policy, strict=True)
+        },
+    )
 
 
 def split_by_rollout(values: torch.Tensor, inputs: AdvantageInputs) -> dict[int, list[float]]:
@@ -115,7 +123,8 @@ def estimate(world_size: int) -> dict[str, tuple[dict[int, list[float]], dict[in
         returns = [r[name][1] for r in ranks]
         found[name] = (
             {i: x for r in ranks for i, x in r[name][0].items()},
-            None if returns[0] is None else {i: x for r in returns for i, x in r.items()})
+            None if returns[0] is None else {i: x for r in returns for i, x in r.items()},
+        )
     return found
 
 
@@ -154,8 +163,10 @@ def token_baselines_by_loop(rollout: int) -> list[float]:
         pairs = {}
         for j in range(first, first + size):
             if j != MASKED and RESPONSE_LENGTHS[j] > t:
-                energies = [(1 - 2 * math.exp(p) + square) * weight**2
-                            for p, square, weight in zip(*draw_policy(j), strict=True)]
+                energies = [
+                    (1 - 2 * math.exp(p) + square) * weight**2
+                    for p, square, weight in zip(*draw_policy(j), strict=True)
+                ]
                 pairs[j] = sum(energies[: t + 1]), sum(rewards_by_loop(j)[t:])
         baseline = sum(w * g for w, g in pairs.values()) / sum(w for w, _ in pairs.values())
         advantages.append(pairs[rollout][1] - baseline if size > 1 else 0.0)
@@ -226,8 +237,7 @@ def test_returns_equal_the_loop(name: str, world_size: int) -> None:
     if CONFIGS[name].adv_estimator != "gae":
         assert returns is None
         return
-    assert_close(returns, {
-        i: [] if i == MASKED else tokens_by_loop(CONFIGS[name], i)[1] for i in range(len(SCORES))})
+    assert_close(returns, {i: [] if i == MASKED else tokens_by_loop(CONFIGS[name], i)[1] for i in range(len(SCORES))})
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if is_whitened(config)])
@@ -245,9 +255,15 @@ def test_gae_by_hand() -> None:
 
     def on_rank(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = AdvantageInputs(
-            np.array([1.0]), np.array([1]), None, torch.tensor([0.0, 0.0, 0.0, 1.0]),
-            torch.tensor([9.0, 0.5, 0.25, 0.75]), torch.tensor([False, True, True, True]),
-            torch.zeros(4, dtype=torch.int64), dist.group.WORLD)
+            np.array([1.0]),
+            np.array([1]),
+            None,
+            torch.tensor([0.0, 0.0, 0.0, 1.0]),
+            torch.tensor([9.0, 0.5, 0.25, 0.75]),
+            torch.tensor([False, True, True, True]),
+            torch.zeros(4, dtype=torch.int64),
+            dist.group.WORLD,
+        )
         found = compute_advantages(inputs, AlgorithmConfig(adv_estimator="gae", gamma=0.5, gae_lambda=0.5))
         return found.advantages, found.returns
 
@@ -265,8 +281,15 @@ def test_discounted_sums_of_a_long_response_between_short_ones() -> None:
         rewards = torch.randn(sum(lengths), generator=generator)
         ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
         inputs = AdvantageInputs(
-            np.zeros(3), np.array([3]), None, rewards, torch.zeros(len(ids)), torch.ones(len(ids), dtype=torch.bool),
-            ids, dist.group.WORLD)
+            np.zeros(3),
+            np.array([3]),
+            None,
+            rewards,
+            torch.zeros(len(ids)),
+            torch.ones(len(ids), dtype=torch.bool),
+            ids,
+            dist.group.WORLD,
+        )
         found = compute_advantages(inputs, AlgorithmConfig(adv_estimator="gae")).returns
         expected = torch.cat([part.double().flip(0).cumsum(0).flip(0) for part in rewards.split(lengths)])
         return (found - expected).abs().max()
@@ -284,11 +307,20 @@ def test_rewards_of_one_group_by_hand() -> None:
     def on_rank(rank: int, world_size: int) -> dict[str, list[float]]:
         ids = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3])
         inputs = AdvantageInputs(
-            np.array([3.0, 1.0, 0.0, 0.0]), np.array([4]), None, torch.zeros(8), None, torch.ones(8).bool(), ids,
-            dist.group.WORLD)
+            np.array([3.0, 1.0, 0.0, 0.0]),
+            np.array([4]),
+            None,
+            torch.zeros(8),
+            None,
+            torch.ones(8).bool(),
+            ids,
+            dist.group.WORLD,
+        )
         first_tokens = [0, 1, 3, 6]
-        return {name: compute_advantages(inputs, CONFIGS[name]).advantages[first_tokens].tolist()
-                for name in ("grpo_passk", "grpo_passk without std", "opo", "gpg")}
+        return {
+            name: compute_advantages(inputs, CONFIGS[name]).advantages[first_tokens].tolist()
+            for name in ("grpo_passk", "grpo_passk without std", "opo", "gpg")
+        }
 
     [found] = run_ranks(on_rank, 1)
     assert found["grpo_passk"] == pytest.approx([2 / math.sqrt(2), 0, 0, 0], rel=1e-6)
@@ -306,12 +338,23 @@ def test_optimal_token_baseline_by_hand() -> None:
 
     def on_rank(rank: int, world_size: int) -> list[list[float]]:
         found = []
-        for rewards, p, squares in (([0.0, 1.0, 0.0], [0.5, 0.5, 0.75], 0.75), ([0.0, 1.0, 0.0], [1.0, 1.0, 1.0], 1.0),
-                                    ([0.0, 0.1, 0.1], [0.5, 0.5, 0.75], 0.75)):
+        for rewards, p, squares in (
+            ([0.0, 1.0, 0.0], [0.5, 0.5, 0.75], 0.75),
+            ([0.0, 1.0, 0.0], [1.0, 1.0, 1.0], 1.0),
+            ([0.0, 0.1, 0.1], [0.5, 0.5, 0.75], 0.75),
+        ):
             inputs = AdvantageInputs(
-                np.array([rewards[1], rewards[2]]), np.array([2]), None, torch.tensor(rewards), None,
-                torch.ones(3).bool(), torch.tensor([0, 0, 1]), dist.group.WORLD,
-                old_logprobs=torch.tensor(p).log(), sum_pi_squared=torch.full((3,), squares))
+                np.array([rewards[1], rewards[2]]),
+                np.array([2]),
+                None,
+                torch.tensor(rewards),
+                None,
+                torch.ones(3).bool(),
+                torch.tensor([0, 0, 1]),
+                dist.group.WORLD,
+                old_logprobs=torch.tensor(p).log(),
+                sum_pi_squared=torch.full((3,), squares),
+            )
             found.append(compute_advantages(inputs, CONFIGS["optimal_token_baseline"]).advantages.tolist())
         return found
 
@@ -336,7 +379,8 @@ def test_normalised_groups_have_mean_zero_and_unit_deviation() -> None:
     """Groups of eight with one token each."""
     scores = np.random.default_rng(0).normal(size=40) * 3 + 1
     inputs = AdvantageInputs(
-        scores, np.full(5, 8), None, torch.zeros(40), None, torch.ones(40, dtype=torch.bool), torch.arange(40), None)
+        scores, np.full(5, 8), None, torch.zeros(40), None, torch.ones(40, dtype=torch.bool), torch.arange(40), None
+    )
     found = compute_advantages(inputs, CONFIGS["grpo"]).advantages.double().view(5, 8)
     torch.testing.assert_close(found.mean(1), torch.zeros(5).double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(found.std(1), torch.ones(5).double(), atol=1e-5, rtol=0)

@@ -26,17 +26,18 @@ LOGPROB = st.floats(-20.0, 0.0)
 
 @pytest.mark.parametrize(
     ("kl_type", "expected"),
-    [("k1", [math.log(2), -math.log(3), 0.0]),
-     ("k2", [math.log(2) ** 2 / 2, math.log(3) ** 2 / 2, 0.0]),
-     ("k3", [0.5 - 1 + math.log(2), 3 - 1 - math.log(3), 0.0]),
-     ("abs", [math.log(2), math.log(3), 0.0])],
+    [
+        ("k1", [math.log(2), -math.log(3), 0.0]),
+        ("k2", [math.log(2) ** 2 / 2, math.log(3) ** 2 / 2, 0.0]),
+        ("k3", [0.5 - 1 + math.log(2), 3 - 1 - math.log(3), 0.0]),
+        ("abs", [math.log(2), math.log(3), 0.0]),
+    ],
 )
 def test_formula_by_hand(kl_type: str, expected: list[float]) -> None:
     """Ratios reference / policy of 1/2, 3 and 1."""
     logprobs = torch.tensor([0.5, 0.2, 0.7], dtype=torch.float64).log()
     ref_logprobs = torch.tensor([0.25, 0.6, 0.7], dtype=torch.float64).log()
-    torch.testing.assert_close(
-        compute_kl(logprobs, ref_logprobs, kl_type), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(compute_kl(logprobs, ref_logprobs, kl_type), torch.tensor(expected, dtype=torch.float64))
 
 
 @given(LOGPROB, LOGPROB)
@@ -111,8 +112,16 @@ def test_penalty_is_the_kl_of_the_tokens_in_the_loss_without_a_gradient(kl_type:
 
 @pytest.mark.parametrize(
     ("measured", "num_responses", "factor"),
-    [(2.0, 100, 1.0), (2.2, 100, 1.01), (1.8, 100, 0.99), (50.0, 100, 1.02), (0.0, 100, 0.98), (-3.0, 100, 0.98),
-     (2.2, 1000, 1.1), (0.0, 10**6, 0.8)],
+    [
+        (2.0, 100, 1.0),
+        (2.2, 100, 1.01),
+        (1.8, 100, 0.99),
+        (50.0, 100, 1.02),
+        (0.0, 100, 0.98),
+        (-3.0, 100, 0.98),
+        (2.2, 1000, 1.1),
+        (0.0, 10**6, 0.8),
+    ],
 )
 def test_adaptive_coefficient_by_hand(measured: float, num_responses: int, factor: float) -> None:
     """Target 2, horizon 1000: relative errors are cut at 0.2; so is the share of the horizon, at 1."""
@@ -149,7 +158,8 @@ def test_the_target_counts_responses_or_tokens() -> None:
     """Responses of 100 and 50 tokens with 0.02 and 0.06 nats a token, and one without a token in the loss."""
     kl, tokens = np.array([2.0, 3.0, 0.0]), np.array([100.0, 50.0, 0.0])
     per_response, per_token = (
-        measure_for_target(kl, tokens, AlgorithmConfig(kl_target_per=unit)) for unit in ("response", "token"))
+        measure_for_target(kl, tokens, AlgorithmConfig(kl_target_per=unit)) for unit in ("response", "token")
+    )
     assert per_response == pytest.approx(5 / 3) and per_token == pytest.approx(0.08 / 3)
     coefficients = []
     for measured in (per_response, per_token):
@@ -162,7 +172,8 @@ def test_the_target_counts_responses_or_tokens() -> None:
 def test_controller_of_the_config() -> None:
     fixed = build_kl_controller(AlgorithmConfig(kl_coef=0.2))
     adaptive = build_kl_controller(
-        AlgorithmConfig(kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=50.0))
+        AlgorithmConfig(kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=50.0)
+    )
     assert type(fixed) is KLController and fixed.coef == 0.2
     assert isinstance(adaptive, AdaptiveKL)
     assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 50.0)

@@ -23,8 +23,12 @@ CONFIG = AlgorithmConfig(kl_coef=0.5, entropy_coef=0.25)
 
 @pytest.mark.parametrize(
     ("mode", "denominator", "weight_sum"),
-    [("token-mean", 31, 1.0), ("seq-mean-token-mean", 5, 4 / 5), ("seq-mean-token-sum", 5, 31 / 5),
-     ("constant", 80, 31 / 80)],
+    [
+        ("token-mean", 31, 1.0),
+        ("seq-mean-token-mean", 5, 4 / 5),
+        ("seq-mean-token-sum", 5, 31 / 5),
+        ("constant", 80, 31 / 80),
+    ],
 )
 def test_counts_by_hand(mode: str, denominator: float, weight_sum: float) -> None:
     """The sequence without a token counts among the sequences."""
@@ -77,10 +81,16 @@ def test_losses_on_several_ranks_agree_with_the_ledger(mode: str, world_size: in
     is_mean = mode == "seq-mean-token-mean"
     numerators = {
         "policy": sum(-(i + 1) * (1 if is_mean and n else n) for i, n in enumerate(LENGTHS)),
-        "kl": 0.5 * 2 * (4 if is_mean else 31), "entropy": -0.25 * 3 * (4 if is_mean else 31)}
-    assert metrics == pytest.approx({
-        **{f"ledger/{term}/numerator": x for term, x in numerators.items()},
-        **{f"ledger/{term}/denominator": ledger.denominator for term in numerators}}, rel=1e-5)
+        "kl": 0.5 * 2 * (4 if is_mean else 31),
+        "entropy": -0.25 * 3 * (4 if is_mean else 31),
+    }
+    assert metrics == pytest.approx(
+        {
+            **{f"ledger/{term}/numerator": x for term, x in numerators.items()},
+            **{f"ledger/{term}/denominator": ledger.denominator for term in numerators},
+        },
+        rel=1e-5,
+    )
     quotients = sum(metrics[f"ledger/{t}/numerator"] / metrics[f"ledger/{t}/denominator"] for t in numerators)
     assert quotients == pytest.approx(totals["loss"], rel=1e-5)
 
@@ -115,8 +125,13 @@ def test_message_has_mode_expected_and_found() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "weights", "agrees"),
-    [(31.0, 1.00009, True), (31.0, 0.9998, False), (31.0, float("nan"), False), (32.0, 1.0, False),
-     (30.999, 1.0, False)],
+    [
+        (31.0, 1.00009, True),
+        (31.0, 0.9998, False),
+        (31.0, float("nan"), False),
+        (32.0, 1.0, False),
+        (30.999, 1.0, False),
+    ],
 )
 def test_tolerances(tokens: float, weights: float, agrees: bool) -> None:
     """Tokens exactly, weights to 1e-4."""
@@ -136,4 +151,5 @@ def test_value_term() -> None:
     totals = {k: float(v) for k, v in metrics.items()}
     check_ledger(ledger, totals["tokens"], totals["weights"])
     assert ledger_metrics(ledger, totals, prefix="books") == pytest.approx(
-        {"books/value/numerator": 62.0, "books/value/denominator": 31.0}, rel=1e-5)
+        {"books/value/numerator": 62.0, "books/value/denominator": 31.0}, rel=1e-5
+    )

@@ -45,10 +45,10 @@ class Tokens:
     sequence_ids: torch.Tensor
 
     def loss(self, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        inputs = PolicyLossInputs(
-            self.logprobs, self.old_logprobs, self.advantages, self.loss_mask, self.sequence_ids)
+        inputs = PolicyLossInputs(self.logprobs, self.old_logprobs, self.advantages, self.loss_mask, self.sequence_ids)
         return compute_policy_loss(
-            inputs, self.entropy, self.ref_logprobs, self.importance_weights, self.loss_weights, config)
+            inputs, self.entropy, self.ref_logprobs, self.importance_weights, self.loss_weights, config
+        )
 
 
 def make_tokens(ratios: list[float], advantages: list[float]) -> Tokens:
@@ -56,8 +56,17 @@ def make_tokens(ratios: list[float], advantages: list[float]) -> Tokens:
     old = torch.full((len(ratios),), -1.0, dtype=torch.float64)
     logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     ones = torch.ones_like(old)
-    return Tokens(logprobs, (0.5 * ones).requires_grad_(), old, None, None,
-                  torch.tensor(advantages, dtype=torch.float64), ones.bool(), ones, torch.zeros_like(ones).long())
+    return Tokens(
+        logprobs,
+        (0.5 * ones).requires_grad_(),
+        old,
+        None,
+        None,
+        torch.tensor(advantages, dtype=torch.float64),
+        ones.bool(),
+        ones,
+        torch.zeros_like(ones).long(),
+    )
 
 
 def random_tokens(spread: float = 1.0) -> Tokens:
@@ -78,8 +87,17 @@ def random_tokens(spread: float = 1.0) -> Tokens:
     advantages = torch.tensor([1.5, -0.5, 0.7, 2.0, -1.0, 0.0], dtype=torch.float64).repeat_interleave(lengths)
     weights = draw(6).abs().repeat_interleave(lengths)
     old = draw() * 0.3 - 3
-    return Tokens((old + spread * draw()).requires_grad_(), draw().abs().requires_grad_(), old, draw() * 0.3 - 3,
-                  draw().abs(), advantages, mask, weights * mask, ids)
+    return Tokens(
+        (old + spread * draw()).requires_grad_(),
+        draw().abs().requires_grad_(),
+        old,
+        draw() * 0.3 - 3,
+        draw().abs(),
+        advantages,
+        mask,
+        weights * mask,
+        ids,
+    )
 
 
 def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple[torch.Tensor, bool]:
@@ -100,8 +118,11 @@ def token_loss_by_loop(tokens: Tokens, t: int, config: AlgorithmConfig) -> tuple
         divergence = abs(p - q)
         if config.policy_loss == "dppo_kl":
             divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-        is_cut = (p > q and divergence > config.clip_eps_high) if advantage > 0 else (
-            p < q and divergence > config.clip_eps_low)
+        is_cut = (
+            (p > q and divergence > config.clip_eps_high)
+            if advantage > 0
+            else (p < q and divergence > config.clip_eps_low)
+        )
         weight = min(p / q, config.dual_clip or math.inf)
         return (0.0 if is_cut else -weight * advantage) * logprob, is_cut
     mine = [u for u in range(COUNT) if tokens.sequence_ids[u] == tokens.sequence_ids[t] and tokens.loss_mask[u]]
@@ -244,7 +265,8 @@ def test_gradient_of_kl_and_entropy_terms_by_hand() -> None:
     loss, _ = tokens.loss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01))
     loss.backward()
     torch.testing.assert_close(
-        tokens.logprobs.grad, torch.tensor([2 * 0.1 * (1 - 3), 4 * 0.1 * 0.5], dtype=torch.float64))
+        tokens.logprobs.grad, torch.tensor([2 * 0.1 * (1 - 3), 4 * 0.1 * 0.5], dtype=torch.float64)
+    )
     torch.testing.assert_close(tokens.entropy.grad, torch.tensor([-0.02, -0.04], dtype=torch.float64))
 
 
@@ -298,7 +320,8 @@ def run_without_values(config: AlgorithmConfig) -> None:
     """Forward and backward on the meta device: shapes without numbers; looking at a number raises."""
     fields = {
         name: value.detach().to("meta").requires_grad_(value.requires_grad)
-        for name, value in vars(random_tokens()).items()}
+        for name, value in vars(random_tokens()).items()
+    }
     loss, _ = Tokens(**fields).loss(config)
     loss.backward()
 
@@ -326,17 +349,25 @@ def test_unknown_loss_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize(("compute", "found"), [
-    (lambda x: (x.logprobs.mean(), x.loss_mask), r"\[\] float64, \[40\] bool"),  # would be divided by the tokens twice
-    (lambda x: (x.logprobs, x.loss_mask, {"mean": x.logprobs.mean(), "of": 1.0}),
-     r"\[40\] float64, \[40\] bool, mean: \[\] float64, of: float"),
-    (lambda x: (x.logprobs, x.loss_mask, []), r"\[40\] float64, \[40\] bool, list"),
-    (lambda x: (x.logprobs, x.logprobs), r"\[40\] float64, \[40\] float64"),
-    (lambda x: (x.logprobs,), r"\[40\] float64$"),
-    (lambda x: x.logprobs, r"\[40\] float64$"),
-    (lambda x: (x.logprobs, False), r"\[40\] float64, bool"),
-    (lambda x: None, "NoneType"),
-])
+@pytest.mark.parametrize(
+    ("compute", "found"),
+    [
+        (
+            lambda x: (x.logprobs.mean(), x.loss_mask),
+            r"\[\] float64, \[40\] bool",
+        ),  # would be divided by the tokens twice
+        (
+            lambda x: (x.logprobs, x.loss_mask, {"mean": x.logprobs.mean(), "of": 1.0}),
+            r"\[40\] float64, \[40\] bool, mean: \[\] float64, of: float",
+        ),
+        (lambda x: (x.logprobs, x.loss_mask, []), r"\[40\] float64, \[40\] bool, list"),
+        (lambda x: (x.logprobs, x.logprobs), r"\[40\] float64, \[40\] float64"),
+        (lambda x: (x.logprobs,), r"\[40\] float64$"),
+        (lambda x: x.logprobs, r"\[40\] float64$"),
+        (lambda x: (x.logprobs, False), r"\[40\] float64, bool"),
+        (lambda x: None, "NoneType"),
+    ],
+)
 def test_a_loss_that_returns_something_else_is_refused(compute: Any, found: str) -> None:
     register_policy_loss("odd")(lambda inputs, config: compute(inputs))
     with pytest.raises(UserError, match=f'(?m)"odd" returned {found}'):
@@ -346,8 +377,13 @@ def test_a_loss_that_returns_something_else_is_refused(compute: Any, found: str)
 @pytest.mark.usefixtures("registry")
 def test_what_a_loss_reports_is_summed_over_the_tokens_in_the_loss() -> None:
     """Garbage at masked positions is dropped, a bool counts, and nothing of it has a gradient."""
-    register_policy_loss("talking")(lambda x, config: (-x.logprobs, x.loss_mask & False, {
-        "ratio": torch.where(x.loss_mask, 2.0 * x.logprobs, float("nan")), "positive": x.advantages > 0}))
+    register_policy_loss("talking")(
+        lambda x, config: (
+            -x.logprobs,
+            x.loss_mask & False,
+            {"ratio": torch.where(x.loss_mask, 2.0 * x.logprobs, float("nan")), "positive": x.advantages > 0},
+        )
+    )
     tokens = random_tokens()
     loss, metrics = tokens.loss(AlgorithmConfig(policy_loss="talking"))
     inside = tokens.loss_mask

@@ -27,7 +27,8 @@ LOG2 = math.log(2)
 def compute(ratios: list[float] = RATIOS, **settings: Any) -> tuple[torch.Tensor | None, dict[str, float]]:
     rollout = torch.full((len(ratios),), -3.0)
     return compute_importance_weights(
-        rollout + torch.tensor(ratios).log(), rollout, MASK, IDS, AlgorithmConfig(**settings))
+        rollout + torch.tensor(ratios).log(), rollout, MASK, IDS, AlgorithmConfig(**settings)
+    )
 
 
 def weights_by_loop(**settings: Any) -> list[float]:
@@ -54,13 +55,16 @@ def weights_by_loop(**settings: Any) -> list[float]:
     return weights
 
 
-@pytest.mark.parametrize("mode", [
-    "none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "product-truncate", "product-mask"])
+@pytest.mark.parametrize(
+    "mode",
+    ["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "product-truncate", "product-mask"],
+)
 @pytest.mark.parametrize("threshold", [None, 0.5, 1.3])
 @pytest.mark.parametrize("bounds", [(0.5, 1.9), (0.8, 1.1)])
 def test_weights_equal_the_loop(mode: str, threshold: float | None, bounds: tuple[float, float]) -> None:
-    settings = dict(importance_sampling=mode, reject_sequence_above=threshold,
-                    importance_low=bounds[0], importance_high=bounds[1])
+    settings = dict(
+        importance_sampling=mode, reject_sequence_above=threshold, importance_low=bounds[0], importance_high=bounds[1]
+    )
     weights, sums = compute(**settings)
     if mode == "none" and threshold is None:
         assert weights is None and sums == {} and finish_importance_weights(sums) == {}
@@ -82,9 +86,15 @@ def test_counts_by_hand() -> None:
     assert (sequence["truncated"], sequence["masked"], sequence["rejected"]) == (0, 5, 0)
 
 
-@pytest.mark.parametrize(("mode", "mean"), [
-    ("token-truncate", (1.75 + 1 + 1.75 + 0.25 + 1 + 1.5 + 0.75) / 7), ("token-mask", (1 + 1 + 1.5 + 0.75) / 4),
-    ("sequence-truncate", (1.75 + 0.5 + math.sqrt(1.125)) / 3), ("product-truncate", (1.75 + 0.25 + 1.125) / 3)])
+@pytest.mark.parametrize(
+    ("mode", "mean"),
+    [
+        ("token-truncate", (1.75 + 1 + 1.75 + 0.25 + 1 + 1.5 + 0.75) / 7),
+        ("token-mask", (1 + 1 + 1.5 + 0.75) / 4),
+        ("sequence-truncate", (1.75 + 0.5 + math.sqrt(1.125)) / 3),
+        ("product-truncate", (1.75 + 0.25 + 1.125) / 3),
+    ],
+)
 @pytest.mark.parametrize("threshold", [None, 1.3])
 def test_normalized_weights_by_hand(mode: str, mean: float, threshold: float | None) -> None:
     """Means over tokens, or one per response; after truncation, without masked ones, whatever is rejected then."""
@@ -101,8 +111,11 @@ def test_weights_that_are_all_masked_stay_zero() -> None:
 def test_metrics_by_hand() -> None:
     sums = {"tokens": 8.0, "sequences": 4.0, "truncated": 2.0, "masked": 1.0, "rejected": 3.0, "weight": 6.0}
     assert finish_importance_weights(sums) == {
-        "mismatch/truncated_fraction": 0.25, "mismatch/masked_fraction": 0.125, "mismatch/rejected_fraction": 0.75,
-        "mismatch/mean_weight": 0.75}
+        "mismatch/truncated_fraction": 0.25,
+        "mismatch/masked_fraction": 0.125,
+        "mismatch/rejected_fraction": 0.75,
+        "mismatch/mean_weight": 0.75,
+    }
 
 
 @pytest.mark.parametrize("mode", ["token-truncate", "token-mask", "sequence-truncate", "product-mask"])
@@ -116,7 +129,8 @@ def test_a_weight_that_overflows_is_truncated(mode: str) -> None:
     """exp(100) is inf in float32."""
     logprobs, mask = torch.tensor([0.0, 0.0]), torch.tensor([False, True])
     weights, _ = compute_importance_weights(
-        logprobs, torch.tensor([0.0, -100.0]), mask, torch.zeros(2).long(), AlgorithmConfig(importance_sampling=mode))
+        logprobs, torch.tensor([0.0, -100.0]), mask, torch.zeros(2).long(), AlgorithmConfig(importance_sampling=mode)
+    )
     assert weights.tolist() == [0.0, 2.0]
 
 
@@ -131,7 +145,8 @@ def test_masked_tokens_enter_nothing() -> None:
 def test_a_rank_of_padding() -> None:
     nothing = torch.zeros(3)
     weights, sums = compute_importance_weights(
-        nothing, nothing, nothing.bool(), torch.full((3,), -1), AlgorithmConfig(importance_sampling="sequence-mask"))
+        nothing, nothing, nothing.bool(), torch.full((3,), -1), AlgorithmConfig(importance_sampling="sequence-mask")
+    )
     assert not weights.any() and set(sums.values()) == {0.0}
     assert set(finish_importance_weights(sums).values()) == {0.0}
 
@@ -141,6 +156,11 @@ def test_mismatch_metrics_by_hand() -> None:
     old, mask = torch.tensor([LOG2, 5.0, 0.0], dtype=torch.float64), torch.tensor([True, False, True])
     parts = [sum_mismatch(old[part], torch.zeros(len(old[part])), mask[part]) for part in (slice(0, 2), slice(2, 3))]
     sums = {key: sum(part[0][key] for part in parts) for key in parts[0][0]}
-    assert finish_mismatch(sums, max(part[1] for part in parts)) == pytest.approx({
-        "mismatch/max": LOG2, "mismatch/mean": LOG2 / 2, "mismatch/k3": (2 - 1 - LOG2) / 2,
-        "mismatch/effective_sample_size": 0.9})
+    assert finish_mismatch(sums, max(part[1] for part in parts)) == pytest.approx(
+        {
+            "mismatch/max": LOG2,
+            "mismatch/mean": LOG2 / 2,
+            "mismatch/k3": (2 - 1 - LOG2) / 2,
+            "mismatch/effective_sample_size": 0.9,
+        }
+    )

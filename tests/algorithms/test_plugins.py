@@ -16,7 +16,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.types import UserError
 
-PLUGIN = '''\
+PLUGIN = """\
 from __future__ import annotations
 from dataclasses import dataclass
 from megatron_rl.algorithms.advantages import register_advantage_estimator
@@ -33,7 +33,7 @@ def compute_best_of_group(inputs, config):
 @register_policy_loss("doubled")
 def compute_doubled_loss(inputs, config):
     return -Scale().factor * inputs.advantages * inputs.logprobs, inputs.advantages < 0
-'''
+"""
 
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -55,8 +55,13 @@ def test_an_estimator_and_a_loss_of_the_user(tmp_path: Path) -> None:
     assert advantages.tolist() == [0.0, 0.0, 0.0, 1.0]
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
     loss, metrics = compute_policy_loss(
-        PolicyLossInputs(logprobs, logprobs.detach(), advantages, mask, ids), torch.zeros(4), None, None,
-        torch.full((4,), 0.5) * mask, config)
+        PolicyLossInputs(logprobs, logprobs.detach(), advantages, mask, ids),
+        torch.zeros(4),
+        None,
+        None,
+        torch.full((4,), 0.5) * mask,
+        config,
+    )
     loss.backward()
     assert loss.item() == 4.0 and logprobs.grad.tolist() == [0.0, 0.0, 0.0, -1.0] and float(metrics["clipped"]) == 0.0
 
@@ -82,9 +87,12 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "message", "line"),
-    [("x = 1\ndef f(:\n", "SyntaxError", 2), ("\n\nimport no_such_module\n", "ModuleNotFoundError", 3),
-     ("def f():\n    return 1 / 0\n\nf()\n", "ZeroDivisionError: division by zero", 2),
-     ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2)],
+    [
+        ("x = 1\ndef f(:\n", "SyntaxError", 2),
+        ("\n\nimport no_such_module\n", "ModuleNotFoundError", 3),
+        ("def f():\n    return 1 / 0\n\nf()\n", "ZeroDivisionError: division by zero", 2),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2),
+    ],
 )
 def test_a_broken_file_is_named_with_the_line(tmp_path: Path, code: str, message: str, line: int) -> None:
     file = write(tmp_path, code)

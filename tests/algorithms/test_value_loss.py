@@ -39,8 +39,14 @@ def test_loss_gradient_and_metrics_equal_the_loop(value_clip: float | None) -> N
                 sums["clipped"] += 1
         expected = expected + weight * square / 2
         error = (target - old).item()
-        for name, x in (("tokens", 1.0), ("weights", weight.item()), ("returns", target.item()),
-                        ("returns2", target.item() ** 2), ("error", error), ("error2", error**2)):
+        for name, x in (
+            ("tokens", 1.0),
+            ("weights", weight.item()),
+            ("returns", target.item()),
+            ("returns2", target.item() ** 2),
+            ("error", error),
+            ("error2", error**2),
+        ):
             sums[name] += x
     [gradient] = torch.autograd.grad(expected, values)
     loss.backward()
@@ -63,7 +69,8 @@ def test_loss_gradient_and_metrics_equal_the_loop(value_clip: float | None) -> N
 def test_by_hand(value: float, old: float, target: float, loss: float, gradient: float, clipped: int) -> None:
     values = torch.tensor([value], requires_grad=True)
     found, metrics = compute_value_loss(
-        values, torch.tensor([old]), torch.tensor([target]), torch.tensor([True]), torch.ones(1), 0.5)
+        values, torch.tensor([old]), torch.tensor([target]), torch.tensor([True]), torch.ones(1), 0.5
+    )
     found.backward()
     assert found.item() == loss and values.grad.item() == gradient and float(metrics["clipped"]) == clipped
 
@@ -80,7 +87,8 @@ def test_values_that_have_not_moved_are_not_clipped() -> None:
 def test_microbatch_of_padding_adds_zero_and_is_connected() -> None:
     values, old_values, returns, _ = draw_tokens()
     loss, metrics = compute_value_loss(
-        values, old_values, returns, torch.zeros(COUNT, dtype=torch.bool), torch.zeros(COUNT).double(), 0.5)
+        values, old_values, returns, torch.zeros(COUNT, dtype=torch.bool), torch.zeros(COUNT).double(), 0.5
+    )
     loss.backward()
     assert loss.item() == 0.0 and not values.grad.any()
     assert {float(value) for value in metrics.values()} == {0.0}

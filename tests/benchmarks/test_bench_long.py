@@ -13,8 +13,26 @@ from distributed import run_ranks
 from tools.benchmarks import bench_long
 from tools.benchmarks._bench_actor import measure_peak
 
-ARGUMENTS = ["--rounds", "1", "--lengths", "64", "--cp", "1", "2", "--vocab", "300", "--large-vocab", "3000",
-             "--logits-lengths", "512", "1024", "--context-length", "1024", "--packing-prompts", "2"]
+ARGUMENTS = [
+    "--rounds",
+    "1",
+    "--lengths",
+    "64",
+    "--cp",
+    "1",
+    "2",
+    "--vocab",
+    "300",
+    "--large-vocab",
+    "3000",
+    "--logits-lengths",
+    "512",
+    "1024",
+    "--context-length",
+    "1024",
+    "--packing-prompts",
+    "2",
+]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
 
 

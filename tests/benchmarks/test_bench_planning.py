@@ -14,8 +14,18 @@ def test_counts_are_those_of_the_plan(tmp_path: Path, capsys) -> None:
     """At equal TP a rank keeps the tensors of its stage and receives the others, one operation each."""
     out = tmp_path / "out.json"
     bench = importlib.import_module("tools.benchmarks.bench_planning")
-    assert bench.main([f"--hf-config={SHAPES / 'bench_0.4b.json'}", "--source=tp=2,pp=2,dp=2", "--destination=tp=2",
-                       "--rank=3", f"--json={out}"]) == 0
+    assert (
+        bench.main(
+            [
+                f"--hf-config={SHAPES / 'bench_0.4b.json'}",
+                "--source=tp=2,pp=2,dp=2",
+                "--destination=tp=2",
+                "--rank=3",
+                f"--json={out}",
+            ]
+        )
+        == 0
+    )
     found = json.loads(out.read_text())
     assert found == json.loads(capsys.readouterr().out)
     assert found["num_ranks"] == 8 and found["destination"] == "tp=2" and found["seconds"].keys() == {"plan", "count"}

@@ -21,8 +21,21 @@ TINY = SHAPES["1m"] | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_l
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("bench")
     (directory / "tiny.json").write_text(json.dumps(TINY))
-    arguments = ["--hf-config", str(directory / "tiny.json"), "--sizes", "64", "128", "--rounds", "2",
-                 "--sequence-length", "40", "--modes", "eager,static", "--json", str(directory / "rows.json")]
+    arguments = [
+        "--hf-config",
+        str(directory / "tiny.json"),
+        "--sizes",
+        "64",
+        "128",
+        "--rounds",
+        "2",
+        "--sequence-length",
+        "40",
+        "--modes",
+        "eager,static",
+        "--json",
+        str(directory / "rows.json"),
+    ]
 
     def work(rank: int, world_size: int) -> int:
         return bench_ppo_step.main(arguments)

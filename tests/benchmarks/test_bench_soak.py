@@ -14,11 +14,14 @@ from rl_runs import overrides_for
 from tools.benchmarks import bench_soak
 
 
-@pytest.mark.parametrize(("values", "slope"), [
-    ([9.0, 1.0, 5.0, 7.0, 9.0, 11.0], 2.0),
-    ([1.0, 2.0, 4.0, 4.0], 0.0),
-    ([3.0], 0.0),
-])
+@pytest.mark.parametrize(
+    ("values", "slope"),
+    [
+        ([9.0, 1.0, 5.0, 7.0, 9.0, 11.0], 2.0),
+        ([1.0, 2.0, 4.0, 4.0], 0.0),
+        ([3.0], 0.0),
+    ],
+)
 def test_slope_is_that_of_the_last_half(values: list[float], slope: float) -> None:
     found = bench_soak.summarize(values)
     assert found["slope_per_step"] == pytest.approx(slope, abs=1e-9)
@@ -31,15 +34,22 @@ def test_figures_of_a_run(task: Path, tmp_path: Path, vllm_imported: None) -> No
         "kept = []\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    kept.append(open('/dev/null'))\n"
-        "    return float(len(kept) % 2)\n")
-    overrides = overrides_for(task, tmp_path / "run", f"reward.function={tmp_path}/leak.py:score",
-                              "data.validation_files=[]", "trainer.save_final=false")
+        "    return float(len(kept) % 2)\n"
+    )
+    overrides = overrides_for(
+        task,
+        tmp_path / "run",
+        f"reward.function={tmp_path}/leak.py:score",
+        "data.validation_files=[]",
+        "trainer.save_final=false",
+    )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_yaml(load_config(None, overrides).config))
 
     def work(rank: int, world_size: int) -> int:
-        return bench_soak.main([str(recipe), "--steps", "6", "data.train_batch_size=4", "--json",
-                                str(tmp_path / "found.json")])
+        return bench_soak.main(
+            [str(recipe), "--steps", "6", "data.train_batch_size=4", "--json", str(tmp_path / "found.json")]
+        )
 
     assert run_ranks(work, 1, timeout=150) == [0]
     found = json.loads((tmp_path / "found.json").read_text())

@@ -50,8 +50,11 @@ def test_our_side_scores_like_transformers(tmp_path: Path) -> None:
 
 
 def test_ratio_is_of_all_that_a_side_is_charged_with() -> None:
-    step = {"ours": {"packing": 0.5, "logprobs": 0.5, "update": 1.0, "tokens_computed": 10},
-            "trl": {"packing": 0.0, "logprobs": 2.0, "update": 3.0, "tokens_computed": 30}, "logprob_gap": 1e-6}
+    step = {
+        "ours": {"packing": 0.5, "logprobs": 0.5, "update": 1.0, "tokens_computed": 10},
+        "trl": {"packing": 0.0, "logprobs": 2.0, "update": 3.0, "tokens_computed": 30},
+        "logprob_gap": 1e-6,
+    }
     slow = step | {"ours": step["ours"] | {"update": 1.5}}
     result = summarize("ragged", [[step], [slow]], [4], [12])
     assert [row["ratio"] for row in result["rounds"]] == [2.5, 2.0] and result["ratio"] == 2.0

@@ -22,9 +22,7 @@ def no_file(section: str, name: str) -> torch.Tensor:
     raise AssertionError(f"nobody asked for {name}")
 
 
-def compare(
-    recorded: list[Section], found: list[Section], tolerance: float | None = None
-) -> list[Row]:
+def compare(recorded: list[Section], found: list[Section], tolerance: float | None = None) -> list[Row]:
     return compare_sections(recorded, found, tolerance=tolerance, read=no_file)
 
 
@@ -36,19 +34,22 @@ def numbers(name: str, *values: float, index: str = "rollout", dtype: type = np.
     return Values(name, index, np.array(values, dtype))
 
 
-@pytest.mark.parametrize(("old", "new", "tolerance", "verdict"), [
-    ((1.0, 2.0), (1.0, 2.0), None, "bitwise"),
-    ((1.0, 2.0), (1.0, 2.0000002), None, "DIFFERENT"),
-    ((0.0,), (-0.0,), None, "DIFFERENT"),
-    ((0.0,), (-0.0,), 1e-5, "within tolerance"),
-    ((NAN, 1.0), (NAN, 1.0), None, "bitwise"),
-    ((NAN,), (1.0,), 1e-5, "DIFFERENT"),
-    ((float("inf"),), (float("inf"),), 1e-5, "bitwise"),
-    ((1000.0,), (1000.005,), 1e-5, "within tolerance"),  # relative where numbers are large,
-    ((1e-7,), (2e-7,), 1e-5, "within tolerance"),  # absolute where they are small
-    ((1.0,), (1.0001,), 1e-5, "DIFFERENT"),
-    ((1.0,), (1.0, 2.0), 1e-5, "DIFFERENT"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "tolerance", "verdict"),
+    [
+        ((1.0, 2.0), (1.0, 2.0), None, "bitwise"),
+        ((1.0, 2.0), (1.0, 2.0000002), None, "DIFFERENT"),
+        ((0.0,), (-0.0,), None, "DIFFERENT"),
+        ((0.0,), (-0.0,), 1e-5, "within tolerance"),
+        ((NAN, 1.0), (NAN, 1.0), None, "bitwise"),
+        ((NAN,), (1.0,), 1e-5, "DIFFERENT"),
+        ((float("inf"),), (float("inf"),), 1e-5, "bitwise"),
+        ((1000.0,), (1000.005,), 1e-5, "within tolerance"),  # relative where numbers are large,
+        ((1e-7,), (2e-7,), 1e-5, "within tolerance"),  # absolute where they are small
+        ((1.0,), (1.0001,), 1e-5, "DIFFERENT"),
+        ((1.0,), (1.0, 2.0), 1e-5, "DIFFERENT"),
+    ],
+)
 def test_verdict(old: tuple[float, ...], new: tuple[float, ...], tolerance: float | None, verdict: str) -> None:
     (row,) = compare(section("forward", numbers("x", *old)), section("forward", numbers("x", *new)), tolerance)
     assert row.verdict == verdict and (row.num_different > 0) == (verdict == "DIFFERENT")
@@ -62,8 +63,9 @@ def test_inputs_have_no_tolerance() -> None:
 
 def test_tokens_are_named_by_rollout() -> None:
     lengths = np.array([2, 0, 3])
-    old, new = (Values("old_logprobs", "token", np.array([0, 0, 0, x, y], np.float32), lengths)
-                for x, y in ((0, 0), (0.5, 1)))
+    old, new = (
+        Values("old_logprobs", "token", np.array([0, 0, 0, x, y], np.float32), lengths) for x, y in ((0, 0), (0.5, 1))
+    )
     (row,) = compare(section("forward", old), section("forward", new), 1e-5)
     first = row.differences[0]
     assert (first.where, first.recorded, first.found) == ("rollout 2, token 1", 0.0, 0.5)
@@ -72,9 +74,13 @@ def test_tokens_are_named_by_rollout() -> None:
 
 def test_the_first_optimizer_step_that_differs_comes_first() -> None:
     """The loss differs in the second step, the norm in the first already: the norm is the first difference."""
+
     def updates(second_loss: float, first_norm: float) -> list[Section]:
-        return section("actor updates", numbers("policy/loss", 1.0, second_loss, index="update"),
-                       numbers("policy/grad_norm", first_norm, 3.0, index="update"))
+        return section(
+            "actor updates",
+            numbers("policy/loss", 1.0, second_loss, index="update"),
+            numbers("policy/grad_norm", first_norm, 3.0, index="update"),
+        )
 
     rows = compare(updates(2.0, 5.0), updates(2.5, 5.5))
     first = find_first(rows)
@@ -91,8 +97,11 @@ def test_what_is_missing_is_different() -> None:
 
 
 def parameters(**tensors: torch.Tensor) -> Fingerprints:
-    return fingerprint_pieces({name: tuple(tensor.shape) for name, tensor in tensors.items()}, (
-        Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in tensors.items()), None)
+    return fingerprint_pieces(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        (Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in tensors.items()),
+        None,
+    )
 
 
 def test_parameters_after_the_step() -> None:
@@ -116,11 +125,15 @@ def test_sections_come_back_from_the_disk() -> None:
     sections = [
         Section("actor weights before", True, parameters(a=torch.randn(3, 4))),
         Section("actor optimizer before", True, parameters()),
-        *section("forward", Values("tokens", "token", np.arange(5, dtype=np.int32), np.array([2, 3])),
-                 numbers("x", NAN, 1.0, dtype=np.float64)),
+        *section(
+            "forward",
+            Values("tokens", "token", np.arange(5, dtype=np.int32), np.array([2, 3])),
+            numbers("x", NAN, 1.0, dtype=np.float64),
+        ),
     ]
     entries, content = encode_sections(sections)
     again = decode_sections(entries, load(content))
     assert {row.verdict for row in compare(sections, again)} == {"bitwise"}
     assert [s.name for s in again] == [s.name for s in sections] and again[2].content[0].describe_place(4) == (
-        "rollout 1, token 2")
+        "rollout 1, token 2"
+    )

@@ -29,9 +29,14 @@ def fingerprint(tensor: torch.Tensor, cuts: tuple[int, ...] = ()) -> Fingerprint
     """Of a tensor in pieces of rows."""
     bounds = [0, *cuts, len(tensor)]
     shape = tuple(tensor.shape)
-    return fingerprint_pieces({"x": shape}, (
-        Piece("x", shape, (start,) + (0,) * (tensor.ndim - 1), tensor[start:stop])
-        for start, stop in zip(bounds, bounds[1:], strict=False)), None)
+    return fingerprint_pieces(
+        {"x": shape},
+        (
+            Piece("x", shape, (start,) + (0,) * (tensor.ndim - 1), tensor[start:stop])
+            for start, stop in zip(bounds, bounds[1:], strict=False)
+        ),
+        None,
+    )
 
 
 @given(shape=SHAPES, dtype=DTYPES, seed=st.integers(0, 1 << 30), data=st.data())
@@ -75,7 +80,8 @@ def test_cuts_do_not_matter(shape: tuple[int, ...], dtype: torch.dtype, data: st
     assert np.array_equal(whole.bits, cut_up.bits) and np.array_equal(whole.samples, cut_up.samples)
     np.testing.assert_allclose(whole.sizes, cut_up.sizes, rtol=1e-12)
     assert whole.sizes[0, 1] == tensor.double().abs().max() and whole.sizes[0, 0] == pytest.approx(
-        tensor.double().norm().item(), rel=1e-12)
+        tensor.double().norm().item(), rel=1e-12
+    )
     np.testing.assert_array_equal(whole.samples[0], tensor.double().view(-1)[sample_places("x", shape)])
 
 

@@ -29,15 +29,33 @@ from megatron_rl.checkpoint.torch_dist import ChunkReader
 from rl_runs import layout_overrides, overrides_for, train
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE_RANK = ["actor.tensor_model_parallel_size=1", "actor.pipeline_model_parallel_size=1",
-            "actor.sequence_parallel=false"]
-COMMON = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_final=false",
-          "observability.tensorboard=false", "trainer.capture_step=2", "actor.lr=1e-4"]
+ONE_RANK = [
+    "actor.tensor_model_parallel_size=1",
+    "actor.pipeline_model_parallel_size=1",
+    "actor.sequence_parallel=false",
+]
+COMMON = [
+    "rollout.engine=hf",
+    "data.validation_files=[]",
+    "trainer.save_final=false",
+    "observability.tensorboard=false",
+    "trainer.capture_step=2",
+    "actor.lr=1e-4",
+]
 GRPO = [*COMMON, *layout_overrides(2, 2, 1)]
 # The critic lies otherwise than the actor, so values and returns travel; a static step; weights of the mismatch.
-PPO = [*COMMON, *layout_overrides(1, 2, 1), "algorithm.adv_estimator=gae", "algorithm.gae_lambda=0.9", "critic.lr=1e-4",
-       "critic.tensor_model_parallel_size=2", "actor.step_mode=static", "algorithm.kl_in=reward",
-       "algorithm.kl_controller=adaptive", "algorithm.importance_sampling=token-truncate"]
+PPO = [
+    *COMMON,
+    *layout_overrides(1, 2, 1),
+    "algorithm.adv_estimator=gae",
+    "algorithm.gae_lambda=0.9",
+    "critic.lr=1e-4",
+    "critic.tensor_model_parallel_size=2",
+    "actor.step_mode=static",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_controller=adaptive",
+    "algorithm.importance_sampling=token-truncate",
+]
 DOWN, LAYER, ROW, COLUMN = "decoder.layers.mlp.linear_fc2.weight", 1, 3, 5
 
 
@@ -70,7 +88,8 @@ def replay(capsule: Path, report: Path, world_size: int, *arguments: str) -> tup
     """Exit codes of all ranks, and the report ({} without one)."""
     report.unlink(missing_ok=True)
     codes = run_ranks(
-        lambda rank, world_size: TOOL.main([str(capsule), "--json", str(report), *arguments]), world_size, timeout=150)
+        lambda rank, world_size: TOOL.main([str(capsule), "--json", str(report), *arguments]), world_size, timeout=150
+    )
     return codes, json.loads(report.read_text()) if report.exists() else {}
 
 
@@ -87,10 +106,20 @@ def test_same_layout_is_bitwise_and_leaves_the_run_alone(
     assert codes == [0] * 4 and out.count("verdict: equal") == 1 and "actor tp=2 pp=2 dp=1" in out
     assert report["tolerance"] is None and {row["verdict"] for row in report["rows"]} == {"bitwise"}
     names = [row["what"] for row in report["rows"]]
-    order = ["actor weights before", "actor optimizer before", "rollouts: response tokens", "rollouts: reward",
-             "forward: old_logprobs", "forward: ref_logprobs", "estimate: kl/per_response", "estimate: advantages",
-             "actor updates: policy/loss", "actor updates: policy/grad_norm", "actor updates: update_logprobs",
-             "actor weights after"]
+    order = [
+        "actor weights before",
+        "actor optimizer before",
+        "rollouts: response tokens",
+        "rollouts: reward",
+        "forward: old_logprobs",
+        "forward: ref_logprobs",
+        "estimate: kl/per_response",
+        "estimate: advantages",
+        "actor updates: policy/loss",
+        "actor updates: policy/grad_norm",
+        "actor updates: update_logprobs",
+        "actor weights after",
+    ]
     assert [name for name in names if name in order] == order
     rows = rows_of(report)
     assert rows["actor updates: policy/loss"]["count"] == 2, "optimizer steps"
@@ -102,8 +131,9 @@ def test_another_layout_is_within_the_tolerance(grpo: Path, tmp_path: Path) -> N
     """TP2 x PP2 on one rank, and with prompts that are not shared on DP 2; a tolerance below rounding names the first
     number that the layout changes."""
     _, one = replay(grpo, tmp_path / "report.json", 1, *ONE_RANK)
-    _, two = replay(grpo, tmp_path / "report.json", 2, *ONE_RANK, "actor.share_prompts=false",
-                    "actor.max_tokens_per_microbatch=64")
+    _, two = replay(
+        grpo, tmp_path / "report.json", 2, *ONE_RANK, "actor.share_prompts=false", "actor.max_tokens_per_microbatch=64"
+    )
     for report in (one, two):
         rows = rows_of(report)
         assert report["verdict"] == "equal" and report["tolerance"] == 1e-5
@@ -121,16 +151,21 @@ def test_ppo_with_a_critic(ppo: Path, tmp_path: Path) -> None:
     codes, report = replay(ppo, tmp_path / "report.json", 2)
     rows = rows_of(report)
     assert codes == [0, 0] and {row["verdict"] for row in report["rows"]} == {"bitwise"}
-    for name in ("critic weights before", "critic optimizer before", "forward: values", "estimate: returns",
-                 "estimate: importance_weights", "critic updates: value/loss", "critic weights after"):
+    for name in (
+        "critic weights before",
+        "critic optimizer before",
+        "forward: values",
+        "estimate: returns",
+        "estimate: importance_weights",
+        "critic updates: value/loss",
+        "critic weights after",
+    ):
         assert rows[name]["count"] > 0, name
     codes, report = replay(ppo, tmp_path / "report.json", 1, *ONE_RANK, "critic.tensor_model_parallel_size=1")
     assert codes == [0] and 0 < rows_of(report)["critic weights after"]["max_relative"] < 1e-5
 
 
-def test_a_changed_file_without_a_changed_number(
-    ppo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_file_without_a_changed_number(ppo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Bytes behind the critic's chunks: the file is named, and no tensor, as each still reads as recorded."""
     capsule = tmp_path / "step_2"
     shutil.copytree(ppo, capsule)
@@ -222,10 +257,15 @@ def remove_state_digests(capsule: Path) -> None:
     (capsule / "state/step_1" / DIGESTS_FILE).unlink()
 
 
-@pytest.mark.parametrize(("damage", "found"), [
-    (remove_manifest, "manifest.json does not read"), (cut_values, "values.safetensors has"),
-    (remove_state_digests, "SHA256SUMS is missing"), (shutil.rmtree, "there is no"),
-])
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (remove_manifest, "manifest.json does not read"),
+        (cut_values, "values.safetensors has"),
+        (remove_state_digests, "SHA256SUMS is missing"),
+        (shutil.rmtree, "there is no"),
+    ],
+)
 def test_damage_is_refused(
     damage: Callable[[Path], None], found: str, grpo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,10 +276,14 @@ def test_damage_is_refused(
     assert found in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "found"), [
-    ([], "tp * pp * cp = 2 * 2 * 1"), (["actor.tensr=1"], "actor.tensr"),
-    ([*ONE_RANK, "model.path=absent"], "absent"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ([], "tp * pp * cp = 2 * 2 * 1"),
+        (["actor.tensr=1"], "actor.tensr"),
+        ([*ONE_RANK, "model.path=absent"], "absent"),
+    ],
+)
 def test_bad_input_is_one_error(
     arguments: list[str], found: str, grpo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +297,8 @@ def test_a_capture_that_is_cut_off_leaves_no_capsule(
 ) -> None:
     """Killed in an update of the captured step; the run is started again and captures it whole."""
     overrides = overrides_for(
-        task, tmp_path / "run", *COMMON, "trainer.save_freq=1", "checkpoint.save_huggingface=false")
+        task, tmp_path / "run", *COMMON, "trainer.save_freq=1", "checkpoint.save_huggingface=false"
+    )
     assert kill(2, overrides, Blow("update", entry=7, rank=0))
     capsule = tmp_path / "run/capsules/step_2"
     assert not capsule.exists() and (capsule.parent / "step_2.partial/state/step_1/manifest.json").exists()
@@ -274,9 +319,21 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(task: Path, tmp_p
 
 def test_command(grpo: Path, tmp_path: Path) -> None:
     """As docs/replay.md says it, on TP 2."""
-    result = run([
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tools/replay_step.py",
-        str(grpo), "actor.pipeline_model_parallel_size=1", "--json", str(tmp_path / "report.json")])
+    result = run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "tools/replay_step.py",
+            str(grpo),
+            "actor.pipeline_model_parallel_size=1",
+            "--json",
+            str(tmp_path / "report.json"),
+        ]
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "verdict: equal" in result.stdout and "actor tp=2 pp=1 dp=1" in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "equal"

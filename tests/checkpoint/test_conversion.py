@@ -46,8 +46,11 @@ from shards import find_differences, make_empty_shards, place_megatron
 from tiny_models import ENGINE_SIZES, draw_tokens, save_tiny_model
 
 LAYOUTS = {
-    "tp2": ParallelLayout(2, tp_size=2), "tp4": ParallelLayout(4, tp_size=4), "pp2": ParallelLayout(2, pp_size=2),
-    "pp4": ParallelLayout(4, pp_size=4), "pp2vpp2": ParallelLayout(2, pp_size=2, vpp_size=2),
+    "tp2": ParallelLayout(2, tp_size=2),
+    "tp4": ParallelLayout(4, tp_size=4),
+    "pp2": ParallelLayout(2, pp_size=2),
+    "pp4": ParallelLayout(4, pp_size=4),
+    "pp2vpp2": ParallelLayout(2, pp_size=2, vpp_size=2),
     "tp2pp2": ParallelLayout(4, tp_size=2, pp_size=2),
 }
 EXPERT_LAYOUTS = {"ep2": ParallelLayout(2, ep_size=2), "tp2ep2": ParallelLayout(4, tp_size=2, ep_size=2)}
@@ -84,10 +87,16 @@ def load_through(directory: Path, source: Path, layout: ParallelLayout) -> dict[
     return whole
 
 
-@pytest.mark.parametrize("family,changes", [
-    *((family, {}) for family in FAMILIES), ("llama", dict(tie_word_embeddings=True)),
-    ("qwen2", dict(tie_word_embeddings=False)), ("qwen3", dict(num_key_value_heads=8)),
-], ids=lambda value: value if isinstance(value, str) else "".join(f"{k}={v}" for k, v in value.items()) or "base")
+@pytest.mark.parametrize(
+    "family,changes",
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", dict(tie_word_embeddings=True)),
+        ("qwen2", dict(tie_word_embeddings=False)),
+        ("qwen3", dict(num_key_value_heads=8)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(f"{k}={v}" for k, v in value.items()) or "base",
+)
 def test_there_and_back_through_all_layouts(family: str, changes: dict[str, Any], tmp_path: Path):
     save_tiny_model(tmp_path / "hf", family, **SMALL | changes)
     original = read_tensors(tmp_path / "hf")
@@ -99,14 +108,21 @@ def test_there_and_back_through_all_layouts(family: str, changes: dict[str, Any]
     export_model(tmp_path / "megatron", tmp_path / "back")
     assert find_differences(read_tensors(tmp_path / "back"), original) == []
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
-        (tmp_path / "hf/config.json").read_text())
+        (tmp_path / "hf/config.json").read_text()
+    )
     assert not list(tmp_path.rglob("*.partial")) and not list(tmp_path.rglob(".units"))
 
 
-@pytest.mark.parametrize("family,sizes", [
-    ("llama", dict(tp_size=4)), ("gemma", dict(pp_size=2, vpp_size=2)), ("qwen2", dict(tp_size=2, pp_size=2)),
-    ("qwen3_moe", dict(ep_size=2)),
-], ids=["tp4", "pp2vpp2", "tp2pp2", "ep2"])
+@pytest.mark.parametrize(
+    "family,sizes",
+    [
+        ("llama", dict(tp_size=4)),
+        ("gemma", dict(pp_size=2, vpp_size=2)),
+        ("qwen2", dict(tp_size=2, pp_size=2)),
+        ("qwen3_moe", dict(ep_size=2)),
+    ],
+    ids=["tp4", "pp2vpp2", "tp2pp2", "ep2"],
+)
 def test_what_a_layout_saves_becomes_the_model(family: str, sizes: dict[str, int], tmp_path: Path):
     """Real ranks load the converted checkpoint as `model.path`, and save their shards as training does."""
     save_tiny_model(tmp_path / "hf", family)
@@ -126,9 +142,18 @@ def test_what_a_layout_saves_becomes_the_model(family: str, sizes: dict[str, int
 
 def _generate_with_vllm(rank: int, world_size: int, directory: Path, prompt: np.ndarray) -> tuple[list[str], list[int]]:
     """Names of parameters that vLLM's own reader and ours fill differently, and the greedy response."""
-    requests, engine, _ = build_engine(EngineSpec(
-        model_path=str(directory), shape=load_model_shape(directory), dtype="float32", max_prompt_length=len(prompt),
-        max_response_length=12, config=RolloutConfig(max_num_seqs=1), process=init_distributed(2), seed=0))
+    requests, engine, _ = build_engine(
+        EngineSpec(
+            model_path=str(directory),
+            shape=load_model_shape(directory),
+            dtype="float32",
+            max_prompt_length=len(prompt),
+            max_response_length=12,
+            config=RolloutConfig(max_num_seqs=1),
+            process=init_distributed(2),
+            seed=0,
+        )
+    )
     engine.begin_weight_update()
     load_huggingface(directory, engine.placements(rank), engine.params)
     ours = {name: param.clone() for name, param in engine.params.items()}
@@ -143,9 +168,15 @@ def _generate_with_vllm(rank: int, world_size: int, directory: Path, prompt: np.
     return wrong, response.tokens.tolist()
 
 
-@pytest.mark.parametrize("family,changes", [
-    ("qwen2", {}), ("mixtral", {}), ("gemma", dict(tie_word_embeddings=False)),  # tied, it says one word for ever
-], ids=["qwen2", "mixtral", "gemma"])
+@pytest.mark.parametrize(
+    "family,changes",
+    [
+        ("qwen2", {}),
+        ("mixtral", {}),
+        ("gemma", dict(tie_word_embeddings=False)),  # tied, it says one word for ever
+    ],
+    ids=["qwen2", "mixtral", "gemma"],
+)
 def test_the_result_generates_the_same_tokens(
     family: str, changes: dict[str, Any], tmp_path: Path, vllm_imported: None
 ):
@@ -159,7 +190,8 @@ def test_the_result_generates_the_same_tokens(
     ids = torch.from_numpy(prompt)[None]
     expected, found = (
         model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[])[0, 6:].tolist()
-        for model in (original, AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()))
+        for model in (original, AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval())
+    )
     assert found == expected and len(set(expected)) > 1
     assert run_ranks(_generate_with_vllm, 1, tmp_path / "back", prompt, timeout=100) == [([], expected)]
 
@@ -286,20 +318,35 @@ def change_config(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config | changes))
 
 
-@pytest.mark.parametrize("damage,found", [
-    (lambda d: change_config(d, model_type="unheard_of"), r"unknown architecture 'unheard_of'(.|\n)*qwen3_moe"),
-    (lambda d: change_config(d, num_hidden_layers=5), r"model.layers.4.input_layernorm.weight is missing"),
-    (lambda d: change_config(d, vocab_size=600), r"is \[517, 32\], config.json says \[600, 32\]"),
-    (lambda d: change_config(d, num_hidden_layers=3), r"9 tensor\(s\) have no place in a llama model: model.layers.3"),
-    (lambda d: change_config(d, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
-    (lambda d: change_tensors(d, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].double()})),
-     "model.norm.weight is stored as F64"),
-    (lambda d: change_tensors(d, lambda t: t.update({
-        "model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].half()})),
-     "tensors that become one differ in type"),
-    (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
-    (lambda d: shutil.rmtree(d), "has no weights"),
-], ids=["family", "missing", "vocabulary", "surplus", "tie", "float64", "mixed", "no-weights", "nothing"])
+@pytest.mark.parametrize(
+    "damage,found",
+    [
+        (lambda d: change_config(d, model_type="unheard_of"), r"unknown architecture 'unheard_of'(.|\n)*qwen3_moe"),
+        (lambda d: change_config(d, num_hidden_layers=5), r"model.layers.4.input_layernorm.weight is missing"),
+        (lambda d: change_config(d, vocab_size=600), r"is \[517, 32\], config.json says \[600, 32\]"),
+        (
+            lambda d: change_config(d, num_hidden_layers=3),
+            r"9 tensor\(s\) have no place in a llama model: model.layers.3",
+        ),
+        (lambda d: change_config(d, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
+        (
+            lambda d: change_tensors(d, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].double()})),
+            "model.norm.weight is stored as F64",
+        ),
+        (
+            lambda d: change_tensors(
+                d,
+                lambda t: t.update(
+                    {"model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].half()}
+                ),
+            ),
+            "tensors that become one differ in type",
+        ),
+        (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
+        (lambda d: shutil.rmtree(d), "has no weights"),
+    ],
+    ids=["family", "missing", "vocabulary", "surplus", "tie", "float64", "mixed", "no-weights", "nothing"],
+)
 def test_a_model_that_does_not_fit_is_one_error(damage, found: str, tmp_path: Path):
     save_tiny_model(tmp_path / "hf", "llama", **SMALL)
     damage(tmp_path / "hf")

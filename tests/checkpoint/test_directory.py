@@ -29,8 +29,10 @@ def write_step(root: Path, step: int) -> Path:
     """A checkpoint of three files."""
     partial = root / f"step_{step}.partial"
     (partial / "actor").mkdir(parents=True)
-    files = [write_file(partial / name, bytes([step]) * size)
-             for name, size in (("actor/a", 100), ("actor/b", 200), ("c", 5))]
+    files = [
+        write_file(partial / name, bytes([step]) * size)
+        for name, size in (("actor/a", 100), ("actor/b", 200), ("c", 5))
+    ]
     seal(partial, {"format": 1, "step": step}, files)
     return root / f"step_{step}"
 
@@ -47,12 +49,18 @@ DAMAGES = {
     "flipped": (lambda d: _flip(d / "actor/b"), "actor/b has another content than was written (SHA-256 "),
     "manifest": (lambda d: (d / "manifest.json").write_text("{"), "manifest.json does not read: JSONDecodeError"),
     "other-manifest": (
-        lambda d: (d / "manifest.json").write_text('{"format": 1}'), "manifest.json has another content"),
+        lambda d: (d / "manifest.json").write_text('{"format": 1}'),
+        "manifest.json has another content",
+    ),
     "no-manifest": (lambda d: (d / "manifest.json").unlink(), "manifest.json does not read: there is none"),
     "digests": (lambda d: (d / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
     "digest": (lambda d: (d / "SHA256SUMS").write_text("what?"), "SHA256SUMS does not read"),
-    "short": (lambda d: (d / "SHA256SUMS").write_text("".join(
-        line for line in (d / "SHA256SUMS").open() if "actor/a" not in line)), "actor/a is not in SHA256SUMS"),
+    "short": (
+        lambda d: (d / "SHA256SUMS").write_text(
+            "".join(line for line in (d / "SHA256SUMS").open() if "actor/a" not in line)
+        ),
+        "actor/a is not in SHA256SUMS",
+    ),
 }
 
 
@@ -97,10 +105,16 @@ def test_a_newer_format_is_refused(tmp_path: Path):
         read_manifest(directory)
 
 
-@pytest.mark.parametrize("keep_last,keep_best,left", [
-    (None, True, [5, 4, 3, 2, 1]), (2, True, [5, 4, 2]), (2, False, [5, 4]), (0, False, [5]),
-    (9, True, [5, 4, 3, 2, 1]),
-])
+@pytest.mark.parametrize(
+    "keep_last,keep_best,left",
+    [
+        (None, True, [5, 4, 3, 2, 1]),
+        (2, True, [5, 4, 2]),
+        (2, False, [5, 4]),
+        (0, False, [5]),
+        (9, True, [5, 4, 3, 2, 1]),
+    ],
+)
 def test_pruning(keep_last: int | None, keep_best: bool, left: list[int], tmp_path: Path):
     for step in (1, 2, 3, 4, 5):
         write_step(tmp_path, step)

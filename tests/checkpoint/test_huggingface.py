@@ -45,8 +45,15 @@ from shards import cut_shards, find_differences, make_empty_shards, place_megatr
 
 SMALL_FILE = 10_000  # bytes; the models below are 40 to 50 kB
 PADDING_ROWS = 5
-SIZES = dict(num_hidden_layers=4, hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=4,
-             vocab_size=70, max_position_embeddings=64)
+SIZES = dict(
+    num_hidden_layers=4,
+    hidden_size=24,
+    intermediate_size=40,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=70,
+    max_position_embeddings=64,
+)
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True, head_dim=6),
@@ -105,10 +112,17 @@ class CountingFile:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2 sharded", "qwen3", "qwen3 sharded"])
-@pytest.mark.parametrize("sizes", [
-    dict(tp_size=1), dict(tp_size=2, pp_size=2), dict(tp_size=4), dict(tp_size=2, pp_size=2, vpp_size=2),
-    dict(pp_size=4),
-], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(tp_size=1),
+        dict(tp_size=2, pp_size=2),
+        dict(tp_size=4),
+        dict(tp_size=2, pp_size=2, vpp_size=2),
+        dict(pp_size=4),
+    ],
+    ids=str,
+)
 def test_each_rank_reads_just_its_slices(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int]
 ) -> None:
@@ -149,9 +163,7 @@ def test_a_whole_checkpoint_is_accepted(checkpoints: dict[str, Path], name: str)
     assert (len(set(files.values())) > 1) is ("sharded" in name)
 
 
-def test_tensors_that_are_missing_or_have_another_shape_are_named(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_tensors_that_are_missing_or_have_another_shape_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     tensors = read_all(checkpoints["llama"])
     del tensors["model.norm.weight"]
     tensors["lm_head.weight"] = torch.zeros(69, 24)
@@ -175,9 +187,11 @@ def test_directories_without_all_their_files_are_refused(checkpoints: dict[str, 
 def scorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What transformers writes of models with a score head, by what is special about them."""
     root, found = tmp_path_factory.mktemp("scorers"), {}
-    for name, auto_class, num_labels in (("sequence", AutoModelForSequenceClassification, 1),
-                                         ("two labels", AutoModelForSequenceClassification, 2),
-                                         ("token", AutoModelForTokenClassification, 1)):
+    for name, auto_class, num_labels in (
+        ("sequence", AutoModelForSequenceClassification, 1),
+        ("two labels", AutoModelForSequenceClassification, 2),
+        ("token", AutoModelForTokenClassification, 1),
+    ):
         config = Qwen2Config(**SIZES, tie_word_embeddings=True, num_labels=num_labels)
         found[name] = root / name
         auto_class.from_config(config, dtype=torch.float32).save_pretrained(found[name])
@@ -254,7 +268,8 @@ def test_four_ranks_write_a_sequence_classification(
 
     def save(rank: int, world_size: int) -> str:
         return save_from_ranks(
-            rank, world_size, source_path, target, dict(tp_size=2, pp_size=2), torch.float32, head="score")
+            rank, world_size, source_path, target, dict(tp_size=2, pp_size=2), torch.float32, head="score"
+        )
 
     assert run_ranks(save, 4, timeout=90) == [""] * 4
     shape, config = load_model_shape(target, head="score"), json.loads((target / "config.json").read_text())
@@ -268,8 +283,14 @@ def test_four_ranks_write_a_sequence_classification(
 
 
 def save_from_ranks(
-    rank: int, world_size: int, source: Path, target: Path, sizes: dict[str, int], dtype: torch.dtype,
-    head: Head = "lm", **options: Any,
+    rank: int,
+    world_size: int,
+    source: Path,
+    target: Path,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    head: Head = "lm",
+    **options: Any,
 ) -> str:
     """Load the checkpoint on every rank and write it again; the error's text, or nothing."""
     shape = load_model_shape(source, head)
@@ -279,8 +300,12 @@ def save_from_ranks(
     load_huggingface(source, tables[rank], params, may_lack=("score.weight",))
     try:
         written = save_huggingface(
-            target, ShardedModel(shape, shards, params, dist.group.WORLD), side_files_from=source, bucket_bytes=2000,
-            **options)
+            target,
+            ShardedModel(shape, shards, params, dist.group.WORLD),
+            side_files_from=source,
+            bucket_bytes=2000,
+            **options,
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     assert written == target and target.is_dir()
@@ -288,10 +313,15 @@ def save_from_ranks(
 
 
 @pytest.mark.parametrize("max_file_bytes", [SMALL_FILE, 4 << 30], ids=["many files", "one file"])
-@pytest.mark.parametrize(("family", "sizes"), [
-    ("qwen2", dict(tp_size=2, pp_size=2)), ("qwen3", dict(tp_size=2, pp_size=2)), ("llama", dict(tp_size=4)),
-    ("qwen3", dict(pp_size=2, vpp_size=2)),
-])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen2", dict(tp_size=2, pp_size=2)),
+        ("qwen3", dict(tp_size=2, pp_size=2)),
+        ("llama", dict(tp_size=4)),
+        ("qwen3", dict(pp_size=2, vpp_size=2)),
+    ],
+)
 def test_four_ranks_write_what_transformers_wrote(
     checkpoints: dict[str, Path], tmp_path: Path, family: str, sizes: dict[str, int], max_file_bytes: int
 ) -> None:
@@ -389,13 +419,17 @@ def fail_allocating() -> None:
     huggingface.torch = SimpleNamespace(**vars(torch) | {"empty": empty})
 
 
-@pytest.mark.parametrize(("patch", "expected"), [
-    (fail_writing(OSError(28, "No space left on device"), 1), "OSError: [Errno 28] No space left"),
-    (fail_writing(SafetensorError("I/O error: No space left"), 2), "SafetensorError: I/O error: No space left"),
-    (fail_copying, "PermissionError: no right to copy"),
-    (fail_renaming, "OSError: [Errno 5] Input/output error"),
-    (fail_allocating, "MemoryError: none is left"),
-], ids=["first file", "second file, as safetensors says it", "side files", "rename", "memory"])
+@pytest.mark.parametrize(
+    ("patch", "expected"),
+    [
+        (fail_writing(OSError(28, "No space left on device"), 1), "OSError: [Errno 28] No space left"),
+        (fail_writing(SafetensorError("I/O error: No space left"), 2), "SafetensorError: I/O error: No space left"),
+        (fail_copying, "PermissionError: no right to copy"),
+        (fail_renaming, "OSError: [Errno 5] Input/output error"),
+        (fail_allocating, "MemoryError: none is left"),
+    ],
+    ids=["first file", "second file, as safetensors says it", "side files", "rename", "memory"],
+)
 def test_a_failing_write_raises_everywhere_and_leaves_the_old_directory(
     checkpoints: dict[str, Path], tmp_path: Path, patch: Callable[[], None], expected: str
 ) -> None:
@@ -407,7 +441,8 @@ def test_a_failing_write_raises_everywhere_and_leaves_the_old_directory(
     def save(rank: int, world_size: int) -> str:
         patch()
         return save_from_ranks(
-            rank, world_size, checkpoints["qwen2"], target, dict(tp_size=2), torch.float32, max_file_bytes=SMALL_FILE)
+            rank, world_size, checkpoints["qwen2"], target, dict(tp_size=2), torch.float32, max_file_bytes=SMALL_FILE
+        )
 
     errors = run_ranks(save, 2, timeout=60)
     assert all(error.startswith(expected) for error in errors), errors

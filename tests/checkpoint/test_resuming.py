@@ -56,9 +56,16 @@ def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Ca
         assert metrics["policy/lr"] == expected["policy/lr"]
 
 
-@pytest.mark.parametrize("case", [
-    Case(2, dtype="bfloat16"), Case(2, actor=NO_ZERO, dtype="bfloat16"), Case(actor=NO_ZERO), TP2_PP2,
-], ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, dtype="bfloat16"),
+        Case(2, actor=NO_ZERO, dtype="bfloat16"),
+        Case(actor=NO_ZERO),
+        TP2_PP2,
+    ],
+    ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2"],
+)
 def test_the_same_layout_goes_on_bit_by_bit(case: Case, models, tmp_path: Path):
     saved = save_actor(case, models["qwen2"], tmp_path, async_save=True)
     resumed = resume_actor(case, models["qwen2"], tmp_path / "step_1")
@@ -74,20 +81,31 @@ def join_all(pieces) -> dict[str, torch.Tensor]:
     return {f"{p.key} {p.offset}": p.data for p in pieces}
 
 
-@pytest.mark.parametrize("layout", [
-    Case(4), Case(2, dict(cp_size=2)), Case(4, dict(tp_size=4)), Case(4, dict(tp_size=2), actor=SP | NO_ZERO),
-    Case(2, dict(pp_size=2, vpp_size=2)),
-], ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Case(4),
+        Case(2, dict(cp_size=2)),
+        Case(4, dict(tp_size=4)),
+        Case(4, dict(tp_size=2), actor=SP | NO_ZERO),
+        Case(2, dict(pp_size=2, vpp_size=2)),
+    ],
+    ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2"],
+)
 def test_tp2_pp2_goes_on_in_other_layouts(layout: Case, models, tmp_path: Path):
     """Tied embeddings: the last stage's copy, its states included, is the first stage's."""
     same_in_another_layout(models["qwen2"], tmp_path, TP2_PP2, layout)
 
 
-@pytest.mark.parametrize("saved_by,loaded_by", [
-    (Case(2, dict(ep_size=2)), Case()),
-    (Case(4, dict(tp_size=2, ep_size=2), SP), Case(2, dict(pp_size=2))),
-    (Case(2, dict(pp_size=2)), Case(4, dict(ep_size=2))),
-], ids=["ep2-to-1", "tp2ep2-to-pp2", "pp2-to-ep2dp4"])
+@pytest.mark.parametrize(
+    "saved_by,loaded_by",
+    [
+        (Case(2, dict(ep_size=2)), Case()),
+        (Case(4, dict(tp_size=2, ep_size=2), SP), Case(2, dict(pp_size=2))),
+        (Case(2, dict(pp_size=2)), Case(4, dict(ep_size=2))),
+    ],
+    ids=["ep2-to-1", "tp2ep2-to-pp2", "pp2-to-ep2dp4"],
+)
 def test_experts_go_on_in_other_layouts(saved_by: Case, loaded_by: Case, models, tmp_path: Path):
     same_in_another_layout(models["qwen3_moe"], tmp_path, saved_by, loaded_by)
 
@@ -109,8 +127,12 @@ def _refuse_on_rank(rank: int, world_size: int, path: Path, directory: Path, oth
         actor = build_actor(case, model)
         before = {name: param.clone() for name, param in actor.model.params.items()}
         with pytest.raises(UserError) as caught:
-            load_training_state(directory, {"actor": actor}, group=dist.group.WORLD,
-                                side_files={"actor": list_side_files(path, tokenizer)})
+            load_training_state(
+                directory,
+                {"actor": actor},
+                group=dist.group.WORLD,
+                side_files={"actor": list_side_files(path, tokenizer)},
+            )
         assert all(torch.equal(before[name], param) for name, param in actor.model.params.items())
         found.append(str(caught.value))
 
@@ -134,7 +156,8 @@ def test_what_does_not_fit_is_refused(models, tmp_path: Path):
         "belongs to another vocabulary: vocab_size 517 where the model has 600",
         "belongs to another model: num_layers 4 where the model has 2, rope_theta 10000.0 where the model has 500.0",
         "the actor was trained in float32, this run has model.dtype=bfloat16",
-        "trained with another vocabulary: its tokenizer.model differs from")
+        "trained with another vocabulary: its tokenizer.model differs from",
+    )
     assert all(text in error for text, error in zip(expected, errors[0], strict=True))
 
 
@@ -153,8 +176,11 @@ def test_critic_and_actor_in_layouts_of_their_own(models, tmp_path: Path):
             create_states(roles["critic"], 3)
             roles["critic"].optimizer.resume(3, {"num_steps": 3})
             for piece in make_state_pieces(roles["critic"], rank, None):
-                piece.data.copy_(torch.rand(piece.shape, generator=torch.Generator().manual_seed(len(piece.key)))[
-                    box_slices(piece.box)].view_as(piece.data))
+                piece.data.copy_(
+                    torch.rand(piece.shape, generator=torch.Generator().manual_seed(len(piece.key)))[
+                        box_slices(piece.box)
+                    ].view_as(piece.data)
+                )
             for name, param in roles["critic"].model.params.items():
                 if name.endswith("score.weight"):
                     param.fill_(0.5)

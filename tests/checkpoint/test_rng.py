@@ -29,8 +29,14 @@ def draw(streams: dict[str, torch.Tensor | torch.Generator]) -> list[float]:
     """A number of every generator; the two streams as they are after `restore_rng`."""
     plain = torch.Generator()
     plain.set_state(get_cuda_rng_tracker().get_states()["plain"])
-    return [torch.rand(()).item(), random.random(), float(np.random.rand()), random.gauss(0, 1),
-            torch.rand((), generator=plain).item(), torch.rand((), generator=streams["of graphs"]).item()]
+    return [
+        torch.rand(()).item(),
+        random.random(),
+        float(np.random.rand()),
+        random.gauss(0, 1),
+        torch.rand((), generator=plain).item(),
+        torch.rand((), generator=streams["of graphs"]).item(),
+    ]
 
 
 def test_all_generators_go_on(streams: dict[str, torch.Tensor | torch.Generator]) -> None:

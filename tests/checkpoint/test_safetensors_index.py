@@ -54,17 +54,28 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "cut in the data": (rewrite(SECOND, lambda old: old[:-1]), f"{SECOND} is damaged: .*not fully covered", SECOND),
     "longer than it says": (rewrite(FIRST, lambda old: old + b"x"), f"{FIRST} is damaged: .*not fully", FIRST),
     "header of 2**60 bytes": (
-        rewrite(FIRST, lambda old: struct.pack("<Q", 1 << 60) + old[8:]), f"{FIRST} is damaged: .*too large", FIRST),
+        rewrite(FIRST, lambda old: struct.pack("<Q", 1 << 60) + old[8:]),
+        f"{FIRST} is damaged: .*too large",
+        FIRST,
+    ),
     "header that is no text": (
-        rewrite(FIRST, lambda old: old[:8] + b"\xff" + old[9:]), f"{FIRST} is damaged: .*UTF-8", FIRST),
+        rewrite(FIRST, lambda old: old[:8] + b"\xff" + old[9:]),
+        f"{FIRST} is damaged: .*UTF-8",
+        FIRST,
+    ),
     "a web page": (rewrite(FIRST, lambda _: b"<html>not found</html>"), f"{FIRST} is damaged: .*too large", FIRST),
     "a pointer": (rewrite(FIRST, lambda _: POINTER), f"{FIRST} is damaged: it is a pointer of Git LFS", "git lfs pull"),
-    "a directory": (
-        lambda model: ((model / FIRST).unlink(), (model / FIRST).mkdir()), f"are missing: {FIRST}", FIRST),
+    "a directory": (lambda model: ((model / FIRST).unlink(), (model / FIRST).mkdir()), f"are missing: {FIRST}", FIRST),
     "a missing file": (
-        lambda model: (model / SECOND).unlink(), f"1 file.s. of the model are missing: {SECOND}", SECOND),
+        lambda model: (model / SECOND).unlink(),
+        f"1 file.s. of the model are missing: {SECOND}",
+        SECOND,
+    ),
     "a missing file and no index": (
-        lambda model: ((model / SECOND).unlink(), (model / INDEX_FILE).unlink()), f"missing: {SECOND}", SECOND),
+        lambda model: ((model / SECOND).unlink(), (model / INDEX_FILE).unlink()),
+        f"missing: {SECOND}",
+        SECOND,
+    ),
     "cut index": (rewrite(INDEX_FILE, lambda old: old[:-9]), f"{INDEX_FILE} is not JSON: .*line 1", INDEX_FILE),
     "binary index": (rewrite(INDEX_FILE, lambda _: b"\xff\xfe\x00"), f"{INDEX_FILE} is not JSON", INDEX_FILE),
     "deep index": (rewrite(INDEX_FILE, lambda _: b"[" * 200_000), f"{INDEX_FILE} is not JSON", INDEX_FILE),
@@ -76,7 +87,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "absolute path": (remap(a=f"/etc/{FIRST}"), f"names '/etc/{FIRST}'", INDEX_FILE),
     "another kind of file": (remap(a="config.json"), "names 'config.json'", INDEX_FILE),
     "tensor of another file": (
-        remap(b=FIRST), f"b is not in {FIRST}, as {INDEX_FILE} says, but in {SECOND}", f"{INDEX_FILE} and {FIRST} ag"),
+        remap(b=FIRST),
+        f"b is not in {FIRST}, as {INDEX_FILE} says, but in {SECOND}",
+        f"{INDEX_FILE} and {FIRST} ag",
+    ),
     "tensor of no file": (remap(d=FIRST), f"d is not in {FIRST}, as {INDEX_FILE} says\n", FIRST),
 }
 

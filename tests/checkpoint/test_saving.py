@@ -115,9 +115,7 @@ def _limit_files(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("where,is_async", [("rank 1", False), ("rank 1", True), ("index", True)])
-def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(
-    where: str, is_async: bool, path: Path, tmp_path: Path
-):
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(where: str, is_async: bool, path: Path, tmp_path: Path):
     """A file may not become larger, on one rank only; the run goes on and the next save works."""
 
     def on_rank(rank: int, world_size: int) -> list[SaveOutcome]:
@@ -255,10 +253,17 @@ def test_an_export_that_does_not_fit_is_reported(path: Path, tmp_path: Path):
         actor, outcomes = build_actor(Case(), path), []
         _limit_files(50_000)
         make_saver(tmp_path, outcomes).save(
-            make_content(path, 2, 0), {"actor": actor},
-            export=actor_export(RunConfig(
-                model=ModelConfig(path=str(path)), data=DataConfig(train_files=[], train_batch_size=1),
-                actor=ActorConfig()), actor.model))
+            make_content(path, 2, 0),
+            {"actor": actor},
+            export=actor_export(
+                RunConfig(
+                    model=ModelConfig(path=str(path)),
+                    data=DataConfig(train_files=[], train_batch_size=1),
+                    actor=ActorConfig(),
+                ),
+                actor.model,
+            ),
+        )
         _limit_files(resource.RLIM_INFINITY)
         return outcomes[0]
 

@@ -48,14 +48,22 @@ def build_plain_model(shape: ModelShape, tp_size: int) -> tuple[torch.nn.Module,
     model_parallel_cuda_manual_seed(1, tp_rank=groups.at.tp, ep_rank=0, etp_rank=groups.at.tp)
     config = build_transformer_config(shape, groups.layout, dtype=torch.float32)
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     if shape.num_experts:  # the local spec gives this norm a dense model's name; Transformer Engine's spec does not
         spec.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     config.perform_initialization = True
     model = GPTModel(
-        config, spec, vocab_size=padded_vocab_size(VOCAB_SIZE, tp_size), max_sequence_length=64,
-        position_embedding_type="rope", rotary_base=shape.rope_theta, pg_collection=groups.collection,
-        share_embeddings_and_output_weights=shape.tied_embeddings, parallel_output=False)
+        config,
+        spec,
+        vocab_size=padded_vocab_size(VOCAB_SIZE, tp_size),
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        pg_collection=groups.collection,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        parallel_output=False,
+    )
     return model, dict(dp_cp_group=groups.collection.dp_cp)
 
 
@@ -65,7 +73,8 @@ def _score_on_rank(rank: int, tp_size: int, shape: ModelShape, directory: Path, 
 
     model, metadata = build_plain_model(shape, tp_size)
     loaded = dist_checkpointing.load(
-        {"model": model.sharded_state_dict(metadata=metadata)}, str(directory), strict="log_unexpected")
+        {"model": model.sharded_state_dict(metadata=metadata)}, str(directory), strict="log_unexpected"
+    )
     outcome = model.load_state_dict(loaded["model"], strict=False)
     assert all(name.endswith("_extra_state") for name in outcome.missing_keys) and not outcome.unexpected_keys
     positions = torch.arange(TOKENS.shape[1])[None].expand(len(TOKENS), -1)
@@ -78,8 +87,7 @@ def _score_on_rank(rank: int, tp_size: int, shape: ModelShape, directory: Path, 
 
 
 def import_model(source: Path, out: Path) -> Path:
-    return convert_to_megatron(
-        source, out, dtype=None, file_bytes=1 << 18, force=False, workers=Workers())
+    return convert_to_megatron(source, out, dtype=None, file_bytes=1 << 18, force=False, workers=Workers())
 
 
 @pytest.mark.parametrize("family,tp_size", [("qwen2", 2), ("llama", 1), ("qwen3_moe", 1)])
@@ -93,8 +101,13 @@ def test_megatron_core_reads_and_writes_the_same(family: str, tp_size: int, tmp_
         expected = reference(TOKENS).logits
     assert all(torch.allclose(found, expected, atol=2e-5) for found in logits)
     convert_to_huggingface(
-        CheckpointWeights(tmp_path / "copy", config=tmp_path / "hf"), tmp_path / "back", dtype=None,
-        file_bytes=1 << 30, force=False, workers=Workers())
+        CheckpointWeights(tmp_path / "copy", config=tmp_path / "hf"),
+        tmp_path / "back",
+        dtype=None,
+        file_bytes=1 << 30,
+        force=False,
+        workers=Workers(),
+    )
     original = load_file(tmp_path / "hf" / "model.safetensors")
     assert find_differences(load_file(tmp_path / "back" / "model.safetensors"), original) == []
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").config.vocab_size == VOCAB_SIZE
@@ -150,10 +163,14 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("damage,found", [
-    (Path.unlink, "__0_0.distcp is damaged: it is missing"),
-    (_cut, r"__0_0.distcp is damaged: it ends at byte \d+, x needs byte \d+"),
-], ids=["missing", "truncated"])
+@pytest.mark.parametrize(
+    "damage,found",
+    [
+        (Path.unlink, "__0_0.distcp is damaged: it is missing"),
+        (_cut, r"__0_0.distcp is damaged: it ends at byte \d+, x needs byte \d+"),
+    ],
+    ids=["missing", "truncated"],
+)
 def test_damaged_chunks_are_named(damage, found: str, tmp_path: Path):
     """Without any digest. (A flipped byte shows in the digests only, see test_directory.py.)"""
     write_example(tmp_path)
@@ -201,12 +218,16 @@ def test_metadata_names_files_beside_it_only(tmp_path: Path):
         ChunkReader(tmp_path)
 
 
-@pytest.mark.parametrize("content,found", [
-    (pickle.dumps(_Evil()), "it asks for builtins.print, which no checkpoint needs"),
-    (pickle.dumps(_EvilAttribute()), "it asks for builtins.getattr, which no checkpoint needs"),
-    (pickle.dumps({"a": 1}), "it does not hold the metadata of a checkpoint"),
-    (b"", "Ran out of input"),
-], ids=["code", "attribute", "other", "empty"])
+@pytest.mark.parametrize(
+    "content,found",
+    [
+        (pickle.dumps(_Evil()), "it asks for builtins.print, which no checkpoint needs"),
+        (pickle.dumps(_EvilAttribute()), "it asks for builtins.getattr, which no checkpoint needs"),
+        (pickle.dumps({"a": 1}), "it does not hold the metadata of a checkpoint"),
+        (b"", "Ran out of input"),
+    ],
+    ids=["code", "attribute", "other", "empty"],
+)
 def test_metadata_runs_no_code(content: bytes, found: str, tmp_path: Path, capsys):
     write_example(tmp_path)
     (tmp_path / ".metadata").write_bytes(content)

@@ -82,24 +82,45 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
     path.write_text(VERL_RECIPE)
     loaded = load_config(path)
     expected = {
-        "model.path": "Qwen/Qwen3-8B", "data.validation_files": ["test.parquet"], "data.overlong_prompts": "drop",
-        "actor.lr": 1e-6, "actor.ppo_mini_batch_size": 256, "actor.recompute_granularity": "full",
-        "actor.tensor_model_parallel_size": 2, "actor.pipeline_model_parallel_size": 2, "rollout.n": 5,
-        "rollout.tensor_model_parallel_size": 2, "algorithm.kl_coef": 0.001, "algorithm.kl_type": "k3",
-        "algorithm.clip_eps_low": 0.2, "algorithm.clip_eps_high": 0.28, "trainer.save_freq": 0,
-        "trainer.test_freq": 5, "trainer.total_epochs": 15, "actor.max_tokens_per_microbatch": 4 * (512 + 1024),
-        "algorithm.kl_in": "loss", "observability.wandb_project": "p", "observability.wandb_name": "e",
+        "model.path": "Qwen/Qwen3-8B",
+        "data.validation_files": ["test.parquet"],
+        "data.overlong_prompts": "drop",
+        "actor.lr": 1e-6,
+        "actor.ppo_mini_batch_size": 256,
+        "actor.recompute_granularity": "full",
+        "actor.tensor_model_parallel_size": 2,
+        "actor.pipeline_model_parallel_size": 2,
+        "rollout.n": 5,
+        "rollout.tensor_model_parallel_size": 2,
+        "algorithm.kl_coef": 0.001,
+        "algorithm.kl_type": "k3",
+        "algorithm.clip_eps_low": 0.2,
+        "algorithm.clip_eps_high": 0.28,
+        "trainer.save_freq": 0,
+        "trainer.test_freq": 5,
+        "trainer.total_epochs": 15,
+        "actor.max_tokens_per_microbatch": 4 * (512 + 1024),
+        "algorithm.kl_in": "loss",
+        "observability.wandb_project": "p",
+        "observability.wandb_name": "e",
     }
     assert {name: value_of(loaded, name) for name in expected} == expected
     ignored = sorted(
-        note.split("=")[0].removeprefix("ignored: ") for note in loaded.notes if note.startswith("ignored: "))
-    assert ignored == sorted([
-        "actor_rollout_ref.model.use_remove_padding",
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "trainer.logger",
-        "trainer.n_gpus_per_node", "trainer.nnodes",
-        "algorithm.kl_ctrl.kl_coef", "data.truncation",
-    ])
+        note.split("=")[0].removeprefix("ignored: ") for note in loaded.notes if note.startswith("ignored: ")
+    )
+    assert ignored == sorted(
+        [
+            "actor_rollout_ref.model.use_remove_padding",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size",
+            "trainer.logger",
+            "trainer.n_gpus_per_node",
+            "trainer.nnodes",
+            "algorithm.kl_ctrl.kl_coef",
+            "data.truncation",
+        ]
+    )
 
 
 def test_the_tutorial_recipe_reads_as_it_is() -> None:
@@ -196,8 +217,11 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("data.truncation=right", "data.overlong_prompts", "truncate_right"),
         ("data.truncation=middle", "data.overlong_prompts", "truncate_middle"),
         ("data.reward_fn_key=data_source", "reward.rule", "by_data_source"),
-        ("+data.apply_chat_template_kwargs.enable_thinking=false", "data.apply_chat_template_kwargs",
-         {"enable_thinking": False}),
+        (
+            "+data.apply_chat_template_kwargs.enable_thinking=false",
+            "data.apply_chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
         (f"{ACTOR}.loss_scale_factor=512", "algorithm.loss_scale_factor", 512.0),
         ("data.truncation=error", "data.overlong_prompts", "error"),
         ("actor_rollout_ref.model.enable_gradient_checkpointing=false", "actor.recompute_granularity", "none"),
@@ -272,9 +296,16 @@ def test_kl_in_the_reward_takes_the_controller() -> None:
     """verl's estimator there is k1 and its coefficient 0.001, unless they are given."""
     algorithm = load("algorithm.use_kl_in_reward=true").config.algorithm
     assert (algorithm.kl_in, algorithm.kl_coef, algorithm.kl_type) == ("reward", 0.001, "k1")
-    loaded = load("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.2",
-                  "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.3",
-                  "algorithm.kl_ctrl.horizon=500", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0.5")
+    loaded = load(
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_penalty=low_var_kl",
+        "algorithm.kl_ctrl.kl_coef=0.2",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.3",
+        "algorithm.kl_ctrl.horizon=500",
+        f"{ACTOR}.use_kl_loss=false",
+        f"{ACTOR}.kl_loss_coef=0.5",
+    )
     algorithm = loaded.config.algorithm
     assert (algorithm.kl_in, algorithm.kl_coef, algorithm.kl_type) == ("reward", 0.2, "k3")
     assert (algorithm.kl_controller, algorithm.kl_target, algorithm.kl_horizon) == ("adaptive", 0.3, 500.0)
@@ -317,18 +348,21 @@ VERL_MODEL = "actor_rollout_ref: {model: {path: policy}}\n"
 OWN_MODEL = "model: {path: policy}\n"
 
 
-@pytest.mark.parametrize(("recipe", "overrides", "expected"), [
-    (VERL_MODEL, [], 3.0),
-    (VERL_MODEL, ["model.path=elsewhere"], 3.0),
-    (VERL_MODEL, [f"{ACTOR}.clip_ratio_c=5"], 5.0),
-    (VERL_MODEL, ["algorithm.dual_clip=null"], None),
-    (VERL_MODEL, ["algorithm.policy_loss=gspo"], None),
-    (VERL_MODEL, [f"{ACTOR}.policy_loss.loss_mode=cispo"], None),
-    (OWN_MODEL, [], None),
-    (OWN_MODEL, ["actor_rollout_ref.model.path=elsewhere", f"{ROLLOUT}.n=4"], None),
-    ("", ["actor_rollout_ref.model.path=policy"], 3.0),
-    ("", ["model.path=policy", f"{ROLLOUT}.n=4"], None),
-])
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "expected"),
+    [
+        (VERL_MODEL, [], 3.0),
+        (VERL_MODEL, ["model.path=elsewhere"], 3.0),
+        (VERL_MODEL, [f"{ACTOR}.clip_ratio_c=5"], 5.0),
+        (VERL_MODEL, ["algorithm.dual_clip=null"], None),
+        (VERL_MODEL, ["algorithm.policy_loss=gspo"], None),
+        (VERL_MODEL, [f"{ACTOR}.policy_loss.loss_mode=cispo"], None),
+        (OWN_MODEL, [], None),
+        (OWN_MODEL, ["actor_rollout_ref.model.path=elsewhere", f"{ROLLOUT}.n=4"], None),
+        ("", ["actor_rollout_ref.model.path=policy"], 3.0),
+        ("", ["model.path=policy", f"{ROLLOUT}.n=4"], None),
+    ],
+)
 def test_dual_clip_of_a_recipe_that_does_not_write_it(
     tmp_path: Path, recipe: str, overrides: list[str], expected: float | None
 ) -> None:
@@ -338,7 +372,8 @@ def test_dual_clip_of_a_recipe_that_does_not_write_it(
     loaded = load_config(path if recipe else None, [*MINIMAL[1:], *overrides])
     assert loaded.config.algorithm.dual_clip == expected
     assert any("clip_ratio_c=3.0 unless" in note for note in loaded.notes) == (
-        expected == 3.0 or "algorithm.dual_clip=null" in overrides)
+        expected == 3.0 or "algorithm.dual_clip=null" in overrides
+    )
 
 
 def test_losses_that_verl_averages_by_sequence(tmp_path: Path) -> None:
@@ -357,18 +392,36 @@ def test_the_sum_by_a_constant_says_by_which_factor_it_differs() -> None:
     mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
     (note,) = load(mode).notes
     assert "larger by the factor the sequences of a micro batch" in note
-    assert "factor actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 4" in load(
-        mode, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4").notes[0]
+    assert (
+        "factor actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 4"
+        in load(mode, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4").notes[0]
+    )
 
 
-@pytest.mark.parametrize(("switch", "setting", "name", "expected"), [
-    ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "dynamic_sampling_metric", "acc"),
-    ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score", "dynamic_sampling_metric", None),
-    ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward", "dynamic_sampling_metric",
-     "reward"),
-    ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_batch_normalize=true",
-     "importance_normalize", True),
-])
+@pytest.mark.parametrize(
+    ("switch", "setting", "name", "expected"),
+    [
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "dynamic_sampling_metric", "acc"),
+        (
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=score",
+            "dynamic_sampling_metric",
+            None,
+        ),
+        (
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=seq_reward",
+            "dynamic_sampling_metric",
+            "reward",
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_is_batch_normalize=true",
+            "importance_normalize",
+            True,
+        ),
+    ],
+)
 def test_settings_that_need_a_switch(switch: str, setting: str, name: str, expected: object) -> None:
     """With it they count; without it they are put aside with a note."""
     loaded = load(switch, setting)
@@ -410,10 +463,15 @@ def test_repetitions_must_agree(tmp_path: Path) -> None:
 
 
 def test_whole_sections_are_reported_once() -> None:
-    loaded = load("actor_rollout_ref.actor.profiler.enable=false", "actor_rollout_ref.actor.profiler.ranks=[]",
-                  "critic._target_=verl.Critic")
+    loaded = load(
+        "actor_rollout_ref.actor.profiler.enable=false",
+        "actor_rollout_ref.actor.profiler.ranks=[]",
+        "critic._target_=verl.Critic",
+    )
     assert [note.partition("(")[0] for note in loaded.notes] == [
-        "ignored: 2 settings *.profiler.* ", "ignored: critic._target_='verl.Critic' "]
+        "ignored: 2 settings *.profiler.* ",
+        "ignored: critic._target_='verl.Critic' ",
+    ]
 
 
 def test_own_kl_coefficient_beats_the_assumed_one() -> None:

@@ -25,15 +25,27 @@ from megatron_rl.types import UserError
 
 
 def make_config(
-    *, tp: int = 1, pp: int = 1, rollout_tp: int = 1, batch: int = 8, mini: int | None = None, n: int = 4,
-    epochs: int = 1, steps: int | None = None, ppo_epochs: int = 1, budget: int = 4096,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    rollout_tp: int = 1,
+    batch: int = 8,
+    mini: int | None = None,
+    n: int = 4,
+    epochs: int = 1,
+    steps: int | None = None,
+    ppo_epochs: int = 1,
+    budget: int = 4096,
 ) -> RunConfig:
     return RunConfig(
         model=ModelConfig(path="policy"),
         data=DataConfig(train_files=["a"], train_batch_size=batch),
         actor=ActorConfig(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, ppo_mini_batch_size=mini,
-            ppo_epochs=ppo_epochs, max_tokens_per_microbatch=budget,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            ppo_mini_batch_size=mini,
+            ppo_epochs=ppo_epochs,
+            max_tokens_per_microbatch=budget,
         ),
         rollout=RolloutConfig(n=n, tensor_model_parallel_size=rollout_tp),
         trainer=TrainerConfig(total_epochs=epochs, total_steps=steps),
@@ -85,19 +97,25 @@ def test_total_steps(epochs: int, steps: int | None, prompts: int | None, expect
         (make_config(tp=2, pp=2), 6, "6 is no multiple of tp * pp * cp = 2 * 2 * 1 = 4", "a world size of 4 or 8"),
         (make_config(tp=4), 2, "2 is no multiple", "a world size of 4"),
         (make_config(rollout_tp=3), 8, "rollout.tensor_model_parallel_size 3", "of 2 or 4, or a world size of 6 or 9"),
-        (make_config(batch=12, mini=5), 1, "12 is no multiple of actor.ppo_mini_batch_size 5",
-         "ppo_mini_batch_size of 4 or 6, or train_batch_size of 10 or 15"),
-        (make_config(batch=8, mini=16), 1, "8 is no multiple of actor.ppo_mini_batch_size 16",
-         "ppo_mini_batch_size of 8, or train_batch_size of 16"),
+        (
+            make_config(batch=12, mini=5),
+            1,
+            "12 is no multiple of actor.ppo_mini_batch_size 5",
+            "ppo_mini_batch_size of 4 or 6, or train_batch_size of 10 or 15",
+        ),
+        (
+            make_config(batch=8, mini=16),
+            1,
+            "8 is no multiple of actor.ppo_mini_batch_size 16",
+            "ppo_mini_batch_size of 8, or train_batch_size of 16",
+        ),
         (make_config(batch=8, mini=1, n=4), 8, "4 rollouts for 8 DP ranks", "e.g. actor.ppo_mini_batch_size=2"),
         (make_config(batch=1, n=4), 8, "4 rollouts for 8 DP ranks", "e.g. data.train_batch_size=2"),
         (make_config(n=1), 1, "every advantage would be 0", "2 responses per prompt or more"),
         (make_config(budget=2047), 1, "1024 = 2048 tokens, does not fit", "2048 tokens or more"),
     ],
 )
-def test_refusals_name_the_nearest_valid_values(
-    config: RunConfig, world_size: int, found: str, expected: str
-) -> None:
+def test_refusals_name_the_nearest_valid_values(config: RunConfig, world_size: int, found: str, expected: str) -> None:
     error = refusal(config, world_size)
     assert found in error.found
     assert expected in error.expected
@@ -131,13 +149,28 @@ def test_plan_is_json() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 3]), rollout_tp=st.integers(1, 6),
-    world_size=st.integers(1, 24), batch=st.integers(1, 32), mini=st.none() | st.integers(1, 32),
-    n=st.integers(1, 8), prompts=st.integers(1, 100), epochs=st.integers(1, 3), ppo_epochs=st.integers(1, 2),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 3]),
+    rollout_tp=st.integers(1, 6),
+    world_size=st.integers(1, 24),
+    batch=st.integers(1, 32),
+    mini=st.none() | st.integers(1, 32),
+    n=st.integers(1, 8),
+    prompts=st.integers(1, 100),
+    epochs=st.integers(1, 3),
+    ppo_epochs=st.integers(1, 2),
 )
 def test_nothing_is_floored_dropped_or_repeated(
-    tp: int, pp: int, rollout_tp: int, world_size: int, batch: int, mini: int | None, n: int, prompts: int,
-    epochs: int, ppo_epochs: int,
+    tp: int,
+    pp: int,
+    rollout_tp: int,
+    world_size: int,
+    batch: int,
+    mini: int | None,
+    n: int,
+    prompts: int,
+    epochs: int,
+    ppo_epochs: int,
 ) -> None:
     """Either refused, or all products are exact; says nothing about who gets which prompt."""
     config = make_config(

@@ -66,21 +66,24 @@ def test_refusals_name_the_setting_and_its_place(overrides: list[str], name: str
     assert caught.value.source.startswith(name)
 
 
-@pytest.mark.parametrize(("overrides", "name", "taken"), [
-    (["trainer.test_freq=100"], "trainer.test_freq", 0),
-    (["actor.sequence_parallel=true"], "actor.sequence_parallel", False),
-    (["reward_model.sequence_parallel=true"], "reward_model.sequence_parallel", False),
-    ([f"{VPP}=2"], VPP, None),
-    (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller", "fixed"),
-    (["algorithm.kl_in=reward"], "algorithm.kl_in", "loss"),
-    (["reward_model.path=judge", "reward.components=[1.0 math]"], "reward_model.path", None),
-    (["actor.min_lr=1e-3"], "actor.min_lr", 0.0),
-    (["actor.bucket_tokens=[4096]"], "actor.bucket_tokens", []),
-    (["critic.max_num_seqs=8"], "critic.max_num_seqs", 64),
-    ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", None),
-    ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
-    ([STATIC, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", False),
-])
+@pytest.mark.parametrize(
+    ("overrides", "name", "taken"),
+    [
+        (["trainer.test_freq=100"], "trainer.test_freq", 0),
+        (["actor.sequence_parallel=true"], "actor.sequence_parallel", False),
+        (["reward_model.sequence_parallel=true"], "reward_model.sequence_parallel", False),
+        ([f"{VPP}=2"], VPP, None),
+        (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller", "fixed"),
+        (["algorithm.kl_in=reward"], "algorithm.kl_in", "loss"),
+        (["reward_model.path=judge", "reward.components=[1.0 math]"], "reward_model.path", None),
+        (["actor.min_lr=1e-3"], "actor.min_lr", 0.0),
+        (["actor.bucket_tokens=[4096]"], "actor.bucket_tokens", []),
+        (["critic.max_num_seqs=8"], "critic.max_num_seqs", 64),
+        ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", None),
+        ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
+        ([STATIC, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", False),
+    ],
+)
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:
     """And with nothing else: the one note names the setting, its value and, where it was given, its place."""
     loaded = load_config(None, [*MINIMAL, *overrides])

@@ -32,15 +32,26 @@ raise error
 """
 
 
-@pytest.mark.parametrize(("error", "reported", "code", "said"), [
-    ("UserError('a', source='b', expected='c', hint='d')", 0, 2, USER_ERROR),
-    ("Preempted('SIGTERM after step 3')", 0, 75, "stopped: SIGTERM after step 3\n"),
-    ("ValueError('x')", 1, 1, ""), ("UserError('a', source='b', expected='c', hint='d')", 2, 2, ""),
-    ("ValueError('x')", 0, 1, None)])
+@pytest.mark.parametrize(
+    ("error", "reported", "code", "said"),
+    [
+        ("UserError('a', source='b', expected='c', hint='d')", 0, 2, USER_ERROR),
+        ("Preempted('SIGTERM after step 3')", 0, 75, "stopped: SIGTERM after step 3\n"),
+        ("ValueError('x')", 1, 1, ""),
+        ("UserError('a', source='b', expected='c', hint='d')", 2, 2, ""),
+        ("ValueError('x')", 0, 1, None),
+    ],
+)
 def test_a_script_ends_as_an_entry_point(error: str, reported: int, code: int, said: str | None) -> None:
     """What is not ours ends it with Python's own traceback; what has been reported, without a word."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(error, reported, reported)], cwd=ROOT,
-                          env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(error, reported, reported)],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == code
     if said is None:
         assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: x\n")
@@ -53,9 +64,15 @@ def reported(error: Exception, code: int) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(("error", "code", "said"), [
-    (UserError("a", source="b", expected="c", hint="d"), 2, USER_ERROR), (Preempted("x"), 75, "stopped: x\n"),
-    (KeyboardInterrupt(), 130, "stopped: interrupted from the keyboard\n"), (reported(OSError("y"), 1), 1, "")])
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("a", source="b", expected="c", hint="d"), 2, USER_ERROR),
+        (Preempted("x"), 75, "stopped: x\n"),
+        (KeyboardInterrupt(), 130, "stopped: interrupted from the keyboard\n"),
+        (reported(OSError("y"), 1), 1, ""),
+    ],
+)
 def test_an_entry_point_ends_with_the_code_of_the_error(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,7 +58,8 @@ def test_command_line_alone_is_enough() -> None:
 def test_offload_goes_with_either_type(recipe: Path, dtype: str) -> None:
     """The recipes of bfloat16 stay as they are when only the type is changed."""
     loaded = load_config(
-        recipe, ["actor.offload_optimizer=true", "critic.offload_optimizer=true", f"model.dtype={dtype}"])
+        recipe, ["actor.offload_optimizer=true", "critic.offload_optimizer=true", f"model.dtype={dtype}"]
+    )
     assert loaded.config.actor.offload_optimizer and loaded.config.critic.offload_optimizer and loaded.notes == []
 
 
@@ -233,16 +234,21 @@ def test_missing_settings_are_named_together() -> None:
 
 def test_merge_keys_are_resolved(tmp_path: Path) -> None:
     path = tmp_path / "merged.yaml"
-    path.write_text(
-        "model: &m {path: policy}\nreference:\n  <<: *m\ndata: {train_files: [a], train_batch_size: 4}\n"
-    )
+    path.write_text("model: &m {path: policy}\nreference:\n  <<: *m\ndata: {train_files: [a], train_batch_size: 4}\n")
     assert load_config(path).config.reference.path == "policy"
 
 
 def test_resolved_config_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
     """Does not cover texts that YAML would read as another type; the dumper quotes those."""
-    config = load_config(recipe, ["trainer.run_dir=2024", "actor.adam_eps=1e-20", "data.validation_files=[v]",
-                                  "data.apply_chat_template_kwargs.enable_thinking=false"]).config
+    config = load_config(
+        recipe,
+        [
+            "trainer.run_dir=2024",
+            "actor.adam_eps=1e-20",
+            "data.validation_files=[v]",
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+        ],
+    ).config
     again = tmp_path / "config.yaml"
     again.write_text(dump_yaml(config))
     assert load_config(again).config == config

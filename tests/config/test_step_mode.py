@@ -12,29 +12,45 @@ MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batc
 STATIC, GRAPH = "actor.step_mode=static", "actor.step_mode=graph"
 
 
-@pytest.mark.parametrize(("overrides", "name", "text"), [
-    (["actor.step_mode=cuda"], "actor.step_mode", "eager"),
-    ([STATIC, "actor.max_num_seqs=0"], "actor.max_num_seqs", "is too small"),
-    ([STATIC, "actor.bucket_tokens=[512, 1024]"], "actor.bucket_tokens", "no bucket for a microbatch of"),
-    ([STATIC, "actor.bucket_tokens=[0, 4096]"], "actor.bucket_tokens", "no bucket"),
-    ([GRAPH, "actor.pipeline_model_parallel_size=2"], "actor.pipeline_model_parallel_size", "messages between stages"),
-    ([GRAPH, "actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "not captured yet"),
-    ([GRAPH, "actor.offload_gradients=true"], "actor.offload_gradients", "moves memory"),
-    ([GRAPH, "actor.offload_optimizer=true", "model.dtype=bfloat16"], "actor.offload_optimizer", "moves memory"),
-    (["critic.step_mode=graph", "critic.pipeline_model_parallel_size=2"], "critic.pipeline_model_parallel_size",
-     "critic.step_mode"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "name", "text"),
+    [
+        (["actor.step_mode=cuda"], "actor.step_mode", "eager"),
+        ([STATIC, "actor.max_num_seqs=0"], "actor.max_num_seqs", "is too small"),
+        ([STATIC, "actor.bucket_tokens=[512, 1024]"], "actor.bucket_tokens", "no bucket for a microbatch of"),
+        ([STATIC, "actor.bucket_tokens=[0, 4096]"], "actor.bucket_tokens", "no bucket"),
+        (
+            [GRAPH, "actor.pipeline_model_parallel_size=2"],
+            "actor.pipeline_model_parallel_size",
+            "messages between stages",
+        ),
+        ([GRAPH, "actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "not captured yet"),
+        ([GRAPH, "actor.offload_gradients=true"], "actor.offload_gradients", "moves memory"),
+        ([GRAPH, "actor.offload_optimizer=true", "model.dtype=bfloat16"], "actor.offload_optimizer", "moves memory"),
+        (
+            ["critic.step_mode=graph", "critic.pipeline_model_parallel_size=2"],
+            "critic.pipeline_model_parallel_size",
+            "critic.step_mode",
+        ),
+    ],
+)
 def test_contradictions_are_refused(overrides: list[str], name: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(None, [*MINIMAL, *overrides])
     assert name in str(caught.value) and text in str(caught.value)
 
 
-@pytest.mark.parametrize("overrides", [
-    [STATIC], [STATIC, "actor.pipeline_model_parallel_size=2"], [GRAPH, "actor.graph_memory_gib=4"],
-    [STATIC, "actor.context_parallel_size=2", "actor.share_prompts=false"],
-    [STATIC, "actor.bucket_tokens=[512, 4096]", "actor.max_num_seqs=8"], ["actor.overlap_grad_reduce=true"],
-    ["critic.step_mode=static"],
-])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [STATIC],
+        [STATIC, "actor.pipeline_model_parallel_size=2"],
+        [GRAPH, "actor.graph_memory_gib=4"],
+        [STATIC, "actor.context_parallel_size=2", "actor.share_prompts=false"],
+        [STATIC, "actor.bucket_tokens=[512, 4096]", "actor.max_num_seqs=8"],
+        ["actor.overlap_grad_reduce=true"],
+        ["critic.step_mode=static"],
+    ],
+)
 def test_what_works_passes(overrides: list[str]) -> None:
     load_config(None, [*MINIMAL, *overrides])

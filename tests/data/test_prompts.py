@@ -66,8 +66,13 @@ def write(file: Path, rows: list[dict[str, Any]]) -> str:
     return str(file)
 
 
-VERL_ROW = {"prompt": [{"role": "user", "content": "1+1"}], "data_source": "sums", "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7}}
+VERL_ROW = {
+    "prompt": [{"role": "user", "content": "1+1"}],
+    "data_source": "sums",
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7},
+}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -118,14 +123,22 @@ BAD_LINES = {
     "bad reward_model": ('{"prompt": "x", "reward_model": "2"}', 'column "reward_model" holds'),
     "half a character in a prompt": ('{"prompt": "a\\ud83d", "answer": "1"}', 'column "prompt" holds \\ud83d, half'),
     "half a character in a message": (
-        '{"prompt": [{"role": "user", "content": "\\uDE00x"}], "answer": "1"}', 'column "prompt" holds \\ude00, half'),
+        '{"prompt": [{"role": "user", "content": "\\uDE00x"}], "answer": "1"}',
+        'column "prompt" holds \\ude00, half',
+    ),
     "half a character in an answer": ('{"prompt": "x", "answer": "\\ud800"}', 'column "answer" holds \\ud800, half'),
     "half a character in a data source": (
-        '{"prompt": "x", "answer": "1", "data_source": "\\ud800"}', 'column "data_source" holds \\ud800, half'),
+        '{"prompt": "x", "answer": "1", "data_source": "\\ud800"}',
+        'column "data_source" holds \\ud800, half',
+    ),
     "half a character in a ground truth": (
-        '{"prompt": "x", "reward_model": {"ground_truth": "\\ud800"}}', 'column "reward_model" holds \\ud800, half'),
+        '{"prompt": "x", "reward_model": {"ground_truth": "\\ud800"}}',
+        'column "reward_model" holds \\ud800, half',
+    ),
     "half a character in a name": (
-        '{"prompt": "x", "answer": "1", "\\udfff": 2}', 'column "\\udfff" holds \\udfff, half'),
+        '{"prompt": "x", "answer": "1", "\\udfff": 2}',
+        'column "\\udfff" holds \\udfff, half',
+    ),
     "bad ground truth": ('{"prompt": "x", "reward_model": {"ground_truth": false}}', "reward_model.ground_truth"),
     "image as part": ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "'image'"),
     "bad data_source": ('{"prompt": "x", "answer": "1", "data_source": 3}', 'column "data_source" holds 3'),
@@ -168,9 +181,16 @@ def test_bad_parquet_rows_and_files(tmp_path):
         load_prompts([str(tmp_path / "broken.parquet")], TOKENIZER, config())
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("missing.jsonl", None, "does not exist"), ("empty.jsonl", "", "no rows"), ("blank.jsonl", "\n \n", "no rows"),
-    ("data.csv", "prompt,answer\n", 'extension ".csv"'), ("folder.jsonl/x", "", "is not a file")])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("missing.jsonl", None, "does not exist"),
+        ("empty.jsonl", "", "no rows"),
+        ("blank.jsonl", "\n \n", "no rows"),
+        ("data.csv", "prompt,answer\n", 'extension ".csv"'),
+        ("folder.jsonl/x", "", "is not a file"),
+    ],
+)
 def test_unusable_files(tmp_path, name, content, message):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -203,10 +223,15 @@ def overlong_file(tmp_path: Path) -> str:
     return write(tmp_path / "f.jsonl", rows)
 
 
-@pytest.mark.parametrize("policy, texts, ids, truncated, dropped", [
-    ("truncate", ["def", "abc", "xyz", "xyz"], [0, 1, 2, 3], 2, 0),
-    ("truncate_right", ["abc", "abc", "uvw", "xyz"], [0, 1, 2, 3], 2, 0),
-    ("truncate_middle", ["aef", "abc", "uyz", "xyz"], [0, 1, 2, 3], 2, 0), ("drop", ["abc", "xyz"], [1, 3], 0, 2)])
+@pytest.mark.parametrize(
+    "policy, texts, ids, truncated, dropped",
+    [
+        ("truncate", ["def", "abc", "xyz", "xyz"], [0, 1, 2, 3], 2, 0),
+        ("truncate_right", ["abc", "abc", "uvw", "xyz"], [0, 1, 2, 3], 2, 0),
+        ("truncate_middle", ["aef", "abc", "uyz", "xyz"], [0, 1, 2, 3], 2, 0),
+        ("drop", ["abc", "xyz"], [1, 3], 0, 2),
+    ],
+)
 def test_overlong_prompts_are_counted_and_ids_stay(tmp_path, policy, texts, ids, truncated, dropped):
     loaded = load_prompts([overlong_file(tmp_path)], TOKENIZER, config(max_prompt_length=3, overlong_prompts=policy))
     assert [p.text for p in loaded.prompts] == texts
@@ -215,8 +240,9 @@ def test_overlong_prompts_are_counted_and_ids_stay(tmp_path, policy, texts, ids,
     assert (loaded.num_truncated, loaded.num_dropped) == (truncated, dropped)
 
 
-@pytest.mark.parametrize("policy, question", [("truncate", "456789"), ("truncate_right", "012345"),
-                                              ("truncate_middle", "012789")])
+@pytest.mark.parametrize(
+    "policy, question", [("truncate", "456789"), ("truncate_right", "012345"), ("truncate_middle", "012789")]
+)
 def test_a_chat_keeps_its_template_when_it_is_cut(tmp_path, policy, question):
     """The longest message is cut; the template's opening, the other messages and the generation prompt stay."""
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "0123456789"}]
@@ -277,8 +303,10 @@ def test_limit_counts_the_prompts_that_are_kept(tmp_path):
 
 
 def test_sft_examples(tmp_path):
-    file = write(tmp_path / "f.jsonl", [{"prompt": "1+1=", "answer": 2, "solution": "two"},
-                                        {"prompt": "9+9=", "answer": 18, "solution": "x"}])
+    file = write(
+        tmp_path / "f.jsonl",
+        [{"prompt": "1+1=", "answer": 2, "solution": "two"}, {"prompt": "9+9=", "answer": 18, "solution": "x"}],
+    )
     examples = load_sft_examples([file], TOKENIZER, config()).examples
     assert [TOKENIZER.decode(e.prompt.tokens) for e in examples] == ["1+1=", "9+9="]
     assert examples[1].response_tokens.tolist() == [ord("1"), ord("8"), 0]
@@ -312,7 +340,7 @@ def test_every_epoch_shows_every_prompt_once(size, batch, seed, shuffle):
     drawn = take(PromptBatches(make_prompts(size), batch, shuffle, seed), 3 * size)
     assert {len(ids) for ids in drawn} == {batch}
     stream = [i for ids in drawn for i in ids]
-    epochs = [stream[start:start + size] for start in range(0, len(stream), size)]
+    epochs = [stream[start : start + size] for start in range(0, len(stream), size)]
     assert all(Counter(epoch) == Counter(range(size)) for epoch in epochs)
     assert shuffle or all(epoch == list(range(size)) for epoch in epochs)
 

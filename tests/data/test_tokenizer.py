@@ -23,17 +23,26 @@ from megatron_rl.data.tokenizer import (
 from megatron_rl.types import UserError
 
 ALPHABET = "0123456789+-="
-TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-            "{% if add_generation_prompt %}<a>{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 def write_sentencepiece(file: Path, **options: int) -> Path:
     model = io.BytesIO()
     ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3} | options
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([ALPHABET]), model_writer=model, model_type="char", minloglevel=2,
-        vocab_size=len(ALPHABET) + sum(i >= 0 for i in ids.values()), character_coverage=1.0,
-        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, **ids)
+        sentence_iterator=iter([ALPHABET]),
+        model_writer=model,
+        model_type="char",
+        minloglevel=2,
+        vocab_size=len(ALPHABET) + sum(i >= 0 for i in ids.values()),
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        **ids,
+    )
     file.write_bytes(model.getvalue())
     return file
 
@@ -51,8 +60,9 @@ def write_hugging_face(directory: Path, **special: str) -> Path:
 def tokenizer(request, tmp_path):
     if request.param == "sentencepiece":
         return load_tokenizer(write_sentencepiece(tmp_path / "toy.model"))
-    return load_tokenizer(write_hugging_face(tmp_path / "hf", pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-                                             unk_token="<unk>"))
+    return load_tokenizer(
+        write_hugging_face(tmp_path / "hf", pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    )
 
 
 def test_round_trip_and_special_tokens(tokenizer):
@@ -114,18 +124,21 @@ def test_unusable_directories_are_user_errors(tmp_path, files):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    (None, (2,)),
-    ("{}", (2,)),
-    ('{"eos_token_id": 2}', (2,)),
-    ('{"eos_token_id": 5}', (2, 5)),
-    ('{"eos_token_id": [16, 2, 5, 16]}', (2, 16, 5)),
-    ('{"eos_token_id": 17}', "eos_token_id 17"),
-    ('{"eos_token_id": ["</s>"]}', "eos_token_id '</s>'"),
-    ('{"eos_token_id": true}', "eos_token_id True"),
-    ("{", "not the JSON of a generation config"),
-    ("[2]", "not the JSON of a generation config"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, (2,)),
+        ("{}", (2,)),
+        ('{"eos_token_id": 2}', (2,)),
+        ('{"eos_token_id": 5}', (2, 5)),
+        ('{"eos_token_id": [16, 2, 5, 16]}', (2, 16, 5)),
+        ('{"eos_token_id": 17}', "eos_token_id 17"),
+        ('{"eos_token_id": ["</s>"]}', "eos_token_id '</s>'"),
+        ('{"eos_token_id": true}', "eos_token_id True"),
+        ("{", "not the JSON of a generation config"),
+        ("[2]", "not the JSON of a generation config"),
+    ],
+)
 def test_stop_tokens(tmp_path, text, expected):
     """The tokenizer's EOS is the first of them; the model has 17 tokens."""
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "a.model"))
@@ -148,7 +161,9 @@ def test_missing_path_and_missing_tokens_are_user_errors(tmp_path):
 
 def test_import_is_light():
     """The module must not pull transformers or datasets in; says nothing about the time that takes."""
-    code = ("import sys, megatron_rl.data.tokenizer, megatron_rl.data.prompts;"
-            "sys.exit(bool({'transformers', 'datasets', 'torch'} & set(sys.modules)))")
+    code = (
+        "import sys, megatron_rl.data.tokenizer, megatron_rl.data.prompts;"
+        "sys.exit(bool({'transformers', 'datasets', 'torch'} & set(sys.modules)))"
+    )
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

@@ -31,8 +31,7 @@ RUN = {
     "python launch/pretrain_grpo.py my_recipe.yaml --dry-run --world-size 64": "train_batch_size: 256",
     "python launch/pretrain_grpo.py --help": "trainer.run_dir",
     "python tools/plan.py my_recipe.yaml --nodes 8 --gpus-per-node 8": "the plan fits",
-    "python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80":
-        "the plan fits",
+    "python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80": "the plan fits",
     "python tools/view_rollouts.py checkpoints/runs/RUN --out page.html": "2 rollouts of 2 steps",
     "python tools/prepare_prompts.py --dataset gsm8k --input DIR --out data/gsm8k": "1 prompts",
     "python launch/pretrain_grpo.py launch/recipes/qwen2.5_7b_gsm8k.yaml --dry-run --world-size 8": "batch plan:",
@@ -42,27 +41,20 @@ RUN = {
 }
 # Command -> the test that holds it, word for word, and runs it; or the line of continuous integration.
 COVERED = {
-    "python tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN --samples 4":
-        "tests/tools/test_evaluate.py::test_a_run_by_its_own_config_and_plain_python",
+    "python tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN --samples 4": "tests/tools/test_evaluate.py::test_a_run_by_its_own_config_and_plain_python",
     "bash launch/quickstart.sh": "tests/launch/test_quickstart.py::test_the_whole_of_it",
-    "NPROC=2 bash launch/quickstart.sh trainer.total_steps=5":
-        "tests/launch/test_quickstart.py::test_two_ranks_and_five_steps",
+    "NPROC=2 bash launch/quickstart.sh trainer.total_steps=5": "tests/launch/test_quickstart.py::test_two_ranks_and_five_steps",
     "bash tests/run.sh": ".ci/run::exec bash tests/run.sh",
     "torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
-    "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain":
-        "tests/trainer/test_algorithms_in_loop.py::test_estimator_and_loss_of_the_users_own",
+    "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain": "tests/trainer/test_algorithms_in_loop.py::test_estimator_and_loss_of_the_users_own",
     "python tools/doctor.py": "tests/tools/test_doctor.py::test_one_machine",
-    "python tools/inspect_checkpoint.py checkpoints/runs/first":
-        "tests/tools/test_convert.py::test_training_checkpoints",
-    "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy":
-        "tests/tools/test_convert.py::test_training_checkpoints",
+    "python tools/inspect_checkpoint.py checkpoints/runs/first": "tests/tools/test_convert.py::test_training_checkpoints",
+    "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy": "tests/tools/test_convert.py::test_training_checkpoints",
 }
 NOT_RUN = {
     "source .venv/bin/activate": "the environment of this test is active",
-    "torchrun --nproc-per-node 8 launch/pretrain_grpo.py my_recipe.yaml actor.lr=1e-6 --sequence-parallel":
-        "needs GPUs and a model of the reader's; tests/launch/test_entry_points.py runs torchrun with the toy recipe",
-    "bash launch/train_single_node.sh launch/recipes/qwen2.5_7b_gsm8k.yaml trainer.run_dir=checkpoints/runs/first":
-        "needs 8 GPUs and the model; tests/launch/test_launch_scripts.py runs the script",
+    "torchrun --nproc-per-node 8 launch/pretrain_grpo.py my_recipe.yaml actor.lr=1e-6 --sequence-parallel": "needs GPUs and a model of the reader's; tests/launch/test_entry_points.py runs torchrun with the toy recipe",
+    "bash launch/train_single_node.sh launch/recipes/qwen2.5_7b_gsm8k.yaml trainer.run_dir=checkpoints/runs/first": "needs 8 GPUs and the model; tests/launch/test_launch_scripts.py runs the script",
     "torchrun --standalone --nproc-per-node 8 launch/pretrain_grpo.py launch/recipes/qwen2.5_7b_gsm8k.yaml "
     "actor.lr=2e-6": "needs 8 GPUs and the model",
     "tensorboard --logdir checkpoints/runs": "serves until it is stopped",
@@ -104,8 +96,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
 def _write_what_the_recipe_reads(directory: Path, task: Path) -> None:
     """A dry run reads what the start reads: a model whose heads four ranks can share, and a batch of prompts."""
     model = directory / "models/Qwen2.5-7B-Instruct"
-    save_tiny_model(model, "qwen2", **ENGINE_SIZES | dict(num_key_value_heads=4), vocab_size=64,
-                    num_hidden_layers=1, max_position_embeddings=2048)
+    save_tiny_model(
+        model,
+        "qwen2",
+        **ENGINE_SIZES | dict(num_key_value_heads=4),
+        vocab_size=64,
+        num_hidden_layers=1,
+        max_position_embeddings=2048,
+    )
     (model / "tokenizer.model").write_bytes((task / "tokenizer.model").read_bytes())
     (directory / "data/gsm8k").mkdir(parents=True)
     for split, size in (("train", 256), ("test", 4)):
@@ -145,8 +143,13 @@ def test_command_works(command: str, checkout: Path) -> None:
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
     assert words[0] == "python"
     done = subprocess.run(
-        [sys.executable, *words[1:]], cwd=checkout, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=120)
+        [sys.executable, *words[1:]],
+        cwd=checkout,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert RUN[command] in done.stdout, done.stdout[-2000:]
 

@@ -42,7 +42,12 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, code in blocks:
         (directory / name).write_text(code)
     assert [name for name, _ in blocks] == [
-        "my_reward.py", "my_estimator.py", "my_loss.py", "my_aggregation.py", "my_engine.py"]
+        "my_reward.py",
+        "my_estimator.py",
+        "my_loss.py",
+        "my_aggregation.py",
+        "my_engine.py",
+    ]
     with restored_registries():
         yield directory
 
@@ -59,8 +64,15 @@ def test_estimator_loss_and_aggregation(examples: Path) -> None:
     load_plugins([f"{examples}/my_{name}.py" for name in ("estimator", "loss", "aggregation")])
     mask = torch.tensor([False, True, True, True, True])
     inputs = AdvantageInputs(
-        scores=np.array([0.0, 0.0, 1.0]), group_sizes=np.array([3]), baselines=None, token_rewards=torch.zeros(5),
-        values=None, loss_mask=mask, sequence_ids=torch.tensor([0, 0, 1, 2, 2]), group=None)
+        scores=np.array([0.0, 0.0, 1.0]),
+        group_sizes=np.array([3]),
+        baselines=None,
+        token_rewards=torch.zeros(5),
+        values=None,
+        loss_mask=mask,
+        sequence_ids=torch.tensor([0, 0, 1, 2, 2]),
+        group=None,
+    )
     for quantile, baseline in ((0.5, 0.0), (0.75, 0.5)):
         options = OPTIONS["quantile"](quantile)
         found = find_advantage_estimator("quantile").estimate(replace(inputs, options=options), AlgorithmConfig())
@@ -72,7 +84,8 @@ def test_estimator_loss_and_aggregation(examples: Path) -> None:
 
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     tokens = PolicyLossInputs(
-        logprobs, torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 2.0]), torch.ones(2).bool(), torch.zeros(2).long())
+        logprobs, torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 2.0]), torch.ones(2).bool(), torch.zeros(2).long()
+    )
     tokens = replace(tokens, options=OPTIONS["soft_clip"]())
     loss, is_clipped, metrics = find_policy_loss("soft_clip")(tokens, AlgorithmConfig())
     assert metrics["rising"].tolist() == [False, True]
@@ -92,8 +105,12 @@ def test_all_of_them_train_together(examples: Path, tmp_path: Path) -> None:
     arguments = shlex.split(command.partition("RECIPE.yaml")[2].replace("\\\n", " "))
     overrides = [
         *(argument.replace("my_", f"{examples}/my_") for argument in arguments),
-        "hybrid.verify=full", "checkpoint.save_huggingface=false",
-        "trainer.save_final=false", "data.max_response_length=4", "data.validation_files=[]"]
+        "hybrid.verify=full",
+        "checkpoint.save_huggingface=false",
+        "trainer.save_final=false",
+        "data.max_response_length=4",
+        "data.validation_files=[]",
+    ]
     assert run_ranks(train, 1, overrides_for(tmp_path, tmp_path / "run", *overrides)) == [None]
     first, second = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for record in (first, second):
@@ -105,4 +122,6 @@ def test_all_of_them_train_together(examples: Path, tmp_path: Path) -> None:
         assert record["ledger/policy/denominator"] == 1
     assert first["policy/ratio_max_deviation"] < 1e-5
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["algorithm"]["options"] == {
-        "quantile": {"quantile": 0.25}, "soft_clip": {"width": 0.1}}
+        "quantile": {"quantile": 0.25},
+        "soft_clip": {"width": 0.1},
+    }

@@ -67,32 +67,41 @@ def write_module(root: Path, text: str) -> str:
         (root / room).mkdir(parents=True)
     (root / "megatron_rl/room/a.py").write_text(text)
     page = _error_page.format_page(root)
-    return page[page.index("### room/a.py"):]
+    return page[page.index("### room/a.py") :]
 
 
 def test_errors_are_read_from_the_syntax_tree(tmp_path: Path) -> None:
     """Placeholders, constants of the module, alternatives, values of calls, and characters of Markdown."""
-    page = write_module(tmp_path, '''
+    page = write_module(
+        tmp_path,
+        """
 _WHERE = "a setting"
 def f(path, n, items):
     raise UserError(f"{path.name} has {len(items)} | {n + 1:.2f} *", source=_WHERE,
                     expected=f"1 to {n * 2}" if n else "1", hint="see " + ", ".join(sorted(items)))
-''')
+""",
+    )
     assert page.splitlines()[-1] == (
-        "| `{name}` has `{number of items}` \\| `{n}` \\* | a setting | 1 to `{n * 2}` / 1 | see `{items}` |")
+        "| `{name}` has `{number of items}` \\| `{n}` \\* | a setting | 1 to `{n * 2}` / 1 | see `{items}` |"
+    )
 
 
 def test_an_error_built_by_a_helper_is_a_row_per_caller(tmp_path: Path) -> None:
-    page = write_module(tmp_path, '''
+    page = write_module(
+        tmp_path,
+        """
 def _bad(path, what):
     return UserError(f"{path} is {what}", source=str(path), expected="a file", hint="mend it")
 def f(path, size):
     if size:
         raise _bad(path, f"{size} bytes long")
     raise _bad(path, what="missing")
-''')
+""",
+    )
     assert [line.split(" | ")[0] for line in page.splitlines()[-2:]] == [
-        "| `{path}` is `{size}` bytes long", "| `{path}` is missing"]
+        "| `{path}` is `{size}` bytes long",
+        "| `{path}` is missing",
+    ]
 
 
 def test_no_error_of_the_sources_is_left_out(pages: dict[str, str]) -> None:
@@ -101,8 +110,13 @@ def test_no_error_of_the_sources_is_left_out(pages: dict[str, str]) -> None:
     for room in ("launch", "tools", "megatron_rl"):
         for path in (ROOT / room).rglob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            errors = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.keywords) == 3
-                      and getattr(node.func, "id", "") == "UserError"]
+            errors = [
+                node
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Call)
+                and len(node.keywords) == 3
+                and getattr(node.func, "id", "") == "UserError"
+            ]
             heading = path.relative_to(ROOT).as_posix().removeprefix("megatron_rl/")
             _, _, rest = page.partition(f"### {heading}\n")
             rows = rest.partition("\n#")[0].count("\n| ")  # the header of the table is one
@@ -114,7 +128,11 @@ def test_the_example_and_the_exit_codes_are_real(pages: dict[str, str]) -> None:
     page = pages["errors.md"]
     done = subprocess.run(
         [sys.executable, "launch/pretrain_grpo.py", "launch/recipes/toy_arithmetic.yaml", "--dry-run", "actor.lr=-1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60)
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stderr.strip() == page.split("```\n")[1].strip()
     assert done.returncode == types.EXIT_USER_ERROR
     codes = [value for name, value in vars(types).items() if name.startswith("EXIT_")]

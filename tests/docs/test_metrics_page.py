@@ -20,7 +20,14 @@ ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metric
 # Recordings leave out what depends on the clock and the allocator; plugins are in tests/trainer, and the bytes, which
 # are younger than the recordings, in tests/experience.
 NOT_RECORDED = (
-    "time/", "memory/", "tokens/per_second", "samples/bytes_per_rank", "loss/", "estimator/", "aggregation/")
+    "time/",
+    "memory/",
+    "tokens/per_second",
+    "samples/bytes_per_rank",
+    "loss/",
+    "estimator/",
+    "aggregation/",
+)
 
 
 def read_keys() -> set[str]:
@@ -47,11 +54,21 @@ def test_every_phase_is_entered_somewhere() -> None:
     assert set(re.findall(r'\.phase\("(\w+)"', text)) <= phases
 
 
-@pytest.mark.parametrize(("key", "name"), [
-    ("reward/mean", "reward/mean"), ("reward/has_number", "reward/<component>"), ("reward/a/b", "reward/<component>"),
-    ("loss/soft_clip/ratio", "loss/<name>/<metric>"), ("validation/gsm8k-test/pass@16", "validation/<set>/pass@<k>"),
-    ("packing/padding_share_4096", "packing/padding_share_<bucket>"), ("loss/soft_clip", None), ("policy/los", None),
-    ("new/metric", None), ("validation/set/accuracy/more", None)])
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("reward/mean", "reward/mean"),
+        ("reward/has_number", "reward/<component>"),
+        ("reward/a/b", "reward/<component>"),
+        ("loss/soft_clip/ratio", "loss/<name>/<metric>"),
+        ("validation/gsm8k-test/pass@16", "validation/<set>/pass@<k>"),
+        ("packing/padding_share_4096", "packing/padding_share_<bucket>"),
+        ("loss/soft_clip", None),
+        ("policy/los", None),
+        ("new/metric", None),
+        ("validation/set/accuracy/more", None),
+    ],
+)
 def test_a_key_finds_its_row(key: str, name: str | None) -> None:
     found = find_metric(key)
     assert (found and found.name) == name

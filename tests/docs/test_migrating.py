@@ -79,5 +79,8 @@ def test_yaml_of_pages_loads(page: str) -> None:
 
 def flatten(sections: dict[str, dict[str, object]]) -> list[str]:
     """Nested settings as overrides."""
-    return [f"{section}.{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
-            for section, settings in sections.items() for key, value in settings.items()]
+    return [
+        f"{section}.{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+        for section, settings in sections.items()
+        for key, value in settings.items()
+    ]

@@ -48,8 +48,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; strict: a warning is an error."""
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "--site-dir", str(out)], cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=120)
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "--site-dir", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "WARNING" not in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
     return out
@@ -94,8 +99,12 @@ def test_links_and_pictures_lead_somewhere(pages: dict[Path, Page]) -> None:
 
 def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     """No page, style sheet or picture names a resource of another host for its own rendering."""
-    foreign = [f"{path.name}: {url}" for path, page in pages.items() for url in page.fetched
-               if url.startswith(("http:", "https:", "//"))]
+    foreign = [
+        f"{path.name}: {url}"
+        for path, page in pages.items()
+        for url in page.fetched
+        if url.startswith(("http:", "https:", "//"))
+    ]
     remote = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)\s]+")
     foreign += [f"{path.name}: {url}" for path in site.rglob("*.css") for url in remote.findall(path.read_text())]
     assert not foreign, foreign

@@ -25,8 +25,13 @@ GOOD = response([1, 2, 15, 0])
 
 
 def check(*responses: Sampled) -> None:
-    check_sampled(responses, REQUESTS[: max(len(responses), 1)], max_tokens=4, vocab_size=16,
-                  engine="rollout engine 2 (VllmEngine, ranks 4-5)")
+    check_sampled(
+        responses,
+        REQUESTS[: max(len(responses), 1)],
+        max_tokens=4,
+        vocab_size=16,
+        engine="rollout engine 2 (VllmEngine, ranks 4-5)",
+    )
 
 
 def test_good_responses_pass() -> None:
@@ -34,14 +39,18 @@ def test_good_responses_pass() -> None:
     check_sampled([], [], max_tokens=4, vocab_size=16, engine="rollout engine 0 (VllmEngine, rank 0)")
 
 
-@pytest.mark.parametrize(("bad", "found", "expected"), [
-    (response([1, 2], [-1.0]), "a response of 2 tokens with 1 log-probs", "one log-prob per sampled token"),
-    (response([1] * 5), "a response of 5 tokens", "1 to 4 (data.max_response_length)"),
-    (response([]), "a response of 0 tokens", "1 to 4 (data.max_response_length)"),
-    (response([3, 16]), "token id 16 in a response", "0 to 15, the vocabulary of model.path"),
-    (response([-1]), "token id -1 in a response", "0 to 15, the vocabulary of model.path"),
-    (response([3, 4], [-0.1, float("nan")]), "log-prob nan of a sampled token", "finite log-probs"),
-    (response([3], [-float("inf")]), "log-prob -inf of a sampled token", "finite log-probs")])
+@pytest.mark.parametrize(
+    ("bad", "found", "expected"),
+    [
+        (response([1, 2], [-1.0]), "a response of 2 tokens with 1 log-probs", "one log-prob per sampled token"),
+        (response([1] * 5), "a response of 5 tokens", "1 to 4 (data.max_response_length)"),
+        (response([]), "a response of 0 tokens", "1 to 4 (data.max_response_length)"),
+        (response([3, 16]), "token id 16 in a response", "0 to 15, the vocabulary of model.path"),
+        (response([-1]), "token id -1 in a response", "0 to 15, the vocabulary of model.path"),
+        (response([3, 4], [-0.1, float("nan")]), "log-prob nan of a sampled token", "finite log-probs"),
+        (response([3], [-float("inf")]), "log-prob -inf of a sampled token", "finite log-probs"),
+    ],
+)
 def test_a_fault_is_named(bad: Sampled, found: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         check(GOOD, bad)

@@ -29,12 +29,31 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 
 SHAPE = ModelShape(
-    family="qwen2", num_layers=4, hidden_size=128, ffn_hidden_size=192, num_heads=4, num_kv_heads=2, head_dim=32,
-    vocab_size=517, tied_embeddings=True, qkv_bias=True, qk_norm=False, rms_norm_eps=1e-6, rope_theta=1e4,
-    max_position_embeddings=256)
+    family="qwen2",
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=192,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=517,
+    tied_embeddings=True,
+    qkv_bias=True,
+    qk_norm=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_position_embeddings=256,
+)
 SPEC = EngineSpec(
-    model_path="", shape=SHAPE, dtype="float32", max_prompt_length=40, max_response_length=24,
-    config=RolloutConfig(max_num_seqs=8), process=Process(0, 1, 0, 1, torch.device("cpu")), seed=0)
+    model_path="",
+    shape=SHAPE,
+    dtype="float32",
+    max_prompt_length=40,
+    max_response_length=24,
+    config=RolloutConfig(max_num_seqs=8),
+    process=Process(0, 1, 0, 1, torch.device("cpu")),
+    seed=0,
+)
 
 # Names that are replaced, by module.
 PATCHED_NAMES: dict[str, tuple[str, ...]] = {
@@ -115,11 +134,18 @@ def test_cache_holds_the_configured_number_of_sequences() -> None:
 
 MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, what is said; what is said on CPU
     ({}, (True, False, "0"), "eager, async scheduling off, model runner v1", ""),
-    ({"enforce_eager": False}, (False, False, "0"), "compiled with CUDA graphs, async scheduling off, model runner v1",
-     "; no effect on CPU: rollout.enforce_eager=false"),
-    ({"async_scheduling": True, "model_runner": "v2"}, (True, True, "1"),
-     "eager, async scheduling on, model runner v2 with its Triton sampler",
-     "; no effect on CPU: rollout.async_scheduling=true, rollout.model_runner=v2"),
+    (
+        {"enforce_eager": False},
+        (False, False, "0"),
+        "compiled with CUDA graphs, async scheduling off, model runner v1",
+        "; no effect on CPU: rollout.enforce_eager=false",
+    ),
+    (
+        {"async_scheduling": True, "model_runner": "v2"},
+        (True, True, "1"),
+        "eager, async scheduling on, model runner v2 with its Triton sampler",
+        "; no effect on CPU: rollout.async_scheduling=true, rollout.model_runner=v2",
+    ),
 ]
 
 
@@ -146,17 +172,21 @@ def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
     for device in ("cuda", "cpu"):
         for length in (24, 5000):
             config = RolloutConfig(kv_cache_gib=1.0)
-            spec = replace(SPEC, config=config, max_response_length=length,
-                           process=Process(0, 1, 0, 1, torch.device(device)))
+            spec = replace(
+                SPEC, config=config, max_response_length=length, process=Process(0, 1, 0, 1, torch.device(device))
+            )
             assert set(_engine_arguments(spec)) <= known
             assert set(_engine_environment(spec)) <= set(envs.environment_variables)
     assert _engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"engine": "vlm"}, 'rollout.engine = "vlm" is not known'),
-    ({"tensor_model_parallel_size": 3}, "rollout.tensor_model_parallel_size 3"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "vlm"}, 'rollout.engine = "vlm" is not known'),
+        ({"tensor_model_parallel_size": 3}, "rollout.tensor_model_parallel_size 3"),
+    ],
+)
 def test_engine_that_cannot_be_built(change: dict[str, object], message: str) -> None:
     """The name and the layout are checked before anything is imported."""
     with pytest.raises(UserError, match=message):

@@ -36,10 +36,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(model: Path, max_prompt_length: int, **rollout: Any) -> VllmEngine:
     """An engine of one rank with random weights."""
-    engine = VllmEngine(EngineSpec(
-        model_path=str(model), shape=load_model_shape(model), dtype="float32", max_prompt_length=max_prompt_length,
-        max_response_length=16, config=RolloutConfig(**rollout), process=Process(0, 1, 0, 1, torch.device("cpu")),
-        seed=0))
+    engine = VllmEngine(
+        EngineSpec(
+            model_path=str(model),
+            shape=load_model_shape(model),
+            dtype="float32",
+            max_prompt_length=max_prompt_length,
+            max_response_length=16,
+            config=RolloutConfig(**rollout),
+            process=Process(0, 1, 0, 1, torch.device("cpu")),
+            seed=0,
+        )
+    )
     generator = torch.Generator().manual_seed(5)
     for param in engine.params.values():
         param.normal_(std=0.15, generator=generator)

@@ -35,8 +35,11 @@ def draw() -> list[tuple[int, Rollout]]:
     """Eight groups of four; responses of 1 to 40 tokens, of which those of more than 4 tokens are cut at the limit."""
     rng = np.random.default_rng(0)
     prompts = [make_prompt(i) for i in range(GROUPS)]
-    return [(g, make_rollout(prompts[g], s, int(rng.integers(1, 41)), float(s), digits=float(g)))
-            for g in range(GROUPS) for s in range(GROUP_SIZE)]
+    return [
+        (g, make_rollout(prompts[g], s, int(rng.integers(1, 41)), float(s), digits=float(g)))
+        for g in range(GROUPS)
+        for s in range(GROUP_SIZE)
+    ]
 
 
 def collect(rank: int, world_size: int, engine_tp: int, **options: Any) -> Experience:
@@ -44,7 +47,8 @@ def collect(rank: int, world_size: int, engine_tp: int, **options: Any) -> Exper
     engine, place = divmod(rank, engine_tp)
     held = [(g, r) for g, r in draw() if g % (world_size // engine_tp) == engine]
     headers, num_bytes = gather_headers(
-        build_headers(held[place::engine_tp], holder=engine, **options), dist.group.WORLD)
+        build_headers(held[place::engine_tp], holder=engine, **options), dist.group.WORLD
+    )
     ranks = np.arange(world_size).reshape(-1, engine_tp)
     prompts = [make_prompt(i) for i in range(GROUPS)]
     return Experience(headers, prompts, hold(held, headers, ranks, num_bytes), dist.group.WORLD)
@@ -53,7 +57,8 @@ def collect(rank: int, world_size: int, engine_tp: int, **options: Any) -> Exper
 def make_packer(rank: int, layout: ParallelLayout, share_prompts: bool = False) -> Packer:
     groups = SimpleNamespace(layout=layout, at=layout.coordinates(rank))
     model = SimpleNamespace(
-        groups=groups, pad_multiple=4, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None)
+        groups=groups, pad_multiple=4, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None
+    )
     plan = SimpleNamespace(rollouts_per_minibatch=16, max_response_length=40, longest_sequence=80)
     config = ActorConfig(max_tokens_per_microbatch=256, share_prompts=share_prompts)
     return Packer(model, config, plan, ALGORITHM, torch.device("cpu"))
@@ -107,10 +112,25 @@ def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
     sizes = samples.read(actor).minibatch_sizes
     logged = samples.fetch_rollouts(3, lambda tokens: f"{len(tokens)} tokens", {"values": samples.columns["values"]})
     everywhere = samples.fetch_rollouts(100, str, on_all=True)
-    return {"minibatches": len(sizes), "logged": [
-        (r.prompt.prompt_id, r.sample_index, r.response_tokens.tolist(), r.response, r.reward, r.reward_components,
-         r.finish_reason, r.policy_version, len(r.turns), {k: v.tolist() for k, v in values.items()})
-        for r, values in logged], "everywhere": [(r.prompt.prompt_id, r.sample_index) for r, _ in everywhere]}
+    return {
+        "minibatches": len(sizes),
+        "logged": [
+            (
+                r.prompt.prompt_id,
+                r.sample_index,
+                r.response_tokens.tolist(),
+                r.response,
+                r.reward,
+                r.reward_components,
+                r.finish_reason,
+                r.policy_version,
+                len(r.turns),
+                {k: v.tolist() for k, v in values.items()},
+            )
+            for r, values in logged
+        ],
+        "everywhere": [(r.prompt.prompt_id, r.sample_index) for r, _ in everywhere],
+    }
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -121,10 +141,19 @@ def test_columns_travel_between_roles_and_to_the_writer(share_prompts: bool) -> 
     for index, (row, (group, rollout)) in enumerate(zip(writer, draw(), strict=False)):
         length, start = len(rollout.response_tokens), 2 + group
         is_cut = rollout.finish_reason == "length"
-        assert row[:8] == (group, index, rollout.response_tokens.tolist(), f"{length} tokens", float(index),
-                           {"digits": float(group)}, rollout.finish_reason, 7)
+        assert row[:8] == (
+            group,
+            index,
+            rollout.response_tokens.tolist(),
+            f"{length} tokens",
+            float(index),
+            {"digits": float(group)},
+            rollout.finish_reason,
+            7,
+        )
         assert row[8] == 1 and row[9]["values"] == (
-            [] if is_cut else [100.0 * index + p for p in range(start, start + length)])
+            [] if is_cut else [100.0 * index + p for p in range(start, start + length)]
+        )
     expected = [(g, s) for g in range(GROUPS) for s in range(GROUP_SIZE)]
     assert [(rank["minibatches"], rank["everywhere"]) for rank in found] == [(2, expected)] * 4
 
@@ -141,8 +170,12 @@ def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
         used = batch.sequence_ids != 1
         now[used], entropy[used] = np.log(1.5), 3.0
     batch = replace(
-        batch, old_logprobs=torch.zeros_like(now), advantages=torch.where(batch.sequence_ids == 0, 1.0, -1.0),
-        update_logprobs=now, update_entropy=entropy)
+        batch,
+        old_logprobs=torch.zeros_like(now),
+        advantages=torch.where(batch.sequence_ids == 0, 1.0, -1.0),
+        update_logprobs=now,
+        update_entropy=entropy,
+    )
     last = Holders(packing.holders.replica_of, np.array([[2], [3]]))
     found = describe_updates(batch, AlgorithmConfig())
     columns = {name: Column(values, packing, last) for name, values in found.items()}

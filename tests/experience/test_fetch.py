@@ -37,8 +37,12 @@ def list_held(holders: Holders, rank: int) -> set[int]:
 def test_both_sides_agree_and_nothing_is_sent_that_is_there(seed: int) -> None:
     rng = np.random.default_rng(seed)
     source = draw_holders(rng, 40, 8, int(rng.choice([1, 2, 4])))
-    for destination in (strided(rng, 40, 8, int(rng.choice([1, 2, 4, 8]))), for_readers(40, 5, [3]),
-                        for_readers(40, 40, range(8)), source):
+    for destination in (
+        strided(rng, 40, 8, int(rng.choice([1, 2, 4, 8]))),
+        for_readers(40, 5, [3]),
+        for_readers(40, 40, range(8)),
+        source,
+    ):
         plans = [plan_fetch(rank, source, destination) for rank in range(8)]
         for rank, plan in enumerate(plans):
             needs, has = list_held(destination, rank), list_held(source, rank)
@@ -82,8 +86,11 @@ def _fetch(rank: int, world_size: int) -> list[tuple[int, int]]:
     source = Holders(np.arange(8) % 2, np.array([[0, 1], [2, 3]]))
     received = []
     for destination in (
-        Holders(np.arange(8) // 2, np.arange(4)[:, None]), for_readers(8, 5, [2]), for_readers(8, 8, range(4)),
+        Holders(np.arange(8) // 2, np.arange(4)[:, None]),
+        for_readers(8, 5, [2]),
+        for_readers(8, 8, range(4)),
     ):
+
         def read(name: str, sequences: np.ndarray) -> torch.Tensor:
             assert set(sequences.tolist()) <= list_held(source, rank)
             return _values(sequences)[0 if name == "number" else 1]

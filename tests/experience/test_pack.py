@@ -22,7 +22,8 @@ def pack(rollouts: list[tuple[int, Rollout]], algorithm: AlgorithmConfig, size: 
     """On one rank, where everything is."""
     groups = SimpleNamespace(layout=ParallelLayout(1), at=SimpleNamespace(dp=0))
     model = SimpleNamespace(
-        groups=groups, pad_multiple=1, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None)
+        groups=groups, pad_multiple=1, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None
+    )
     plan = SimpleNamespace(rollouts_per_minibatch=size, max_response_length=100, longest_sequence=200)
     headers = build_headers(rollouts, holder=0, mask_truncated=algorithm.mask_truncated)
 
@@ -76,4 +77,5 @@ def test_replicas_of_a_layout() -> None:
         replicas = list_replicas(layout)
         assert replicas.tolist() == [
             [rank for rank in range(layout.world_size) if layout.coordinates(rank).dp == dp]
-            for dp in range(layout.dp_size)]
+            for dp in range(layout.dp_size)
+        ]

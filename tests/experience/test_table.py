@@ -59,11 +59,14 @@ def test_every_rank_gets_the_same_table() -> None:
         assert 0 <= texts < 100, "rows of others, and names of components"
 
 
-@pytest.mark.parametrize(("lists", "merged"), [
-    ([["a", "overlong"], ["b", "overlong"]], ["b", "a", "overlong"]),
-    ([["a", "b"], ["b", "a"]], ["a", "b"]),
-    ([[], ["x"]], ["x"]),
-])
+@pytest.mark.parametrize(
+    ("lists", "merged"),
+    [
+        ([["a", "overlong"], ["b", "overlong"]], ["b", "a", "overlong"]),
+        ([["a", "b"], ["b", "a"]], ["a", "b"]),
+        ([[], ["x"]], ["x"]),
+    ],
+)
 def test_names_keep_their_order(lists: list[list[str]], merged: list[str]) -> None:
     assert merge_names(lists) == tuple(merged)
 

@@ -34,8 +34,11 @@ from tiny_models import save_tiny_model
 
 FULL, SHARED = dict(recompute_granularity="full"), dict(share_prompts=True)
 SETUPS = {
-    "float32": Setup(), "bfloat16": Setup(dtype="bfloat16"), "full": Setup(dtype="bfloat16", config=FULL),
-    "shared-prompts": Setup(dtype="bfloat16", config=SHARED), "critic": Setup("critic", dtype="bfloat16"),
+    "float32": Setup(),
+    "bfloat16": Setup(dtype="bfloat16"),
+    "full": Setup(dtype="bfloat16", config=FULL),
+    "shared-prompts": Setup(dtype="bfloat16", config=SHARED),
+    "critic": Setup("critic", dtype="bfloat16"),
     "float32-shared-prompts": Setup(config=SHARED),
 }
 
@@ -129,11 +132,20 @@ def test_twenty_step_run_on_one_gpu(tmp_path: Path) -> None:
     records = {}
     for mode in ("static", "graph"):
         overrides = overrides_for(
-            tmp_path, tmp_path / mode, "rollout.engine=hf", "trainer.total_steps=20", f"actor.step_mode={mode}",
-            "model.dtype=bfloat16", "actor.share_prompts=false", "trainer.save_final=false")
+            tmp_path,
+            tmp_path / mode,
+            "rollout.engine=hf",
+            "trainer.total_steps=20",
+            f"actor.step_mode={mode}",
+            "model.dtype=bfloat16",
+            "actor.share_prompts=false",
+            "trainer.save_final=false",
+        )
         assert train(0, 1, overrides) is None
         records[mode] = read_records(tmp_path / mode)
     assert len(records["graph"]) == 21
-    last = {mode: json.dumps({k: v for k, v in found[-1].items() if k.startswith(("policy/", "reward/mean"))})
-            for mode, found in records.items()}
+    last = {
+        mode: json.dumps({k: v for k, v in found[-1].items() if k.startswith(("policy/", "reward/mean"))})
+        for mode, found in records.items()
+    }
     assert last["graph"] == last["static"]

@@ -65,10 +65,20 @@ def loss(inputs, config):
 def weigh(inputs):
     return 0 * inputs.lengths + 1
 """
-RL = {"name": "pretrain_grpo", "description": "", "build_plan": plan_rl, "read_inputs": read_rl_inputs,
-      "run": pretrain_grpo.train}
-SFT = {"name": "pretrain_sft", "description": "", "build_plan": SftPlan.build, "read_inputs": read_sft_inputs,
-       "run": pretrain_sft.train}
+RL = {
+    "name": "pretrain_grpo",
+    "description": "",
+    "build_plan": plan_rl,
+    "read_inputs": read_rl_inputs,
+    "run": pretrain_grpo.train,
+}
+SFT = {
+    "name": "pretrain_sft",
+    "description": "",
+    "build_plan": SftPlan.build,
+    "read_inputs": read_sft_inputs,
+    "run": pretrain_sft.train,
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +88,13 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     shutil.copytree(task, directory, dirs_exist_ok=True)
     lines = (directory / "train.jsonl").read_text().splitlines()
     for name, text in {
-        "empty.jsonl": "", "table.csv": "a,b\n", "malformed.jsonl": "\n".join([*lines[:4], "{broken"]),
-        "unanswered.jsonl": "\n".join([*lines[:2], '{"prompt": "1+1="}']), "plugin.py": PLUGIN,
-        "broken_plugin.py": "import megatron_rl\nthis is no Python\n", "options.py": OPTIONS_PLUGIN,
+        "empty.jsonl": "",
+        "table.csv": "a,b\n",
+        "malformed.jsonl": "\n".join([*lines[:4], "{broken"]),
+        "unanswered.jsonl": "\n".join([*lines[:2], '{"prompt": "1+1="}']),
+        "plugin.py": PLUGIN,
+        "broken_plugin.py": "import megatron_rl\nthis is no Python\n",
+        "options.py": OPTIONS_PLUGIN,
         "mutable.py": OPTIONS_PLUGIN.replace("dry_", "mutable_").replace("(frozen=True)", ""),
         "typed.py": OPTIONS_PLUGIN.replace("dry_", "typed_").replace("side:", "table: dict = None\n    side:"),
     }.items():
@@ -117,26 +131,42 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no critic for a plugin": ([PLUGINS, VALUED, "critic.enable=false"], ["contradicts", "'dry_valued'"]),
     "critic of a plugin does not divide": ([PLUGINS, VALUED, "critic.tensor_model_parallel_size=3"], ["critic"]),
     "critic of a plugin has no room": (
-        [PLUGINS, VALUED, "critic.max_tokens_per_microbatch=8"], ["critic.max_tokens_per_microbatch"]),
+        [PLUGINS, VALUED, "critic.max_tokens_per_microbatch=8"],
+        ["critic.max_tokens_per_microbatch"],
+    ),
     "critic of a plugin and heads": (
-        [PLUGINS, VALUED, "critic.tensor_model_parallel_size=4"], ["KV heads", "critic.tensor_model"]),
+        [PLUGINS, VALUED, "critic.tensor_model_parallel_size=4"],
+        ["KV heads", "critic.tensor_model"],
+    ),
     "plugin needs a group": (
-        [PLUGINS, "algorithm.adv_estimator=dry_grouped", "rollout.n=1", TP1], ["every advantage would be 0"]),
+        [PLUGINS, "algorithm.adv_estimator=dry_grouped", "rollout.n=1", TP1],
+        ["every advantage would be 0"],
+    ),
     "no plugin file": (["algorithm.plugins=[/nowhere/p.py]"], ["/nowhere/p.py"]),
     "broken plugin": (["algorithm.plugins=[{files}/broken_plugin.py]"], ["broken_plugin.py:2", "SyntaxError"]),
     "unknown aggregation": (
-        ["algorithm.loss_agg_mode=token-maen"], ['"token-maen" is not known', 'did you mean "token-mean"']),
+        ["algorithm.loss_agg_mode=token-maen"],
+        ['"token-maen" is not known', 'did you mean "token-mean"'],
+    ),
     "unknown option": ([*DRY_LOSS, f"{DRY}.alhpa=1"], [f"unknown setting '{DRY}.alhpa'", f"did you mean {DRY}.alpha"]),
     "option without its plugin": (["algorithm.options.absent.beta=1"], ["files of algorithm.plugins"]),
     "option that is no number": ([*DRY_LOSS, f"{DRY}.alpha=far"], [f"{DRY}.alpha = 'far'", "number [nats]"]),
     "option out of the choices": (
-        [*DRY_LOSS, f"{DRY}.side=up"], [f"{DRY}.side = 'up'", "left | right", "command line"]),
+        [*DRY_LOSS, f"{DRY}.side=up"],
+        [f"{DRY}.side = 'up'", "left | right", "command line"],
+    ),
     "option that its class refuses": (
-        [*DRY_LOSS, f"{DRY}.alpha=3"], [f"{DRY}.alpha = 3.0: alpha is not between 0 and 2", "alpha (command line)"]),
+        [*DRY_LOSS, f"{DRY}.alpha=3"],
+        [f"{DRY}.alpha = 3.0: alpha is not between 0 and 2", "alpha (command line)"],
+    ),
     "options that may change": (
-        ["algorithm.plugins={files}/mutable.py"], ["are DryOptions", "mutable.py:16", "frozen=True"]),
+        ["algorithm.plugins={files}/mutable.py"],
+        ["are DryOptions", "mutable.py:16", "frozen=True"],
+    ),
     "option of no type": (
-        ["algorithm.plugins={files}/typed.py"], ["typed_loss.table has the type dict", "typed.py:17"]),
+        ["algorithm.plugins={files}/typed.py"],
+        ["typed_loss.table has the type dict", "typed.py:17"],
+    ),
     "tp and kv heads": (["actor.tensor_model_parallel_size=4"], ["KV heads", "[1, 2]"]),
     "pp and layers": ([TP1, "actor.pipeline_model_parallel_size=4"], ["layers", "[1, 2]"]),
     "cp and heads": ([TP1, "actor.context_parallel_size=3", "--world-size", "3"], ["context_parallel_size 3"]),
@@ -149,14 +179,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "batch and data": (["data.train_batch_size=32"], ["32 is more than the 16 training prompts"]),
     "sequence and budget": (["data.max_response_length=200"], ["208 tokens", "max_tokens_per_microbatch"]),
     "sequence and positions": (
-        ["data.max_response_length=300", "actor.max_tokens_per_microbatch=512"], ["308", "max_position_embeddings"]),
+        ["data.max_response_length=300", "actor.max_tokens_per_microbatch=512"],
+        ["308", "max_position_embeddings"],
+    ),
     "no model": (["model.path=/nowhere/model"], ["/nowhere/model", "config.json"]),
     "model without weights": (["model.path={files}/weightless"], ["weightless has no weights"]),
     "config of another model": (["model.path={files}/wider"], ["do not match", "config.json"]),
     "unknown architecture": (["model.path={files}/unknown"], ["'mamba'"]),
     "no tokenizer": (["model.tokenizer=/nowhere"], ["/nowhere", "model.tokenizer"]),
-    "vocabulary too small": (
-        ["model.path={files}/short", "model.tokenizer={files}/model"], ["tokens, the model 8"]),
+    "vocabulary too small": (["model.path={files}/short", "model.tokenizer={files}/model"], ["tokens, the model 8"]),
     "another reference": (["reference.path={files}/other"], ["another architecture"]),
     "no reference": (["reference.path=/nowhere"], ["/nowhere"]),
     "a reward model that generates": (["reward_model.path={files}/model", "reward.function=null"], ["no score.weight"]),
@@ -183,9 +214,12 @@ PASSES: dict[str, tuple[list[str], list[str]]] = {
     "as it is": ([], []),
     "idle settings": (
         ["trainer.test_freq=100", "data.validation_files=[]", TP1, "trainer.critic_warmup=5", "trainer.capture_step=9"],
-        ["trainer.test_freq=100", "actor.sequence_parallel=True", "trainer.critic_warmup=5", "trainer.capture_step=9"]),
+        ["trainer.test_freq=100", "actor.sequence_parallel=True", "trainer.critic_warmup=5", "trainer.capture_step=9"],
+    ),
     "options of a plugin": (
-        [*DRY_LOSS, "algorithm.loss_agg_mode=dry_mean", f"--{DRY}.alpha", "1.5", TP1], ["sequence_parallel"]),
+        [*DRY_LOSS, "algorithm.loss_agg_mode=dry_mean", f"--{DRY}.alpha", "1.5", TP1],
+        ["sequence_parallel"],
+    ),
     "critic of a plugin": ([PLUGINS, VALUED, "trainer.critic_warmup=5", "rollout.n=1", TP1], ["sequence_parallel"]),
 }
 
@@ -195,6 +229,7 @@ def start(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, list[str], str]]:
     """Runs a program on the task with some settings: exit status, error, notes and stdout."""
+
     def stop(*arguments: object) -> None:
         raise Preempted("the run would be built now")
 
@@ -204,8 +239,14 @@ def start(
     def run(program: dict[str, object], settings: list[str], *flags: str) -> tuple[int, str, list[str], str]:
         world_size = settings[settings.index("--world-size") + 1] if "--world-size" in settings else "4"
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        base = overrides_for(files, tmp_path / "run", "actor.tensor_model_parallel_size=2", "--sequence-parallel",
-                             "critic.max_tokens_per_microbatch=128", "reward_model.max_tokens_per_microbatch=128")
+        base = overrides_for(
+            files,
+            tmp_path / "run",
+            "actor.tensor_model_parallel_size=2",
+            "--sequence-parallel",
+            "critic.max_tokens_per_microbatch=128",
+            "reward_model.max_tokens_per_microbatch=128",
+        )
         changes = [setting.replace("{files}", str(files)) for setting in settings]
         status = run_command([*base, *changes, *flags], **program)
         out, err = capsys.readouterr()
@@ -215,9 +256,11 @@ def start(
     return run
 
 
-@pytest.mark.parametrize(("program", "mistake"), [
-    *((RL, mistake) for mistake in MISTAKES), *((SFT, mistake) for mistake in SFT_MISTAKES)],
-    ids=lambda value: value if isinstance(value, str) else value["name"])
+@pytest.mark.parametrize(
+    ("program", "mistake"),
+    [*((RL, mistake) for mistake in MISTAKES), *((SFT, mistake) for mistake in SFT_MISTAKES)],
+    ids=lambda value: value if isinstance(value, str) else value["name"],
+)
 def test_both_refuse_with_the_same_words(program: dict[str, object], mistake: str, start: Callable[..., tuple]) -> None:
     settings, words = (SFT_MISTAKES if program is SFT else MISTAKES)[mistake]
     (status, error, *_), (dry_status, dry_error, *_) = start(program, settings), start(program, settings, "--dry-run")
@@ -255,8 +298,10 @@ def test_options_of_a_plugin_are_settings_like_others(
 ) -> None:
     """In a recipe, in --help, in the config of the run, which gives the same run again, and in what has changed."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"algorithm:\n  plugins: [{files}/options.py]\n  policy_loss: dry_loss\n"
-                      "  options:\n    dry_loss:\n      side: right\n")
+    recipe.write_text(
+        f"algorithm:\n  plugins: [{files}/options.py]\n  policy_loss: dry_loss\n"
+        "  options:\n    dry_loss:\n      side: right\n"
+    )
     assert run_command([str(recipe), "--help"], **RL) == 0
     text = capsys.readouterr().out
     assert f"{DRY}.alpha  (number; default: 0.5)  [nats]\n      How far a token may go.\n" in text
@@ -284,10 +329,19 @@ def test_no_torch_is_needed(files: Path, tmp_path: Path) -> None:
 
     A plugin that needs no torch itself is imported.
     """
-    arguments = [*overrides_for(files, tmp_path / "run"), f"algorithm.plugins={files}/options.py",
-                 "algorithm.policy_loss=dry_loss", "--dry-run", "--json", "--world-size", "8"]
-    code = ("import sys, runpy; sys.modules['torch'] = None; "
-            f"sys.argv = ['x', *{arguments!r}]; runpy.run_path('launch/pretrain_grpo.py', run_name='__main__')")
+    arguments = [
+        *overrides_for(files, tmp_path / "run"),
+        f"algorithm.plugins={files}/options.py",
+        "algorithm.policy_loss=dry_loss",
+        "--dry-run",
+        "--json",
+        "--world-size",
+        "8",
+    ]
+    code = (
+        "import sys, runpy; sys.modules['torch'] = None; "
+        f"sys.argv = ['x', *{arguments!r}]; runpy.run_path('launch/pretrain_grpo.py', run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["batch_plan"]["num_train_prompts"] == 16

@@ -27,16 +27,29 @@ RECIPE = ROOT / "launch/recipes/toy_arithmetic.yaml"
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy task, made by its tool, as small as it goes."""
     directory = tmp_path_factory.mktemp("toy")
-    command = [sys.executable, str(ROOT / "tools/make_toy_task.py"), "--out", str(directory / "task"), "--train", "64",
-               "--validation", "8", "--layers", "2"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/make_toy_task.py"),
+        "--out",
+        str(directory / "task"),
+        "--train",
+        "64",
+        "--validation",
+        "8",
+        "--layers",
+        "2",
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return directory / "task"
 
 
 def task_arguments(toy: Path) -> list[str]:
     """Overrides that point the toy recipe at the task."""
-    return [f"model.path={toy}/model", f"data.train_files=[{toy}/train.jsonl]",
-            f"data.validation_files=[{toy}/validation.jsonl]"]
+    return [
+        f"model.path={toy}/model",
+        f"data.train_files=[{toy}/train.jsonl]",
+        f"data.validation_files=[{toy}/validation.jsonl]",
+    ]
 
 
 def torchrun(nproc: int, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -44,7 +57,8 @@ def torchrun(nproc: int, *arguments: object) -> subprocess.CompletedProcess[str]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        [*command, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
 def test_bad_config_fails_on_every_rank_under_torchrun() -> None:
@@ -84,6 +98,11 @@ def test_a_rank_speaks_for_itself_where_the_first_found_no_error(
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("megatron_rl.config.command_line._PATIENCE_SECONDS", 0.0)
     status = run_command(
-        [str(RECIPE), "actor.learning_rate=1"], name="pretrain_grpo", description="", build_plan=plan_rl,
-        read_inputs=read_rl_inputs, run=train)
+        [str(RECIPE), "actor.learning_rate=1"],
+        name="pretrain_grpo",
+        description="",
+        build_plan=plan_rl,
+        read_inputs=read_rl_inputs,
+        run=train,
+    )
     assert status == 2 and "error on rank 3: unknown" in capsys.readouterr().err

@@ -51,70 +51,124 @@ STALLED = (
     r" +rank 1: step 2, phase {phase}: is in no collective for \d+ s \(.*\)\n"
     r"(    +\w+ #\d+ of ranks 0,1, begun .*\n)+"
     r"  source:   the watchdog of rank 0\n"
-    r"  expected: .*\n  hint:     the stacks of all threads of rank N are in .*/logs/rank<N>.log")
+    r"  expected: .*\n  hint:     the stacks of all threads of rank N are in .*/logs/rank<N>.log"
+)
 FAILURES = [
-    Failure("lose_a_logprob",
-            r"a response of (\d+) tokens with \d+ log-probs\n"
-            r"  source:   rollout engine 1 \(HuggingFaceEngine, rank 1\), prompt_id \d+, sample \d\n"
-            r"  expected: one log-prob per sampled token, both \[s\]\n  hint:     an engine of your own must .*\n"
-            r"  where:    rank 1, step 2, phase rollout$",
-            2, "megatron_rl.types.UserError: a response of"),
-    Failure("api_none",  # a user's script, and a reward function that raises
-            r"the reward function raised ZeroDivisionError: division by zero\n  rollout:  prompt_id 7, sample_index \d,"
-            r" .*\n  response: .*\n  ground truth: '17'\n  source:   .*/reward.py:5\n  expected: a finite number, .*\n"
-            r"  hint:     make the function accept .*\n  where:    rank \d, step \d, phase reward$",
-            2, "megatron_rl.types.UserError: the reward function raised",
-            settings=("reward.function={task}/reward.py:broken",)),
-    Failure("spoil_an_advantage",
-            r"the loss of optimizer step 3 is nan \(the weights are as before\)\n"
-            r"  source:   actor, microbatches \d of DP rank \d, advantages of 1 responses are not finite: "
-            r"prompt_id \d+, sample 1\n  expected: .*\n  hint:     look at the rewards in rollouts/, .*\n"
-            r"  where:    step 2, phase update$",
-            2, "megatron_rl.types.UserError: the loss of optimizer step 3"),
-    Failure("run_out_of_memory_in_update",
-            r"out of memory: 131072.00 GiB asked for \(\d+.\d\d GiB in use by this rank, .* left on the host\)\n"
-            r"  source:   rank 1, step 2, phase update, .*faulty_program.py:\d+ in <lambda>, called from "
-            r"megatron_rl/roles/on_samples.py:\d+ in forward_backward\n  expected: .*\n"
-            r"  hint:     lower actor.max_tokens_per_microbatch or ",
-            1, "RuntimeError: [enforce fail at alloc_cpu.cpp"),
-    Failure("vanish",
-            r"rank 1 left the job, or is stopped, and gives no sign of life; last seen: rank 1 in step \d.*\n"
-            r"  source:   rank 0, step 2, phase rollout: .*\n  expected: .*\n"
-            r"  hint:     look at the end of .*/logs/rank1.log, and for the OOM killer in dmesg; .*--max-restarts",
-            1, "RuntimeError: ", rank=0),
-    Failure("sleep_in_reward", STALLED.format(phase="reward", where="collector.py"), 70, "tests/faulty_program.py",
-            settings=("trainer.collective_timeout=4",)),
-    Failure("sleep_in_reshard", STALLED.format(phase="reshard", where="executor.py"), 70, "tests/faulty_program.py",
-            settings=("trainer.collective_timeout=4",)),
+    Failure(
+        "lose_a_logprob",
+        r"a response of (\d+) tokens with \d+ log-probs\n"
+        r"  source:   rollout engine 1 \(HuggingFaceEngine, rank 1\), prompt_id \d+, sample \d\n"
+        r"  expected: one log-prob per sampled token, both \[s\]\n  hint:     an engine of your own must .*\n"
+        r"  where:    rank 1, step 2, phase rollout$",
+        2,
+        "megatron_rl.types.UserError: a response of",
+    ),
+    Failure(
+        "api_none",  # a user's script, and a reward function that raises
+        r"the reward function raised ZeroDivisionError: division by zero\n  rollout:  prompt_id 7, sample_index \d,"
+        r" .*\n  response: .*\n  ground truth: '17'\n  source:   .*/reward.py:5\n  expected: a finite number, .*\n"
+        r"  hint:     make the function accept .*\n  where:    rank \d, step \d, phase reward$",
+        2,
+        "megatron_rl.types.UserError: the reward function raised",
+        settings=("reward.function={task}/reward.py:broken",),
+    ),
+    Failure(
+        "spoil_an_advantage",
+        r"the loss of optimizer step 3 is nan \(the weights are as before\)\n"
+        r"  source:   actor, microbatches \d of DP rank \d, advantages of 1 responses are not finite: "
+        r"prompt_id \d+, sample 1\n  expected: .*\n  hint:     look at the rewards in rollouts/, .*\n"
+        r"  where:    step 2, phase update$",
+        2,
+        "megatron_rl.types.UserError: the loss of optimizer step 3",
+    ),
+    Failure(
+        "run_out_of_memory_in_update",
+        r"out of memory: 131072.00 GiB asked for \(\d+.\d\d GiB in use by this rank, .* left on the host\)\n"
+        r"  source:   rank 1, step 2, phase update, .*faulty_program.py:\d+ in <lambda>, called from "
+        r"megatron_rl/roles/on_samples.py:\d+ in forward_backward\n  expected: .*\n"
+        r"  hint:     lower actor.max_tokens_per_microbatch or ",
+        1,
+        "RuntimeError: [enforce fail at alloc_cpu.cpp",
+    ),
+    Failure(
+        "vanish",
+        r"rank 1 left the job, or is stopped, and gives no sign of life; last seen: rank 1 in step \d.*\n"
+        r"  source:   rank 0, step 2, phase rollout: .*\n  expected: .*\n"
+        r"  hint:     look at the end of .*/logs/rank1.log, and for the OOM killer in dmesg; .*--max-restarts",
+        1,
+        "RuntimeError: ",
+        rank=0,
+    ),
+    Failure(
+        "sleep_in_reward",
+        STALLED.format(phase="reward", where="collector.py"),
+        70,
+        "tests/faulty_program.py",
+        settings=("trainer.collective_timeout=4",),
+    ),
+    Failure(
+        "sleep_in_reshard",
+        STALLED.format(phase="reshard", where="executor.py"),
+        70,
+        "tests/faulty_program.py",
+        settings=("trainer.collective_timeout=4",),
+    ),
 ]
 MORE_FAILURES = [
-    Failure("vanish_first",  # rank 1 speaks for it
-            r"rank 0 left the job, or is stopped, and gives no sign of life; .*\n  source:   rank 1, step 2, .*\n"
-            r"  expected: .*\n  hint:     look at the end of .*/logs/rank0.log",
-            1, "RuntimeError: "),
-    Failure("run_out_of_memory_at_start",
-            r"out of memory: 131072.00 GiB asked for .*\n  source:   rank 1, before the first step, .*, called from "
-            r"megatron_rl/engines/build.py:\d+ in build_engine\n  expected: .*\n"
-            r"  hint:     lower rollout.gpu_memory_utilization, ",
-            1, "RuntimeError: [enforce fail at alloc_cpu.cpp"),
-    Failure("raise_something",
-            r"KeyError: 'no such key'\n  source:   rank 1, step 2, .*faulty_program.py:\d+ in <lambda>, called from "
-            r"megatron_rl/rollout/collector.py:\d+ in generate\n  expected: .*\n"
-            r"  hint:     the traceback is in .*/logs/rank1.log; ",
-            1, "KeyError: 'no such key'"),
-    Failure("run_out_of_memory_in_sft",
-            r"out of memory: .*\n  source:   rank 1, step 2, phase update, .*\n  expected: .*\n  hint:     lower actor",
-            1, "RuntimeError: [enforce fail at alloc_cpu.cpp"),
+    Failure(
+        "vanish_first",  # rank 1 speaks for it
+        r"rank 0 left the job, or is stopped, and gives no sign of life; .*\n  source:   rank 1, step 2, .*\n"
+        r"  expected: .*\n  hint:     look at the end of .*/logs/rank0.log",
+        1,
+        "RuntimeError: ",
+    ),
+    Failure(
+        "run_out_of_memory_at_start",
+        r"out of memory: 131072.00 GiB asked for .*\n  source:   rank 1, before the first step, .*, called from "
+        r"megatron_rl/engines/build.py:\d+ in build_engine\n  expected: .*\n"
+        r"  hint:     lower rollout.gpu_memory_utilization, ",
+        1,
+        "RuntimeError: [enforce fail at alloc_cpu.cpp",
+    ),
+    Failure(
+        "raise_something",
+        r"KeyError: 'no such key'\n  source:   rank 1, step 2, .*faulty_program.py:\d+ in <lambda>, called from "
+        r"megatron_rl/rollout/collector.py:\d+ in generate\n  expected: .*\n"
+        r"  hint:     the traceback is in .*/logs/rank1.log; ",
+        1,
+        "KeyError: 'no such key'",
+    ),
+    Failure(
+        "run_out_of_memory_in_sft",
+        r"out of memory: .*\n  source:   rank 1, step 2, phase update, .*\n  expected: .*\n  hint:     lower actor",
+        1,
+        "RuntimeError: [enforce fail at alloc_cpu.cpp",
+    ),
 ]
 
 
 def launch(failure: Failure, task: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """Two ranks of the program with the fault."""
     settings = overrides_for(
-        task, tmp_path / "run", "rollout.engine=hf", "trainer.total_steps=3", "trainer.save_final=false",
-        "data.validation_files=[]", *(setting.format(task=task) for setting in failure.settings))
-    return run([str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", str(FAULTY),
-                failure.fault, *settings])
+        task,
+        tmp_path / "run",
+        "rollout.engine=hf",
+        "trainer.total_steps=3",
+        "trainer.save_final=false",
+        "data.validation_files=[]",
+        *(setting.format(task=task) for setting in failure.settings),
+    )
+    return run(
+        [
+            str(Path(sys.executable).parent / "torchrun"),
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(FAULTY),
+            failure.fault,
+            *settings,
+        ]
+    )
 
 
 def check(failure: Failure, task: Path, tmp_path: Path) -> None:
@@ -147,8 +201,10 @@ def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> No
     """Before any model is built, and without what the log would say about its file."""
     result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path)
     ours = TORCHRUN_SAYS.split(result.stderr)[0]
-    message = (r"^error: cannot write the run directory: \[Errno 27\] File too large\n  source:   trainer.run_dir\n"
-               r"  expected: .*\n  hint:     free some space there, .*$")
+    message = (
+        r"^error: cannot write the run directory: \[Errno 27\] File too large\n  source:   trainer.run_dir\n"
+        r"  expected: .*\n  hint:     free some space there, .*$"
+    )
     assert len(re.findall(message, ours, re.M)) == 1, ours
     assert ours.count("error:") == 1 and "Traceback" not in ours and "Logging error" not in ours and not result.stdout
     assert set(re.findall(r"exitcode  : (-?\d+)", result.stderr)) <= {"2", "-15"}

@@ -39,8 +39,14 @@ if os.path.basename(sys.argv[0]) == "srun" and os.environ.get("SRUN_SECONDS"):
     time.sleep(float(os.environ["SRUN_SECONDS"]))
 """
 SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout", "150"]
-SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "megatron_rl", "SLURM_JOB_NODELIST": "node[07-08]",
-         "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "megatron_rl",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+}
 
 
 @pytest.fixture
@@ -54,13 +60,22 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (directory / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link loses its packages
     (directory / "python").chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP_NUM", "NCCL"))}
-    return clean | {"PATH": f"{directory}:{os.environ['PATH']}", "PYTHON_BIN": str(directory),
-                    "RECORD": str(tmp_path / "record")}
+    return clean | {
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "PYTHON_BIN": str(directory),
+        "RECORD": str(tmp_path / "record"),
+    }
 
 
 def run(script: str, *arguments: str, environment: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", f"launch/{script}", *arguments], cwd=ROOT, env=environment | more,
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", f"launch/{script}", *arguments],
+        cwd=ROOT,
+        env=environment | more,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def calls(environment: dict[str, str]) -> list[tuple[str, list[str], dict[str, str]]]:
@@ -68,32 +83,80 @@ def calls(environment: dict[str, str]) -> list[tuple[str, list[str], dict[str, s
 
 
 def test_single_node(environment: dict[str, str]) -> None:
-    result = run("train_single_node.sh", RECIPE, "actor.lr=2e-6", environment=environment, NPROC="4", RUN_DIR="runs/a",
-                 MODEL_PATH="/models/m")
+    result = run(
+        "train_single_node.sh",
+        RECIPE,
+        "actor.lr=2e-6",
+        environment=environment,
+        NPROC="4",
+        RUN_DIR="runs/a",
+        MODEL_PATH="/models/m",
+    )
     assert result.returncode == 0, result.stderr
     [(name, arguments, seen)] = calls(environment)
     assert (name, seen["OMP_NUM_THREADS"]) == ("torchrun", "1")
-    assert arguments == [*SIGNALS, "--standalone", "--nproc-per-node", "4", "launch/pretrain_grpo.py", RECIPE,
-                         "model.path=/models/m", "trainer.run_dir=runs/a", "actor.lr=2e-6"]
+    assert arguments == [
+        *SIGNALS,
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "launch/pretrain_grpo.py",
+        RECIPE,
+        "model.path=/models/m",
+        "trainer.run_dir=runs/a",
+        "actor.lr=2e-6",
+    ]
 
 
 def test_multi_node(environment: dict[str, str]) -> None:
     """The same command on every node: nothing in it depends on which node it is."""
-    result = run("train_multi_node.sh", RECIPE, "--sequence-parallel", environment=environment, NPROC="8", NNODES="2",
-                 MASTER_ADDR="node07", RUN_DIR="/shared/runs/a", RDZV_CONF="join_timeout=60", LOCAL_ADDR="10.0.0.1")
+    result = run(
+        "train_multi_node.sh",
+        RECIPE,
+        "--sequence-parallel",
+        environment=environment,
+        NPROC="8",
+        NNODES="2",
+        MASTER_ADDR="node07",
+        RUN_DIR="/shared/runs/a",
+        RDZV_CONF="join_timeout=60",
+        LOCAL_ADDR="10.0.0.1",
+    )
     assert result.returncode == 0, result.stderr
     [(_, arguments, _)] = calls(environment)
     assert arguments == [
-        *SIGNALS, "--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "node07:29400", "--rdzv-id", "a", "--rdzv-conf", "join_timeout=60",
-        "--local-addr", "10.0.0.1", "launch/pretrain_grpo.py", RECIPE, "trainer.run_dir=/shared/runs/a",
-        "checkpoint.resume=auto", "--sequence-parallel"]
+        *SIGNALS,
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "8",
+        "--max-restarts",
+        "3",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "node07:29400",
+        "--rdzv-id",
+        "a",
+        "--rdzv-conf",
+        "join_timeout=60",
+        "--local-addr",
+        "10.0.0.1",
+        "launch/pretrain_grpo.py",
+        RECIPE,
+        "trainer.run_dir=/shared/runs/a",
+        "checkpoint.resume=auto",
+        "--sequence-parallel",
+    ]
 
 
-@pytest.mark.parametrize(("script", "more", "message"), [
-    ("train_single_node.sh", {"NPROC": "0"}, "torch sees no GPU"),
-    ("train_multi_node.sh", {"NPROC": "1", "NNODES": "2", "RUN_DIR": "a"}, "MASTER_ADDR is not set"),
-])
+@pytest.mark.parametrize(
+    ("script", "more", "message"),
+    [
+        ("train_single_node.sh", {"NPROC": "0"}, "torch sees no GPU"),
+        ("train_multi_node.sh", {"NPROC": "1", "NNODES": "2", "RUN_DIR": "a"}, "MASTER_ADDR is not set"),
+    ],
+)
 def test_what_is_missing_is_said(environment: dict[str, str], script: str, more: dict[str, str], message: str) -> None:
     result = run(script, RECIPE, environment=environment, **more)
     assert result.returncode == 2 and message in result.stderr
@@ -104,8 +167,17 @@ def test_what_is_missing_is_said(environment: dict[str, str], script: str, more:
 
 def test_dry_run_starts_nothing(environment: dict[str, str]) -> None:
     """The plan is for all ranks of all nodes; there is no such model, so the run would not start."""
-    result = run("train_multi_node.sh", RECIPE, "--dry-run", "model.path=absent", environment=environment, NPROC="8",
-                 NNODES="4", MASTER_ADDR="node07", RUN_DIR="/shared/runs/a")
+    result = run(
+        "train_multi_node.sh",
+        RECIPE,
+        "--dry-run",
+        "model.path=absent",
+        environment=environment,
+        NPROC="8",
+        NNODES="4",
+        MASTER_ADDR="node07",
+        RUN_DIR="/shared/runs/a",
+    )
     assert result.returncode == 2 and "absent/config.json" in result.stderr
     assert "num_engines = world_size / rollout_tp = 32 / 1 = 32" in result.stdout
     assert not Path(environment["RECORD"]).exists()
@@ -117,10 +189,25 @@ def test_slurm(environment: dict[str, str]) -> None:
     assert result.returncode == 0, result.stderr
     (_, listing, _), (name, arguments, seen) = calls(environment)
     assert listing == ["show", "hostnames", "node[07-08]"] and name == "srun"
-    assert arguments == ["--kill-on-bad-exit=1", "--ntasks=2", "--ntasks-per-node=1", "--label", "bash",
-                         "launch/train_multi_node.sh", RECIPE, "actor.lr=2e-6"]
-    expected = {"NNODES": "2", "NPROC": "8", "MASTER_ADDR": "node07", "MASTER_PORT": "24711", "JOB_ID": "4711-0",
-                "RUN_DIR": "checkpoints/runs/megatron_rl-4711", "NCCL_DEBUG": "WARN"}
+    assert arguments == [
+        "--kill-on-bad-exit=1",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--label",
+        "bash",
+        "launch/train_multi_node.sh",
+        RECIPE,
+        "actor.lr=2e-6",
+    ]
+    expected = {
+        "NNODES": "2",
+        "NPROC": "8",
+        "MASTER_ADDR": "node07",
+        "MASTER_PORT": "24711",
+        "JOB_ID": "4711-0",
+        "RUN_DIR": "checkpoints/runs/megatron_rl-4711",
+        "NCCL_DEBUG": "WARN",
+    }
     assert expected.items() <= seen.items()
     run("slurm.sbatch", RECIPE, environment=environment, **SLURM, SLURM_RESTART_COUNT="1")
     again = calls(environment)[-1][2]
@@ -133,14 +220,32 @@ def test_slurm_on_amd(environment: dict[str, str]) -> None:
     name, arguments, seen = calls(environment)[-1]
     assert name == "srun" and seen["HIP_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert arguments[4:] == [
-        "env", "--unset=ROCR_VISIBLE_DEVICES", "apptainer", "exec", "--rocm", "--bind", str(ROOT), "--pwd", str(ROOT),
-        "--bind", "/models", "rl.sif", "bash", "launch/train_multi_node.sh", RECIPE]
+        "env",
+        "--unset=ROCR_VISIBLE_DEVICES",
+        "apptainer",
+        "exec",
+        "--rocm",
+        "--bind",
+        str(ROOT),
+        "--pwd",
+        str(ROOT),
+        "--bind",
+        "/models",
+        "rl.sif",
+        "bash",
+        "launch/train_multi_node.sh",
+        RECIPE,
+    ]
 
 
 def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, str]) -> None:
     """USR1 comes three minutes before the time limit; the step hears of it, saves and says that it is to go on."""
-    process = subprocess.Popen(["bash", "launch/slurm.sbatch", RECIPE], cwd=ROOT, stdout=subprocess.DEVNULL,
-                               env=environment | SLURM | {"SRUN_SECONDS": "20"})
+    process = subprocess.Popen(
+        ["bash", "launch/slurm.sbatch", RECIPE],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        env=environment | SLURM | {"SRUN_SECONDS": "20"},
+    )
     record, deadline = Path(environment["RECORD"]), time.monotonic() + 30
     while not (record.exists() and '"srun"' in record.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -156,8 +261,9 @@ def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, s
 def test_the_exit_code_after_a_signal(signal_name: str, saves: bool, expected: int, tmp_path: Path) -> None:
     """A launcher that exits with 1 in any case; stopped.json tells whether its ranks have saved."""
     save = f"touch {tmp_path}/stopped.json" if saves else ":"
-    launcher = (f"trap 'sleep 0.3; {save}; exit 1' {signal_name}; "
-                f"touch {tmp_path}/ready; while true; do sleep 0.05; done")
+    launcher = (
+        f"trap 'sleep 0.3; {save}; exit 1' {signal_name}; touch {tmp_path}/ready; while true; do sleep 0.05; done"
+    )
     (tmp_path / "stopped.json").touch()  # of an earlier run: means nothing
     process = subprocess.Popen(["bash", "launch/supervise.sh", tmp_path, "bash", "-c", launcher], cwd=ROOT)
     deadline = time.monotonic() + 20
@@ -180,13 +286,19 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 BARE = """error: \nTraceback (most recent call last):\n  File "x", line 1\n\nDuring handling:\nKeyError: 'x'"""
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    (f"{ERROR}\n{TORCHRUN}", ERROR),
-    (f"error: of the first attempt\n  source: x\n{TORCHRUN}\nnote: again\n{ERROR}\nlibrary: bye\n{TORCHRUN}", ERROR),
-    (f"{BARE}\n{TORCHRUN}", BARE),
-    (f"error on rank 3: {ERROR[7:]}\n{TORCHRUN}", f"error on rank 3: {ERROR[7:]}"),
-    ("W1122 nothing of ours", None),
-])
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (f"{ERROR}\n{TORCHRUN}", ERROR),
+        (
+            f"error: of the first attempt\n  source: x\n{TORCHRUN}\nnote: again\n{ERROR}\nlibrary: bye\n{TORCHRUN}",
+            ERROR,
+        ),
+        (f"{BARE}\n{TORCHRUN}", BARE),
+        (f"error on rank 3: {ERROR[7:]}\n{TORCHRUN}", f"error on rank 3: {ERROR[7:]}"),
+        ("W1122 nothing of ours", None),
+    ],
+)
 def test_the_error_is_said_again_at_the_end(said: str, expected: str | None, tmp_path: Path) -> None:
     """After a failure, not after success or where the run is to be started again; everything still comes through."""
     (tmp_path / "said").write_text(f"{said}\n")
@@ -195,8 +307,13 @@ def test_the_error_is_said_again_at_the_end(said: str, expected: str | None, tmp
     stopped = f"touch {tmp_path}/stopped.json; exit 1"
     for command, code, more in (("exit 1", 1, again), ("true", 0, ""), (stopped, 75, "")):
         done = subprocess.run(
-            ["bash", "launch/supervise.sh", tmp_path, "bash", "-c", f"cat {tmp_path}/said >&2; {command}"], cwd=ROOT,
-            env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+            ["bash", "launch/supervise.sh", tmp_path, "bash", "-c", f"cat {tmp_path}/said >&2; {command}"],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert (done.returncode, done.stderr, done.stdout) == (code, f"{said}\n{more}", "")
     assert {path.name for path in tmp_path.iterdir()} == {"said", "stopped.json"}, "the copy is gone"
 
@@ -227,10 +344,13 @@ def test_dockerfiles_copy_what_exists(name: str) -> None:
 
 def test_ray_is_asked_for_by_name(environment: dict[str, str]) -> None:
     """Without Ray the launcher says what to install, and a dry run needs none."""
-    code = (f"import sys, runpy; sys.modules['ray'] = None; sys.argv = ['x', {RECIPE!r}, '--num-workers', '8', "
-            "*sys.argv[1:]]; runpy.run_path('launch/ray_train.py', run_name='__main__')")
+    code = (
+        f"import sys, runpy; sys.modules['ray'] = None; sys.argv = ['x', {RECIPE!r}, '--num-workers', '8', "
+        "*sys.argv[1:]]; runpy.run_path('launch/ray_train.py', run_name='__main__')"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and 'pip install "ray[train]"' in result.stderr
-    result = subprocess.run([sys.executable, "-c", code, "--dry-run"], cwd=ROOT, capture_output=True, text=True,
-                            timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert "8 / 1 = 8" in result.stdout and "ray" not in result.stderr

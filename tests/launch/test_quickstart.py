@@ -30,9 +30,17 @@ def make_clone(directory: Path, warm_start_steps: int | None = None) -> Path:
         warm_start_steps: shorten the supervised run.
     """
     (directory / "launch/recipes").mkdir(parents=True)
-    for name in ("tools", "megatron_rl", "launch/quickstart.sh", "launch/supervise.sh", "launch/last_error.sh",
-                 "launch/pretrain_grpo.py", "launch/pretrain_sft.py",
-                 "launch/recipes/toy_arithmetic.yaml", "launch/recipes/toy_arithmetic_sft.yaml"):
+    for name in (
+        "tools",
+        "megatron_rl",
+        "launch/quickstart.sh",
+        "launch/supervise.sh",
+        "launch/last_error.sh",
+        "launch/pretrain_grpo.py",
+        "launch/pretrain_sft.py",
+        "launch/recipes/toy_arithmetic.yaml",
+        "launch/recipes/toy_arithmetic_sft.yaml",
+    ):
         (directory / name).symlink_to(ROOT / name)
     (directory / "launch/setup.sh").write_text("")
     if warm_start_steps:
@@ -48,8 +56,9 @@ def type_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run it in bash as a user would."""
     variables = environment(**{"MEGATRON_RL_VENV": sys.prefix} | more)
-    done = subprocess.run(["bash", "-c", command], cwd=directory, env=variables, capture_output=True, text=True,
-                          timeout=timeout)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=directory, env=variables, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done
 

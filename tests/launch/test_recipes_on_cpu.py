@@ -37,18 +37,27 @@ ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and so many that responses
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}" + START + "{{ m['role'] }}\n{{ m['content'] }}" + END + "\n{% endfor %}"
-    "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}")
+    "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
+)
 
 
 def shrink(recipe: dict[str, dict[str, int]]) -> tuple[int, list[str]]:
     """The fewest ranks on which its layout shows, and the settings that a recipe gets: type, batch, length, layout."""
     layout = {
         f"{section}.{name}_model_parallel_size": min(2, size) if name != "pipeline" else 1
-        for section in ("actor", "critic", "rollout") for name in ("tensor", "pipeline", "expert")
-        if (size := recipe.get(section, {}).get(f"{name}_model_parallel_size"))}
+        for section in ("actor", "critic", "rollout")
+        for name in ("tensor", "pipeline", "expert")
+        if (size := recipe.get(section, {}).get(f"{name}_model_parallel_size"))
+    }
     sizes = [layout.get(f"actor.{name}_model_parallel_size", 1) for name in ("tensor", "expert")]
-    overrides = ["model.dtype=float32", "data.train_batch_size=4", "actor.ppo_mini_batch_size=2",
-                 "data.max_response_length=8", "trainer.total_steps=2", *(f"{k}={v}" for k, v in layout.items())]
+    overrides = [
+        "model.dtype=float32",
+        "data.train_batch_size=4",
+        "actor.ppo_mini_batch_size=2",
+        "data.max_response_length=8",
+        "trainer.total_steps=2",
+        *(f"{k}={v}" for k, v in layout.items()),
+    ]
     return math.prod(sizes), overrides
 
 
@@ -57,12 +66,23 @@ def make_model(directory: Path, family: str, corpus: list[str]) -> None:
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    bpe.train_from_iterator(corpus, tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[PAD, START, END], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    bpe.train_from_iterator(
+        corpus,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=[PAD, START, END],
+            show_progress=False,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     model = save_tiny_model(
-        directory, family, **ENGINE_SIZES, num_hidden_layers=2, max_position_embeddings=2048,
-        **({"moe_intermediate_size": 64} if family == "qwen3_moe" else {}))
+        directory,
+        family,
+        **ENGINE_SIZES,
+        num_hidden_layers=2,
+        max_position_embeddings=2048,
+        **({"moe_intermediate_size": 64} if family == "qwen3_moe" else {}),
+    )
     model.generation_config.update(eos_token_id=ENDS)
     model.generation_config.save_pretrained(directory)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
@@ -76,14 +96,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     corpus = []
     for dataset, (question, answer) in {"gsm8k": ("question", "answer"), "math": ("problem", "solution")}.items():
-        rows = [{question: f"Ann has {n} apples and buys {n + 2}. How many?",
-                 answer: f"{n} + {n + 2}\n#### {2 * n + 2}"} for n in range(12)]
+        rows = [
+            {question: f"Ann has {n} apples and buys {n + 2}. How many?", answer: f"{n} + {n + 2}\n#### {2 * n + 2}"}
+            for n in range(12)
+        ]
         corpus += [row[question] + row[answer] for row in rows]
         (place / dataset).mkdir()
         for split, part in (("train", rows[:8]), ("test", rows[8:])):
             (place / dataset / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-        assert prepare_prompts.main(["--dataset", dataset, "--input", str(place / dataset),
-                                     "--out", str(place / "data" / dataset)]) == 0
+        assert (
+            prepare_prompts.main(
+                ["--dataset", dataset, "--input", str(place / dataset), "--out", str(place / "data" / dataset)]
+            )
+            == 0
+        )
     for name, family in RECIPES.items():
         recipe = yaml.safe_load((ROOT / f"launch/recipes/{name}.yaml").read_text())
         make_model(place / recipe["model"]["path"], family, corpus)

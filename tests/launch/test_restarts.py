@@ -23,17 +23,34 @@ from megatron_rl.config.loading import dump_yaml, load_config
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
 pytestmark = pytest.mark.slow
-SETTINGS = ["trainer.total_steps=14", "trainer.save_freq=1", "trainer.test_freq=5", "checkpoint.keep_last=2",
-            "checkpoint.save_huggingface=false", *layout_overrides(2, 1, 1)]
+SETTINGS = [
+    "trainer.total_steps=14",
+    "trainer.save_freq=1",
+    "trainer.test_freq=5",
+    "checkpoint.keep_last=2",
+    "checkpoint.save_huggingface=false",
+    *layout_overrides(2, 1, 1),
+]
 
 
 def start(recipe: Path, run_dir: Path, *extra: str, output: Path, restarts: int = 2) -> subprocess.Popen[str]:
     """The script for several nodes on one, with two ranks."""
     with output.open("w") as file:
         return subprocess.Popen(
-            ["bash", "launch/train_multi_node.sh", str(recipe), *extra], cwd=ROOT, stdout=file, stderr=file,
-            env=environment(NNODES="1", NPROC="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_port()),
-                            RUN_DIR=str(run_dir), MAX_RESTARTS=str(restarts), GRACE_SECONDS="60"))
+            ["bash", "launch/train_multi_node.sh", str(recipe), *extra],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            env=environment(
+                NNODES="1",
+                NPROC="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(find_free_port()),
+                RUN_DIR=str(run_dir),
+                MAX_RESTARTS=str(restarts),
+                GRACE_SECONDS="60",
+            ),
+        )
 
 
 def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[str], output: Path, seconds: float = 150) -> None:
@@ -103,9 +120,15 @@ def test_a_hang_is_explained_and_survived(task: Path, tmp_path: Path, vllm_impor
         "and not marker.exists():\n"
         "        marker.touch()\n"
         "        time.sleep(600)\n"
-        "    return sum(c.isdigit() for c in solution_str) / 8.0\n")
-    recipe = write_recipe(task, tmp_path, f"reward.function={tmp_path}/reward.py:score",
-                          "trainer.collective_timeout=8", "trainer.total_steps=4")
+        "    return sum(c.isdigit() for c in solution_str) / 8.0\n"
+    )
+    recipe = write_recipe(
+        task,
+        tmp_path,
+        f"reward.function={tmp_path}/reward.py:score",
+        "trainer.collective_timeout=8",
+        "trainer.total_steps=4",
+    )
     run_dir, output = tmp_path / "run", tmp_path / "output"
     job = start(recipe, run_dir, output=output, restarts=1)
     try:

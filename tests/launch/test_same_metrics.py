@@ -61,10 +61,18 @@ def test_slurm(recipe: Path, reference: list[dict], tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     result = run(
-        ["bash", "launch/slurm.sbatch", str(recipe)], PATH=f"{tmp_path}:{os.environ['PATH']}",
-        SLURM_JOB_ID="4711", SLURM_JOB_NAME="sums", SLURM_JOB_NODELIST="node[07-08]", SLURM_JOB_NUM_NODES="2",
-        SLURM_GPUS_ON_NODE="2", SLURM_SUBMIT_DIR=str(ROOT), NPROC="2",
-        MASTER_PORT=str(find_free_port()), RUN_DIR=str(tmp_path / "run"))
+        ["bash", "launch/slurm.sbatch", str(recipe)],
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_JOB_ID="4711",
+        SLURM_JOB_NAME="sums",
+        SLURM_JOB_NODELIST="node[07-08]",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_GPUS_ON_NODE="2",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        NPROC="2",
+        MASTER_PORT=str(find_free_port()),
+        RUN_DIR=str(tmp_path / "run"),
+    )
     assert_succeeded(result)
     assert read_records(tmp_path / "run") == reference
 
@@ -72,8 +80,18 @@ def test_slurm(recipe: Path, reference: list[dict], tmp_path: Path) -> None:
 def test_ray(recipe: Path, reference: list[dict], tmp_path: Path) -> None:
     """Ray Train on a local Ray: four workers on this machine's cores."""
     pytest.importorskip("ray.train.torch")
-    result = run([sys.executable, "launch/ray_train.py", str(recipe), "--num-workers", "4", "--cpus-per-worker", "0.1",
-                  f"trainer.run_dir={tmp_path}/run"])
+    result = run(
+        [
+            sys.executable,
+            "launch/ray_train.py",
+            str(recipe),
+            "--num-workers",
+            "4",
+            "--cpus-per-worker",
+            "0.1",
+            f"trainer.run_dir={tmp_path}/run",
+        ]
+    )
     assert_succeeded(result)
     assert read_records(tmp_path / "run") == reference
 
@@ -87,12 +105,26 @@ def train_on(
     try:
         for host in hosts:
             with output_of(run_dir, host).open("w") as file:
-                processes.append(subprocess.Popen(
-                    host.command("bash", "launch/train_multi_node.sh", str(recipe), *overrides), cwd=ROOT, stdout=file,
-                    stderr=file, start_new_session=True, env=environment(
-                        NNODES="2", NPROC="2", MASTER_ADDR=hosts[0].address, LOCAL_ADDR=host.address,
-                        GLOO_SOCKET_IFNAME=host.interface, RUN_DIR=str(run_dir), MAX_RESTARTS=str(restarts),
-                        RDZV_CONF=f"is_host={int(host is hosts[0])}", GRACE_SECONDS="20")))
+                processes.append(
+                    subprocess.Popen(
+                        host.command("bash", "launch/train_multi_node.sh", str(recipe), *overrides),
+                        cwd=ROOT,
+                        stdout=file,
+                        stderr=file,
+                        start_new_session=True,
+                        env=environment(
+                            NNODES="2",
+                            NPROC="2",
+                            MASTER_ADDR=hosts[0].address,
+                            LOCAL_ADDR=host.address,
+                            GLOO_SOCKET_IFNAME=host.interface,
+                            RUN_DIR=str(run_dir),
+                            MAX_RESTARTS=str(restarts),
+                            RDZV_CONF=f"is_host={int(host is hosts[0])}",
+                            GRACE_SECONDS="20",
+                        ),
+                    )
+                )
         yield processes
     finally:
         for process in processes:

@@ -21,7 +21,8 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A model for prompts and responses as long as the recipe's, and 64 prompts."""
     directory = tmp_path_factory.mktemp("verl")
     save_tiny_model(
-        directory, "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=2, max_position_embeddings=2048)
+        directory, "qwen2", **ENGINE_SIZES, vocab_size=16, num_hidden_layers=2, max_position_embeddings=2048
+    )
     (directory / "tokenizer.model").write_bytes((task / "tokenizer.model").read_bytes())
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(64)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -31,8 +32,10 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def dry_run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """--dry-run of the GRPO entry point, with torch made impossible to import."""
     command = [str(TUTORIAL), "--dry-run", *map(str, arguments)]
-    code = (f"import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', *{command!r}]; "
-            f"runpy.run_path({str(ROOT / 'launch/pretrain_grpo.py')!r}, run_name='__main__')")
+    code = (
+        f"import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', *{command!r}]; "
+        f"runpy.run_path({str(ROOT / 'launch/pretrain_grpo.py')!r}, run_name='__main__')"
+    )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
 
 
@@ -40,9 +43,11 @@ def test_the_tutorial_recipe(files: list[str]) -> None:
     """As it is printed, but for the paths. No --world-size: the recipe's GPUs are planned for."""
     result = dry_run(*files)
     assert result.returncode == 0, result.stderr
-    for line in ("num_engines = world_size / rollout_tp = 6 / 2 = 3",
-                 "rollouts_per_step = train_batch_size * n = 60 * 12 = 720",
-                 "rollouts_per_engine = train_batch_size / num_engines * n = 60 / 3 * 12 = 240"):
+    for line in (
+        "num_engines = world_size / rollout_tp = 6 / 2 = 3",
+        "rollouts_per_step = train_batch_size * n = 60 * 12 = 720",
+        "rollouts_per_engine = train_batch_size / num_engines * n = 60 / 3 * 12 = 240",
+    ):
         assert line in result.stdout
     assert result.stderr.startswith("note: contradiction: algorithm.adv_estimator='gae' ")
     assert "ppo_micro_batch_size_per_gpu=8" in result.stderr

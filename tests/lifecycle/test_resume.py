@@ -36,10 +36,22 @@ from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sf
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
 # What has a state: dynamic sampling, the adaptive KL coefficient, the schedule, the best metric, the certificate.
-SETTINGS = ["trainer.total_steps=4", "trainer.save_freq=1", "trainer.test_freq=2", "algorithm.dynamic_sampling=true",
-            "algorithm.max_sampling_rounds=2", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.001",
-            "algorithm.kl_horizon=64", "trainer.best_metric=validation/validation/accuracy", "checkpoint.keep_last=2",
-            "actor.lr_warmup_steps=3", "rollout.validation_temperature=1.0", "rollout.n=2", *layout_overrides(2, 1, 1)]
+SETTINGS = [
+    "trainer.total_steps=4",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+    "algorithm.dynamic_sampling=true",
+    "algorithm.max_sampling_rounds=2",
+    "algorithm.kl_controller=adaptive",
+    "algorithm.kl_target=0.001",
+    "algorithm.kl_horizon=64",
+    "trainer.best_metric=validation/validation/accuracy",
+    "checkpoint.keep_last=2",
+    "actor.lr_warmup_steps=3",
+    "rollout.validation_temperature=1.0",
+    "rollout.n=2",
+    *layout_overrides(2, 1, 1),
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +85,13 @@ KILLED = {
     # The thread that writes the second checkpoint raises on one rank; nothing is left but the first.
     "write": Killed(Blow("write", entry=2), 2, 1, (2,), ("checkpoint.keep_last=1",)),
     # The first checkpoint is not there yet.
-    "no-checkpoint": Killed(Blow("update", entry=9), 2, None, (0, 1, 2), (
-        "trainer.save_freq=0", "trainer.best_metric=null", "checkpoint.save_every_minutes=null")),
+    "no-checkpoint": Killed(
+        Blow("update", entry=9),
+        2,
+        None,
+        (0, 1, 2),
+        ("trainer.save_freq=0", "trainer.best_metric=null", "checkpoint.save_every_minutes=null"),
+    ),
 }
 
 
@@ -105,9 +122,14 @@ def test_a_killed_run_goes_on(case: str, task: Path, whole: Path, tmp_path: Path
     assert ("a crash loses the whole run" in log) == (case == "no-checkpoint")
 
 
-@pytest.mark.parametrize("blow,saved", [
-    (Blow("rollout", entry=4, number=signal.SIGTERM), 1), (Blow("update", entry=7, number=signal.SIGUSR1), 2),
-], ids=["rollout", "update"])
+@pytest.mark.parametrize(
+    "blow,saved",
+    [
+        (Blow("rollout", entry=4, number=signal.SIGTERM), 1),
+        (Blow("update", entry=7, number=signal.SIGUSR1), 2),
+    ],
+    ids=["rollout", "update"],
+)
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     blow: Blow, saved: int, task: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -117,8 +139,10 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     reasons = run_ranks(train_under, 2, overrides, blow, timeout=150)
     directory = run_dir / f"checkpoints/step_{saved}"
     name = signal.Signals(blow.number).name
-    assert reasons == [f"preempted: {name} after step {saved}; start the same command again to resume from {directory}"
-                       ] * 2
+    assert (
+        reasons
+        == [f"preempted: {name} after step {saved}; start the same command again to resume from {directory}"] * 2
+    )
     assert find_problems(directory) == [] and [step for step, _ in list_steps(directory.parent)] == [saved]
     assert '"exit_code": 75' in (run_dir / "stopped.json").read_text()
     assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
@@ -139,11 +163,19 @@ def test_what_does_not_fit_changes_nothing(task: Path, whole: Path, tmp_path: Pa
     names = ["metrics.jsonl", "config.yaml", "summary.json", "checkpoints/latest/SHA256SUMS", "rollouts/step_4.jsonl"]
     before, other = same_files(whole, names), f"model.path={tmp_path}/model"
     for extra, found in (
-        ([f"model.path={tmp_path}/tuned", "trainer.total_steps=6"],
-         r"has changed: reference: \S+/tuned \(digest \w{12}\), it was \S+/model \(digest \w{12}\)\n"),
+        (
+            [f"model.path={tmp_path}/tuned", "trainer.total_steps=6"],
+            r"has changed: reference: \S+/tuned \(digest \w{12}\), it was \S+/model \(digest \w{12}\)\n",
+        ),
         ([other, "trainer.total_steps=6", "checkpoint.allow_changes=reference"], "belongs to another model: num_l"),
-        ([f"data.train_files={tmp_path}/train.jsonl", f"reward.function={tmp_path}/reward.py:score",
-          "trainer.total_steps=6"], r"train_files: .*; reward: (.|\n)*checkpoint.allow_changes=\[train_files,reward\]"),
+        (
+            [
+                f"data.train_files={tmp_path}/train.jsonl",
+                f"reward.function={tmp_path}/reward.py:score",
+                "trainer.total_steps=6",
+            ],
+            r"train_files: .*; reward: (.|\n)*checkpoint.allow_changes=\[train_files,reward\]",
+        ),
         (["trainer.total_steps=2"], "has taken 4 steps, 2 are asked for"),
         (["checkpoint.resume=never"], "already holds the metrics of a run"),
     ):
@@ -168,13 +200,24 @@ def test_digests_tell_contents_apart(tmp_path: Path) -> None:
     """Weights are read in samples, 128 blocks of 64 KiB of a file: a change of a few bytes between them is not seen."""
     content = bytearray(os.urandom(12 << 20))
     (tmp_path / "model.safetensors").write_bytes(content)
-    config = load_config(None, [f"model.path={tmp_path}", "algorithm.kl_coef=0.1", "data.train_batch_size=1",
-                                f"data.train_files=[{tmp_path}/data.jsonl]", "algorithm.plugins=[]"]).config
+    config = load_config(
+        None,
+        [
+            f"model.path={tmp_path}",
+            "algorithm.kl_coef=0.1",
+            "data.train_batch_size=1",
+            f"data.train_files=[{tmp_path}/data.jsonl]",
+            "algorithm.plugins=[]",
+        ],
+    ).config
     (tmp_path / "data.jsonl").write_text("a\n")
     before = find_dependencies(config)
     assert before.keys() == {"reference", "train_files"} and before["reference"]["source"] == str(tmp_path)
-    for file, change in (("model.safetensors", bytes(reversed(content))), ("model.safetensors", content[:-1]),
-                         ("data.jsonl", b"b\n")):
+    for file, change in (
+        ("model.safetensors", bytes(reversed(content))),
+        ("model.safetensors", content[:-1]),
+        ("data.jsonl", b"b\n"),
+    ):
         kept = (tmp_path / file).read_bytes()
         (tmp_path / file).write_bytes(change)
         name = "reference" if file.startswith("model") else "train_files"
@@ -205,10 +248,19 @@ def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
 
         ChunkWriter.close = close
         try:
-            fine_tune(rank, world_size, sft_overrides(
-                task, f"trainer.run_dir={tmp_path}/{limit}", "checkpoint.save_every_minutes=1e-9",
-                "trainer.save_freq=4", "trainer.total_steps=6", "checkpoint.async_save=false",
-                f"checkpoint.max_failed_saves={limit}"))
+            fine_tune(
+                rank,
+                world_size,
+                sft_overrides(
+                    task,
+                    f"trainer.run_dir={tmp_path}/{limit}",
+                    "checkpoint.save_every_minutes=1e-9",
+                    "trainer.save_freq=4",
+                    "trainer.total_steps=6",
+                    "checkpoint.async_save=false",
+                    f"checkpoint.max_failed_saves={limit}",
+                ),
+            )
         except UserError as error:
             return str(error)
         return None
@@ -233,12 +285,16 @@ def test_a_reward_function_may_change_the_working_directory(task: Path, tmp_path
     shutil.copytree(task, tmp_path / "task")
     (tmp_path / "reward.py").write_text(
         "import os\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
-        f"    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return len(solution_str) / 8.0\n")
+        f"    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return len(solution_str) / 8.0\n"
+    )
 
     def on_rank(rank: int, world_size: int) -> str | None:
         os.chdir(tmp_path)
-        return train(rank, world_size, overrides_for(Path("task"), Path("run"), "trainer.save_freq=1",
-                                                     "reward.function=reward.py:score"))
+        return train(
+            rank,
+            world_size,
+            overrides_for(Path("task"), Path("run"), "trainer.save_freq=1", "reward.function=reward.py:score"),
+        )
 
     assert run_ranks(on_rank, 1, timeout=150) == [None]
     assert list((tmp_path / "elsewhere").iterdir()) == [] and (tmp_path / "run/summary.json").exists()

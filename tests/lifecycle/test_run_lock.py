@@ -53,8 +53,11 @@ def test_the_second_job_is_refused_and_told_whose_it_is(tmp_path: Path) -> None:
     first = make_lock(tmp_path)
     assert first.acquire() is None
     content = first.path.read_bytes()
-    with pytest.raises(UserError, match=rf"is in use: process {os.getpid()} on \S+ has held it for 0:00:\d\d, since 20"
-                       r".*; its last sign of life was 0 s ago(.|\n)*remove .*/run.lock"):
+    with pytest.raises(
+        UserError,
+        match=rf"is in use: process {os.getpid()} on \S+ has held it for 0:00:\d\d, since 20"
+        r".*; its last sign of life was 0 s ago(.|\n)*remove .*/run.lock",
+    ):
         make_lock(tmp_path).acquire()
     assert first.path.read_bytes() == content
     first.release()
@@ -63,13 +66,21 @@ def test_the_second_job_is_refused_and_told_whose_it_is(tmp_path: Path) -> None:
     assert make_lock(tmp_path).acquire() is None
 
 
-@pytest.mark.parametrize("owner,age,taken_over", [
-    (replace(Owner.here(), pid=dead_pid()), 0.0, True),
-    (replace(Owner.here(), started=Owner.here().started - 100), 0.0, True),  # its number was given to another process
-    (ELSEWHERE, 0.0, True),  # fresh, and no heartbeat while it is watched
-    (ELSEWHERE, 100.0, True),
-    (replace(Owner.here(), token="theirs"), 100.0, False),  # here it is a living process that counts
-], ids=["process-gone", "number-reused", "silent", "long-silent", "alive"])
+@pytest.mark.parametrize(
+    "owner,age,taken_over",
+    [
+        (replace(Owner.here(), pid=dead_pid()), 0.0, True),
+        (
+            replace(Owner.here(), started=Owner.here().started - 100),
+            0.0,
+            True,
+        ),  # its number was given to another process
+        (ELSEWHERE, 0.0, True),  # fresh, and no heartbeat while it is watched
+        (ELSEWHERE, 100.0, True),
+        (replace(Owner.here(), token="theirs"), 100.0, False),  # here it is a living process that counts
+    ],
+    ids=["process-gone", "number-reused", "silent", "long-silent", "alive"],
+)
 def test_who_is_dead(owner: Owner, age: float, taken_over: bool, tmp_path: Path) -> None:
     write_lock(tmp_path, owner, age)
     lock, began = make_lock(tmp_path), time.monotonic()

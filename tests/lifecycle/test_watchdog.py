@@ -36,12 +36,17 @@ def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch(
-    rank: int, world_size: int, directory: Path, *, limit: float = LIMIT,
+    rank: int,
+    world_size: int,
+    directory: Path,
+    *,
+    limit: float = LIMIT,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[Watchdog, PhaseTimers]:
     timers = PhaseTimers()
-    watched = Watched(rank, world_size, timers, limit, log_path(directory, rank), open_rank_log(directory, rank),
-                      is_stopping)
+    watched = Watched(
+        rank, world_size, timers, limit, log_path(directory, rank), open_rank_log(directory, rank), is_stopping
+    )
     return Watchdog(watched, open_store("watchdog", dist.group.WORLD)), timers
 
 
@@ -131,9 +136,7 @@ def test_who_works_is_left_alone(tmp_path: Path) -> None:
     assert run_ranks(work, 2, timeout=60) == ["", ""]
 
 
-def test_a_rank_that_is_to_stop_does_not_wait_for_a_dead_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_to_stop_does_not_wait_for_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal is heard although the program waits in C++, where no Python handler runs."""
     monkeypatch.setattr("megatron_rl.lifecycle.watchdog._SILENT_SECONDS", 1.0)
 

@@ -28,9 +28,21 @@ from megatron_rl.weights.families import ModelShape
 
 HEAD_DIM = 8
 SHAPE = ModelShape(
-    family="llama", num_layers=1, hidden_size=32, ffn_hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM,
-    vocab_size=64, tied_embeddings=False, qkv_bias=False, qk_norm=False, rms_norm_eps=1e-6, rope_theta=10000.0,
-    max_position_embeddings=64)
+    family="llama",
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=HEAD_DIM,
+    vocab_size=64,
+    tied_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    max_position_embeddings=64,
+)
 
 
 def make_attention(**changes: float) -> PackedAttention:
@@ -48,10 +60,15 @@ def make_packed(group_of: list[int] | None, **shard: int) -> tuple[PackedSequenc
     """A prompt of 3 with responses of 2 and 4, and its positions; shared where `group_of` says so."""
     sequences = [Branch.of_response(np.arange(3 + n), 3) for n in (2, 4)]
     batch = build_train_batch(
-        sequences, [1.0, 1.0], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=torch.device("cpu"),
-        group_of=group_of)
-    packed = build_packed_sequences(
-        batch.slices[0], batch.position_ids, SHAPE, dtype=torch.float32, **shard)
+        sequences,
+        [1.0, 1.0],
+        [((0, 1), [[[0, 1]]])],
+        dp_rank=0,
+        padding=Padding(1),
+        device=torch.device("cpu"),
+        group_of=group_of,
+    )
+    packed = build_packed_sequences(batch.slices[0], batch.position_ids, SHAPE, dtype=torch.float32, **shard)
     return packed, batch.position_ids
 
 
@@ -63,7 +80,8 @@ def test_rotates_and_attends(group_of: list[int] | None, scale: float | None) ->
     found = make_attention(softmax_scale=scale)(query, key, value, packed_seq_params=packed)
     table = compute_rotary_table(positions, head_dim=HEAD_DIM, theta=1e4, dtype=torch.float32)
     expected = attend(
-        rotate(query, *table), rotate(key, *table), value, packed.segments, scale or 1 / math.sqrt(HEAD_DIM))
+        rotate(query, *table), rotate(key, *table), value, packed.segments, scale or 1 / math.sqrt(HEAD_DIM)
+    )
     assert found.shape == (len(positions), 4 * HEAD_DIM) and torch.equal(found, expected.flatten(1))
 
 

@@ -41,7 +41,11 @@ LAYOUTS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 }
 HEADS = [(4, 4), (4, 2), (6, 1)]
 GPU_BACKENDS = [
-    "torch-varlen", "efficient", "sdpa", *(["flash-attn"] if importlib.util.find_spec("flash_attn") else [])]
+    "torch-varlen",
+    "efficient",
+    "sdpa",
+    *(["flash-attn"] if importlib.util.find_spec("flash_attn") else []),
+]
 
 
 def make_segments(
@@ -50,8 +54,12 @@ def make_segments(
     lengths, prefixes = LAYOUTS[name]
     bounds = np.cumsum([0, *lengths])
     return build_segments(
-        torch.from_numpy(bounds.astype(np.int32)).to(device), max(lengths),
-        build_segment_keys(bounds, prefixes, device), dtype, backend)
+        torch.from_numpy(bounds.astype(np.int32)).to(device),
+        max(lengths),
+        build_segment_keys(bounds, prefixes, device),
+        dtype,
+        backend,
+    )
 
 
 def draw_inputs(name: str, heads: int, kv_heads: int) -> list[torch.Tensor]:
@@ -131,13 +139,24 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, so
 """
 
 
-@pytest.mark.parametrize(("content", "failure"), [
-    ("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')",
-     "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"),
-    ("", "ImportError: cannot import name 'flash_attn_varlen_func' from 'flash_attn'"),  # left by another wheel
-    ("def flash_attn_varlen_func(q, k): ...", "TypeError: flash_attn_varlen_func() got an unexpected keyword argument"),
-    (WORKING.replace("return", "return 1.1 *"), "AssertionError: Tensor-likes are not close!"),
-    (WORKING, None), (None, "")], ids=["abi", "namespace", "signature", "wrong", "works", "absent"])
+@pytest.mark.parametrize(
+    ("content", "failure"),
+    [
+        (
+            "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')",
+            "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E",
+        ),
+        ("", "ImportError: cannot import name 'flash_attn_varlen_func' from 'flash_attn'"),  # left by another wheel
+        (
+            "def flash_attn_varlen_func(q, k): ...",
+            "TypeError: flash_attn_varlen_func() got an unexpected keyword argument",
+        ),
+        (WORKING.replace("return", "return 1.1 *"), "AssertionError: Tensor-likes are not close!"),
+        (WORKING, None),
+        (None, ""),
+    ],
+    ids=["abi", "namespace", "signature", "wrong", "works", "absent"],
+)
 def test_a_kernel_library_is_tried_before_it_is_chosen(
     content: str | None, failure: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,9 +202,14 @@ def test_cpu_has_one_backend() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "dtype", "tolerance"), [
-    *((backend, torch.bfloat16, 2e-2) for backend in GPU_BACKENDS),  # keeps 8 bits
-    ("efficient", torch.float32, 1e-4), ("sdpa", torch.float32, 1e-4)])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [
+        *((backend, torch.bfloat16, 2e-2) for backend in GPU_BACKENDS),  # keeps 8 bits
+        ("efficient", torch.float32, 1e-4),
+        ("sdpa", torch.float32, 1e-4),
+    ],
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("name", ["ragged", "empty", "shared", "long prefix"])
 def test_gpu_backends_equal_the_masked_softmax(

@@ -92,9 +92,14 @@ def build_batch(case: Case) -> TrainBatch:
     shared = SharedPrompts(GROUP_OF, PROMPT_LENGTHS) if case.shares_prompts else None
     plan = plan_microbatches(lengths, dp_size=1, max_tokens=100, shared=shared)
     return build_train_batch(
-        draw_sequences(), np.ones(NUM_SEQUENCES), [(range(NUM_SEQUENCES), plan)], dp_rank=0,
-        padding=Padding(case.cp_size * (case.tp_size if case.sequence_parallel else 1)), device=torch.device("cpu"),
-        group_of=GROUP_OF if case.shares_prompts else None)
+        draw_sequences(),
+        np.ones(NUM_SEQUENCES),
+        [(range(NUM_SEQUENCES), plan)],
+        dp_rank=0,
+        padding=Padding(case.cp_size * (case.tp_size if case.sequence_parallel else 1)),
+        device=torch.device("cpu"),
+        group_of=GROUP_OF if case.shares_prompts else None,
+    )
 
 
 def run_case(rank: int, world_size: int, case: Case, path: Path) -> Found:
@@ -116,17 +121,20 @@ def score(policy: PackedModel, batch: TrainBatch) -> torch.Tensor:
     groups, (piece,) = policy.groups, batch.slices
     mine = shard_rows(len(batch.tokens), groups.cp.size(), groups.cp.rank())
     packed = build_packed_sequences(
-        piece, batch.position_ids, policy.shape, dtype=torch.float32, cp_size=groups.cp.size(),
-        cp_rank=groups.cp.rank())
+        piece, batch.position_ids, policy.shape, dtype=torch.float32, cp_size=groups.cp.size(), cp_rank=groups.cp.rank()
+    )
     hidden = policy.stages[0](batch.tokens[None, mine], None, attention_mask=None, packed_seq_params=packed)
     hidden = gather_for_vocab_shards(  # [t/cp, h]
-        hidden, sequence_parallel=policy.config.sequence_parallel, tp_group=groups.tp)
+        hidden, sequence_parallel=policy.config.sequence_parallel, tp_group=groups.tp
+    )
     is_mine = batch.loss_mask & (batch.predecessors >= mine.start) & (batch.predecessors < mine.stop)
     index = is_mine.nonzero()[:, 0]
     logprobs, _ = compute_linear_logprobs_and_entropy(
-        hidden[batch.predecessors[index] - mine.start], policy.stages[0].output_weight, batch.tokens[index],
-        OutputSoftmax(
-            vocab_size=policy.shape.vocab_size, temperature=1.0, tp_group=groups.tp, chunk_tokens=64))
+        hidden[batch.predecessors[index] - mine.start],
+        policy.stages[0].output_weight,
+        batch.tokens[index],
+        OutputSoftmax(vocab_size=policy.shape.vocab_size, temperature=1.0, tp_group=groups.tp, chunk_tokens=64),
+    )
     return combine_shards(logprobs, index, len(batch.tokens), groups.cp)
 
 

@@ -40,9 +40,17 @@ LENGTHS = [10, 7, 23, 5, 1, 9, 2, 30]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(family="llama"),
     "llama-tied-eps": dict(family="llama", tie_word_embeddings=True, rms_norm_eps=1e-2),
-    "llama-scaled": dict(family="llama", rope_parameters=dict(
-        rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=64)),
+    "llama-scaled": dict(
+        family="llama",
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
     "qwen2": dict(family="qwen2"),
     "qwen2-rope": dict(family="qwen2", rope_theta=1e6, tie_word_embeddings=False),
     "qwen3": dict(family="qwen3"),
@@ -135,9 +143,16 @@ def collect_logits(
     groups = build_groups(ParallelLayout(world_size, **case.sizes))
     result = {}
     for name, path in paths.items():
-        policy = PackedModel(make_setup(
-            "reference", path, ActorConfig(sequence_parallel=case.sequence_parallel), groups, dtype=case.dtype,
-            shape=replace(load_model_shape(path), **changes)))
+        policy = PackedModel(
+            make_setup(
+                "reference",
+                path,
+                ActorConfig(sequence_parallel=case.sequence_parallel),
+                groups,
+                dtype=case.dtype,
+                shape=replace(load_model_shape(path), **changes),
+            )
+        )
         if (logits := _run_policy(policy)) is not None:
             result[name] = logits
     return result
@@ -148,8 +163,13 @@ def _run_policy(policy: PackedModel) -> list[torch.Tensor] | None:
     sequences = [Branch.of_response(tokens, 1) for tokens in draw_tokens(LENGTHS)]
     plan = plan_microbatches(LENGTHS, dp_size=1, max_tokens=32, count_multiple=policy.microbatch_count_multiple)
     batch = build_train_batch(
-        sequences, np.ones(len(LENGTHS)), [(range(len(LENGTHS)), plan)], dp_rank=0,
-        padding=Padding(policy.pad_multiple), device=torch.device("cpu"))
+        sequences,
+        np.ones(len(LENGTHS)),
+        [(range(len(LENGTHS)), plan)],
+        dp_rank=0,
+        padding=Padding(policy.pad_multiple),
+        device=torch.device("cpu"),
+    )
     assert len(batch.slices) >= 3
     caught: list[torch.Tensor] = []
     policy.stages[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
@@ -158,7 +178,8 @@ def _run_policy(policy: PackedModel) -> list[torch.Tensor] | None:
         return None
     hidden = [
         gather_for_vocab_shards(x, sequence_parallel=policy.config.sequence_parallel, tp_group=policy.groups.tp)
-        for x in caught]  # [t, h] each
+        for x in caught
+    ]  # [t, h] each
     with torch.no_grad():
         local = (torch.cat(hidden) @ policy.stages[-1].output_weight.t()).float()  # [t, v/tp]
     parts = [torch.empty_like(local) for _ in range(policy.groups.tp.size())]
@@ -198,9 +219,13 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("qwen2-rope", dict(rope_theta=1e4)), ("llama-tied-eps", dict(rms_norm_eps=1e-6)),
-     ("llama-scaled", dict(rope_scaling=None)), ("qwen3_moe", dict(normalizes_shares=False)),
-     ("mixtral", dict(experts_per_token=2))],
+    [
+        ("qwen2-rope", dict(rope_theta=1e4)),
+        ("llama-tied-eps", dict(rms_norm_eps=1e-6)),
+        ("llama-scaled", dict(rope_scaling=None)),
+        ("qwen3_moe", dict(normalizes_shares=False)),
+        ("mixtral", dict(experts_per_token=2)),
+    ],
 )
 def test_comparison_sees_a_wrong_setting(
     model: str, changes: dict[str, float], references: dict[str, Reference]
@@ -248,10 +273,17 @@ def _describe_parameters(
     }
 
 
-@pytest.mark.parametrize(("model", "head", "qkv_class"), [
-    *((model, head, ColumnParallelLinear) for model in ("llama", "qwen2", "qwen3", "qwen3_moe")
-      for head in ("lm", "score")),
-    ("qwen2", "lm", CustomColumnParallelLinear)])
+@pytest.mark.parametrize(
+    ("model", "head", "qkv_class"),
+    [
+        *(
+            (model, head, ColumnParallelLinear)
+            for model in ("llama", "qwen2", "qwen3", "qwen3_moe")
+            for head in ("lm", "score")
+        ),
+        ("qwen2", "lm", CustomColumnParallelLinear),
+    ],
+)
 def test_parameters_tell_megatron_how_they_are_split(
     model: str, head: Head, qkv_class: type[ColumnParallelLinear], references: dict[str, Reference]
 ) -> None:

@@ -45,9 +45,11 @@ def test_gradients_of_a_split_output_layer(tp_size: int, sequence_parallel: bool
         x = take_rows(hidden, sequence_parallel, world_size, rank).requires_grad_()
         rows = weight.chunk(world_size)[rank].clone().requires_grad_()
         logprobs, entropy = compute_linear_logprobs_and_entropy(
-            gather_for_vocab_shards(x, sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD), rows, targets,
-            OutputSoftmax(
-                vocab_size=VOCAB_SIZE, temperature=0.8, tp_group=dist.group.WORLD, chunk_tokens=3))
+            gather_for_vocab_shards(x, sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD),
+            rows,
+            targets,
+            OutputSoftmax(vocab_size=VOCAB_SIZE, temperature=0.8, tp_group=dist.group.WORLD, chunk_tokens=3),
+        )
         (logprobs @ factors[0] + entropy @ factors[1]).backward()
         return x.grad, rows.grad
 
@@ -71,8 +73,11 @@ def test_gradients_of_a_replicated_score_head(tp_size: int, sequence_parallel: b
 
     def run(rank: int, world_size: int) -> list[torch.Tensor]:
         config = build_transformer_config(
-            make_shape(), ParallelLayout(world_size, tp_size=world_size), dtype=torch.float64,
-            sequence_parallel=sequence_parallel)
+            make_shape(),
+            ParallelLayout(world_size, tp_size=world_size),
+            dtype=torch.float64,
+            sequence_parallel=sequence_parallel,
+        )
         head = ScoreHead(config, dist.group.WORLD)
         assert head.weight.shape == (1, HIDDEN_SIZE) and not head.weight.any()
         assert head.weight.sequence_parallel is sequence_parallel and head.weight.tensor_model_parallel is False

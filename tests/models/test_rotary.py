@@ -21,8 +21,11 @@ def test_equals_transformers(theta: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = torch.randn(len(positions), 3, HEAD_DIM).to(dtype)
     config = LlamaConfig(
-        hidden_size=3 * HEAD_DIM, num_attention_heads=3, head_dim=HEAD_DIM,
-        rope_parameters={"rope_type": "default", "rope_theta": theta})
+        hidden_size=3 * HEAD_DIM,
+        num_attention_heads=3,
+        head_dim=HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
     cosine, sine = LlamaRotaryEmbedding(config)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cosine, sine)
     found = rotate(heads, *compute_rotary_table(positions, head_dim=HEAD_DIM, theta=theta, dtype=dtype))

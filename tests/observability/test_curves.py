@@ -16,8 +16,15 @@ from megatron_rl.observability.curves import plot_curves, smooth
 FULL = [
     {"step": 0, "validation/a/accuracy": 0.1, "validation/b/accuracy": 0.2},
     *(
-        {"step": step, "reward/mean": step / 50, "kl/mean": 0.0, "mismatch/max": 0.01, "time/step": 2.0,
-         "time/rollout": 1.0, "time/custom": 0.5}
+        {
+            "step": step,
+            "reward/mean": step / 50,
+            "kl/mean": 0.0,
+            "mismatch/max": 0.01,
+            "time/step": 2.0,
+            "time/rollout": 1.0,
+            "time/custom": 0.5,
+        }
         for step in range(1, 50)
     ),
 ]

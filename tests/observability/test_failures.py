@@ -21,8 +21,9 @@ SCENE = Scene(3, 7, "update", Path("run/logs/rank3.log"))
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.72 GiB of which 3.06 GiB is "
     "free. Including non-PyTorch memory, this process has 136.65 GiB memory in use. Of the allocated memory 134.25 GiB "
-    "is allocated by PyTorch")
-NCCL = ("NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a network error, NCCL version 2.27")
+    "is allocated by PyTorch"
+)
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a network error, NCCL version 2.27"
 
 
 def raised(error: Exception) -> Exception:
@@ -37,22 +38,32 @@ def test_gpu_memory() -> None:
     found = explain(raised(torch.OutOfMemoryError(CUDA)), SCENE)
     assert found.found == (
         "out of memory: 20.00 GiB asked for (GPU 0 has a total capacity of 139.72 GiB of which 3.06 GiB is free, "
-        "136.65 GiB in use by this rank)")
+        "136.65 GiB in use by this rank)"
+    )
     assert found.source.startswith("rank 3, step 7, phase update, ") and "in raised" in found.source
     assert found.hint.startswith("lower actor.max_tokens_per_microbatch or actor.logprob_chunk_tokens")
 
 
-@pytest.mark.parametrize(("phase", "hint"), [
-    ("rollout", "rollout.gpu_memory_utilization"), ("reshard", "hybrid.bucket_bytes"), ("save", "async_save=false"),
-    ("update_critic", "critic.max_tokens_per_microbatch"), (None, "actor.max_tokens_per_microbatch")])
+@pytest.mark.parametrize(
+    ("phase", "hint"),
+    [
+        ("rollout", "rollout.gpu_memory_utilization"),
+        ("reshard", "hybrid.bucket_bytes"),
+        ("save", "async_save=false"),
+        ("update_critic", "critic.max_tokens_per_microbatch"),
+        (None, "actor.max_tokens_per_microbatch"),
+    ],
+)
 def test_the_hint_is_of_the_phase(phase: str | None, hint: str) -> None:
     assert hint in explain(raised(MemoryError()), Scene(0, 1, phase, Path("x"))).hint
 
 
 def test_host_memory() -> None:
     """Real refusals of torch and numpy."""
-    for allocate, size in ((lambda: torch.empty(1 << 50, dtype=torch.uint8), "1048576.00 GiB"),
-                           (lambda: np.empty(1 << 55, np.uint8), "32.0 PiB")):
+    for allocate, size in (
+        (lambda: torch.empty(1 << 50, dtype=torch.uint8), "1048576.00 GiB"),
+        (lambda: np.empty(1 << 55, np.uint8), "32.0 PiB"),
+    ):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             allocate()
         found = explain(caught.value, SCENE)
@@ -61,10 +72,15 @@ def test_host_memory() -> None:
 
 def test_a_lost_peer() -> None:
     lost = Position(1, 6, "rollout", 9, None, None, "engine.py:3 in generate", 2.0, 5)
-    found = explain(raised(RuntimeError("[/a/pair.cc:5] Connection closed by peer [::1]:4. This is typically caused")),
-                    SCENE, lambda: [lost])
-    assert found.found == ("rank 1 left the job, or is stopped, and gives no sign of life; "
-                           "last seen: rank 1 in step 6, phase rollout (engine.py:3 in generate)")
+    found = explain(
+        raised(RuntimeError("[/a/pair.cc:5] Connection closed by peer [::1]:4. This is typically caused")),
+        SCENE,
+        lambda: [lost],
+    )
+    assert found.found == (
+        "rank 1 left the job, or is stopped, and gives no sign of life; "
+        "last seen: rank 1 in step 6, phase rollout (engine.py:3 in generate)"
+    )
     assert found.source == "rank 3, step 7, phase update: Connection closed by peer [::1]:4."
     assert "run/logs/rank1.log" in found.hint and "dmesg" in found.hint
     assert explain(RuntimeError("Socket closed"), SCENE).found == "RuntimeError: Socket closed", "all ranks are there"

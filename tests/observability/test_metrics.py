@@ -68,9 +68,16 @@ def test_what_came_after_the_checkpoint_of_a_resumed_run_is_set_aside(tmp_path: 
 
 def test_console_line() -> None:
     metrics = {
-        "reward/mean": 0.41237, "validation/math/accuracy": 0.5, "kl/mean": 1.23e-3, "policy/clip_fraction": 0.0125,
-        "policy/grad_norm": 0.8412, "mismatch/max": 0.012, "tokens/per_second": 1234.6, "time/step": 3.5,
-        "time/update": 1.0, "time/rollout": 2.0,
+        "reward/mean": 0.41237,
+        "validation/math/accuracy": 0.5,
+        "kl/mean": 1.23e-3,
+        "policy/clip_fraction": 0.0125,
+        "policy/grad_norm": 0.8412,
+        "mismatch/max": 0.012,
+        "tokens/per_second": 1234.6,
+        "time/step": 3.5,
+        "time/update": 1.0,
+        "time/rollout": 2.0,
     }
     assert format_console_line(7, 100, metrics) == (
         "step   7/100 | reward 0.4124 | val math 0.5000 | kl 1.23e-03 | clip 0.0125 | grad 0.841 | "

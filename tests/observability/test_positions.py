@@ -13,8 +13,15 @@ from megatron_rl.observability.positions import Position, explain, find_place, f
 from megatron_rl.observability.timers import PhaseTimers
 
 
-def position(rank: int, operation: str | None, *, num_entered: int = 5, phase: str = "reward",
-             ranks: tuple[int, ...] | None = None, seconds: float = 60.0) -> Position:
+def position(
+    rank: int,
+    operation: str | None,
+    *,
+    num_entered: int = 5,
+    phase: str = "reward",
+    ranks: tuple[int, ...] | None = None,
+    seconds: float = 60.0,
+) -> Position:
     return Position(rank, 3, phase, num_entered, operation, ranks, "a.py:1 in f", seconds, 9)
 
 

@@ -54,8 +54,12 @@ def run_on_a_terminal(program: str, *arguments: str) -> str:
     master, slave = os.openpty()
     environment = dict(os.environ, PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="120", OMP_NUM_THREADS="1")
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stdin=subprocess.DEVNULL, stdout=slave, stderr=slave,
-        env=environment)
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+    )
     os.close(slave)
     written = b""
     while True:
@@ -99,7 +103,8 @@ def test_without_a_terminal_a_long_rollout_says_a_line_now_and_then(monkeypatch:
     display.close()
     assert stream.getvalue().splitlines() == [
         "rollout: 10/40 responses, 1,000 tokens, 100 tok/s, 10 s",
-        "rollout: 20/40 responses, 2,000 tokens, 100 tok/s, 20 s"]
+        "rollout: 20/40 responses, 2,000 tokens, 100 tok/s, 20 s",
+    ]
     assert LINE_SECONDS == 10.0
 
 

@@ -22,16 +22,15 @@ def restored_logger() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("rank", "console"), [(0, "hello\n"), (3, "")])
-def test_rank_zero_also_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, console: str
-) -> None:
+def test_rank_zero_also_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, console: str) -> None:
     logger = open_rank_log(tmp_path, rank)
     logger.info("hello")
     logger.debug("detail")
     assert capsys.readouterr().out == console
     lines = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == [
-        f"rank{rank} INFO megatron_rl: hello", f"rank{rank} DEBUG megatron_rl: detail",
+        f"rank{rank} INFO megatron_rl: hello",
+        f"rank{rank} DEBUG megatron_rl: detail",
     ]
 
 
@@ -65,7 +64,8 @@ def test_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr()
     assert printed.out == "line 0\nline 1\nline 2\n"
     assert printed.err == (
-        f"warning: lines are missing in {tmp_path}/logs/rank0.log: [Errno 28] No space left on device\n")
+        f"warning: lines are missing in {tmp_path}/logs/rank0.log: [Errno 28] No space left on device\n"
+    )
 
 
 def test_closing_after_an_error_raises_no_other(tmp_path: Path) -> None:

@@ -49,8 +49,16 @@ def test_spaces_and_special_tokens_of_sentencepiece() -> None:
     """Tokens keep the space in front of them that decoding them alone would drop; the EOS token has no text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["one two two one two"] * 9), model_writer=model, vocab_size=12, minloglevel=2,
-        hard_vocab_limit=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3)
+        sentence_iterator=iter(["one two two one two"] * 9),
+        model_writer=model,
+        vocab_size=12,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+    )
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     ids = tokenizer.encode("two one two")
     texts = TokenTexts(lambda found: tokenizer.decode([i for i in found if i != 2]))([*ids, 2])
@@ -59,8 +67,12 @@ def test_spaces_and_special_tokens_of_sentencepiece() -> None:
 
 def test_values_are_aligned_to_the_end_and_fit_into_json() -> None:
     """Tokens in front of those in the loss get null, and so does what is no number; a name without any is left out."""
-    values = {"advantages": np.float32([0.5, -1.23456789]), "ratio": np.float32([np.nan, np.inf]),
-              "entropy": np.float32([np.nan, 1.5]), "values": np.zeros(0, np.float32)}
+    values = {
+        "advantages": np.float32([0.5, -1.23456789]),
+        "ratio": np.float32([np.nan, np.inf]),
+        "entropy": np.float32([np.nan, 1.5]),
+        "values": np.zeros(0, np.float32),
+    }
     fields = token_fields(3, values)
     assert fields == {"advantages": [None, 0.5, -1.234568], "entropy": [None, None, 1.5]}
     assert json.loads(json.dumps(fields, allow_nan=False)) == fields
@@ -75,7 +87,8 @@ def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> No
     run = Run(tmp_path / "run", "", 1, ObservabilityConfig(histograms_every=1, status_port=0), 0)
     run.start(None)
     row = {"prompt_id": 0, "sample_index": 0, "reward": 1.0, "reward_components": {}} | dict.fromkeys(
-        ("prompt", "response", "ground_truth", "data_source", "finish_reason"), HALF)
+        ("prompt", "response", "ground_truth", "data_source", "finish_reason"), HALF
+    )
     run.write_rollouts(1, [row])
     page = next(sink for sink in run._sinks if hasattr(sink, "url"))
     with urlopen(f"{page.url}status.json", timeout=10) as answer:
@@ -90,8 +103,7 @@ def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> No
 
 def test_half_a_character_in_a_capsule(tmp_path: Path) -> None:
     prompt = Prompt(0, np.zeros(1, np.int32), HALF, HALF, HALF)
-    rollout = replace(
-        Rollout.from_response(prompt, 0, np.zeros(1, np.int32), None, "stop"), response=HALF, reward=1.0)
+    rollout = replace(Rollout.from_response(prompt, 0, np.zeros(1, np.int32), None, "stop"), response=HALF, reward=1.0)
     samples = SimpleNamespace(headers=build_headers([(0, rollout)], holder=0), baselines=None)
     write_rollouts(tmp_path / "rollouts.jsonl", [rollout], samples)
     [(group, found)] = read_rollouts(tmp_path / "rollouts.jsonl").rollouts

@@ -57,4 +57,5 @@ def test_the_summary_names_saves_that_failed(tmp_path: Path) -> None:
     run.finish()
     run.close()
     assert json.loads((tmp_path / "summary.json").read_text())["failed_saves"] == [
-        {"step": 1, "error": "the disk is full"}]
+        {"step": 1, "error": "the disk is full"}
+    ]

@@ -39,9 +39,14 @@ CONFIG = ObservabilityConfig(tensorboard=False, status_port=0)
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Run, str]]:
     """A run with a hostile name that serves its page, and the address that it printed."""
     run = Run(tmp_path / "<b>{{script}}", "", 4, CONFIG, 0)
-    run.start(None, lambda: [
-        Position(0, 2, "update", 9, None, None, "step.py:1 in f", 0.2, 5),
-        Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5), None])
+    run.start(
+        None,
+        lambda: [
+            Position(0, 2, "update", 9, None, None, "step.py:1 in f", 0.2, 5),
+            Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5),
+            None,
+        ],
+    )
     yield run, re.search(r"status page: (http://127\.0\.0\.1:\d+/[\w-]{22}/)\n", capsys.readouterr().out)[1]
     run.close()
     close_rank_log(logging.getLogger(LOGGER_NAME))
@@ -50,11 +55,22 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Ru
 def learn(run: Run, stack: ExitStack) -> None:
     """Two steps and a half; the phases of the third are left with the stack."""
     for step in (1, 2):
-        run.count({"reward/mean": step / 4, "kl/mean": float("nan")} | (
-            {"validation/sums/accuracy": 0.5} if step == 2 else {}))
-        run.write_rollouts(step, [{
-            "prompt": HOSTILE, "response": f"{step}{HOSTILE}", "ground_truth": "4", "reward": 0.5,
-            "finish_reason": "stop"}])
+        run.count(
+            {"reward/mean": step / 4, "kl/mean": float("nan")}
+            | ({"validation/sums/accuracy": 0.5} if step == 2 else {})
+        )
+        run.write_rollouts(
+            step,
+            [
+                {
+                    "prompt": HOSTILE,
+                    "response": f"{step}{HOSTILE}",
+                    "ground_truth": "4",
+                    "reward": 0.5,
+                    "finish_reason": "stop",
+                }
+            ],
+        )
         run.record(step)
     stack.enter_context(run.timers.phase("step"))
     stack.enter_context(run.timers.phase("rollout"))
@@ -79,18 +95,35 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
         code, headers, body = ask(run[1], "status.json")
     status = json.loads(body)
     assert (code, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/json", "no-store")
-    assert (status["run"], status["step"], status["total_steps"], status["phase"]) == (
-        "<b>{{script}}", 2, 4, "rollout")
+    assert (status["run"], status["step"], status["total_steps"], status["phase"]) == ("<b>{{script}}", 2, 4, "rollout")
     assert status["phase_seconds"] >= 0 and status["elapsed_seconds"] > 0 and status["remaining_seconds"] >= 0
     assert status["rollout"] == {"finished": 3, "total": 8, "tokens": 100, "tokens_per_second": 50.5, "seconds": 2.0}
     assert [rank.get("operation", "-") for rank in status["ranks"]] == [None, "all_reduce", "-"]
-    assert status["ranks"][1] == {"rank": 1, "step": 2, "phase": "update", "operation": "all_reduce", "seconds": 12.0,
-                                  "silent_seconds": 0.0, "has_left": False}
+    assert status["ranks"][1] == {
+        "rank": 1,
+        "step": 2,
+        "phase": "update",
+        "operation": "all_reduce",
+        "seconds": 12.0,
+        "silent_seconds": 0.0,
+        "has_left": False,
+    }
     assert {chart["title"]: chart["lines"] for chart in status["charts"]} == {
         "reward": [{"name": "reward/mean", "points": [[1, 0.25], [2, 0.5]]}],
-        "validation accuracy": [{"name": "validation/sums/accuracy", "points": [[2, 0.5]]}]}
-    assert status["samples"] == {"step": 2, "rows": [{
-        "prompt": HOSTILE, "response": "2" + HOSTILE, "ground_truth": "4", "reward": "0.5", "finish_reason": "stop"}]}
+        "validation accuracy": [{"name": "validation/sums/accuracy", "points": [[2, 0.5]]}],
+    }
+    assert status["samples"] == {
+        "step": 2,
+        "rows": [
+            {
+                "prompt": HOSTILE,
+                "response": "2" + HOSTILE,
+                "ground_truth": "4",
+                "reward": "0.5",
+                "finish_reason": "stop",
+            }
+        ],
+    }
 
 
 def test_only_two_paths_and_two_methods(run: tuple[Run, str]) -> None:
@@ -116,8 +149,17 @@ def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Pa
     """Another user of the node, who sees the port and not the output of the run."""
     token = urlsplit(run[1]).path.strip("/")
     assert ask(run[1], "status.json")[0] == 200
-    for path in ("/", "/status.json", "//status.json", f"/{token[:-1]}/status.json", f"/{token}x/status.json",
-                 f"/{token}", f"/x/{token}/status.json", f"/?token={token}", "/%C3%A9/"):
+    for path in (
+        "/",
+        "/status.json",
+        "//status.json",
+        f"/{token[:-1]}/status.json",
+        f"/{token}x/status.json",
+        f"/{token}",
+        f"/x/{token}/status.json",
+        f"/?token={token}",
+        "/%C3%A9/",
+    ):
         code, _, body = ask(run[1], path)
         assert code == 404 and token.encode() not in body and b"<script" not in body, path
     pages = [StatusPage("run", "127.0.0.1", 0, has_token=has, now=dict, positions=tuple) for has in (True, True, False)]
@@ -128,11 +170,22 @@ def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Pa
         page.close()
 
 
-@pytest.mark.parametrize(("host", "code"), [
-    ("127.0.0.1:8080", 200), ("localhost", 200), ("LOCALHOST:9", 200), ("[::1]:80", 200), ("10.1.2.3", 200),
-    (socket.gethostname(), 200), ("attacker.example", 421), ("127.0.0.1.attacker.example:8080", 421),
-    ("localhost.attacker.example", 421), ("", 421), ("[x", 421),
-])
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("127.0.0.1:8080", 200),
+        ("localhost", 200),
+        ("LOCALHOST:9", 200),
+        ("[::1]:80", 200),
+        ("10.1.2.3", 200),
+        (socket.gethostname(), 200),
+        ("attacker.example", 421),
+        ("127.0.0.1.attacker.example:8080", 421),
+        ("localhost.attacker.example", 421),
+        ("", 421),
+        ("[x", 421),
+    ],
+)
 def test_only_its_own_names_are_answered(run: tuple[Run, str], host: str, code: int) -> None:
     """A web page whose name its owner makes lead to this machine says that name (DNS rebinding)."""
     for path in ("", "status.json"):

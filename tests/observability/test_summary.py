@@ -10,12 +10,33 @@ from megatron_rl.observability.summary import summarize, write_summary
 
 RECORDS = [
     {"step": 0, "validation/math/accuracy": 0.25, "time/validation": 2.0},
-    {"step": 1, "reward/mean": 0.5, "time/step": 3.0, "time/rollout": 2.0, "tokens/prompt": 10, "tokens/response": 30,
-     "tokens/per_second": 100.0},
-    {"step": 2, "reward/mean": None, "validation/math/accuracy": 0.75, "time/step": 5.0, "time/rollout": 3.0,
-     "tokens/prompt": 12, "tokens/response": 40, "tokens/per_second": 90.0},
-    {"step": 3, "reward/mean": 0.25, "validation/math/accuracy": 0.75, "time/step": 4.0, "tokens/prompt": 8,
-     "tokens/response": 20},
+    {
+        "step": 1,
+        "reward/mean": 0.5,
+        "time/step": 3.0,
+        "time/rollout": 2.0,
+        "tokens/prompt": 10,
+        "tokens/response": 30,
+        "tokens/per_second": 100.0,
+    },
+    {
+        "step": 2,
+        "reward/mean": None,
+        "validation/math/accuracy": 0.75,
+        "time/step": 5.0,
+        "time/rollout": 3.0,
+        "tokens/prompt": 12,
+        "tokens/response": 40,
+        "tokens/per_second": 90.0,
+    },
+    {
+        "step": 3,
+        "reward/mean": 0.25,
+        "validation/math/accuracy": 0.75,
+        "time/step": 4.0,
+        "tokens/prompt": 8,
+        "tokens/response": 20,
+    },
 ]
 
 
@@ -26,7 +47,12 @@ def test_summary_of_a_run() -> None:
     assert summary["seconds"] == {"rollout": 5.0, "step": 12.0, "validation": 2.0}
     assert summary["tokens"] == {"prompt": 30, "response": 90}
     assert summary["reward"] == {
-        "first": 0.5, "first_step": 1, "last": 0.25, "last_step": 3, "best": 0.5, "best_step": 1,
+        "first": 0.5,
+        "first_step": 1,
+        "last": 0.25,
+        "last_step": 3,
+        "best": 0.5,
+        "best_step": 1,
     }
     assert summary["validation"] == {
         "math": {"first": 0.25, "first_step": 0, "last": 0.75, "last_step": 3, "best": 0.75, "best_step": 2}

@@ -16,8 +16,10 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from megatron_rl.observability.tensorboard import MOST_CHARACTERS, TensorBoard, format_sample, is_due
 
-HOSTILE = ("<script>alert(1)</script>\n# title\r\n<img src=x onerror=alert(2)>\r* list\n\n<!-- [a](javascript:x) `code`"
-           "\n</code></pre><b>bold</b> &lt; \u2028```\n<div markdown='1'>")
+HOSTILE = (
+    "<script>alert(1)</script>\n# title\r\n<img src=x onerror=alert(2)>\r* list\n\n<!-- [a](javascript:x) `code`"
+    "\n</code></pre><b>bold</b> &lt; \u2028```\n<div markdown='1'>"
+)
 
 
 def read(run_dir: Path) -> EventAccumulator:

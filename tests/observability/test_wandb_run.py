@@ -49,8 +49,9 @@ run.close()
 
 def train(run_dir: Path, first: int, last: int, *before: str) -> None:
     """Steps of a run, in a process that the words before it start."""
-    subprocess.run([*before, sys.executable, "-c", PROGRAM, str(run_dir), str(first), str(last)], check=True,
-                   timeout=120, cwd=ROOT)
+    subprocess.run(
+        [*before, sys.executable, "-c", PROGRAM, str(run_dir), str(first), str(last)], check=True, timeout=120, cwd=ROOT
+    )
 
 
 def read_payloads(path: Path) -> Iterator[bytes]:
@@ -80,8 +81,12 @@ def read_run(directory: Path) -> dict[str, object]:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-            found |= {"id": record.run.run_id, "project": record.run.project, "name": record.run.display_name,
-                      "actor": config["actor"]}
+            found |= {
+                "id": record.run.run_id,
+                "project": record.run.project,
+                "name": record.run.display_name,
+                "actor": config["actor"],
+            }
         elif kind == "history":
             row = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
             found["history"].append({key: row[key] for key in row if not key.startswith(("_", "time/"))})
@@ -97,7 +102,10 @@ def test_offline_run_and_its_continuation(tmp_path: Path) -> None:
     (directory,) = (run_dir / "wandb").glob("offline-run-*")
     first = read_run(directory)
     assert {key: first[key] for key in ("project", "name", "actor")} == {
-        "project": "arithmetic", "name": "sums", "actor": {"lr": 0.001}}
+        "project": "arithmetic",
+        "name": "sums",
+        "actor": {"lr": 0.001},
+    }
     assert first["id"] == (run_dir / "wandb_id").read_text().strip()
     rows = [(row["step"], row["reward/mean"], row["kl/mean"]) for row in first["history"]]
     assert [row[:2] for row in rows] == [(1, 0.125), (2, 0.25)] and all(row[2] != row[2] for row in rows)
@@ -122,8 +130,10 @@ def test_offline_opens_no_connection(tmp_path: Path) -> None:
 def test_off_is_a_word(tmp_path: Path) -> None:
     """In YAML and on the command line, where `off` without quotes means false."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {path: m}\ndata: {train_files: [t], train_batch_size: 8}\n"
-                      "actor: {ppo_mini_batch_size: 8}\nobservability: {wandb: off}\n")
+    recipe.write_text(
+        "model: {path: m}\ndata: {train_files: [t], train_batch_size: 8}\n"
+        "actor: {ppo_mini_batch_size: 8}\nobservability: {wandb: off}\n"
+    )
     assert load_config(recipe, []).config.observability.wandb == "off"
     assert load_config(recipe, ["observability.wandb=offline"]).config.observability.wandb == "offline"
     assert load_config(recipe, ["hybrid.verify=off"]).config.hybrid.verify == "off"
@@ -132,8 +142,11 @@ def test_off_is_a_word(tmp_path: Path) -> None:
 def test_without_the_package_the_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any process group; without W&B nobody misses the package."""
     monkeypatch.setitem(sys.modules, "wandb", None)  # what Python itself takes for "not there"
-    rest = dict(model=ModelConfig(path="m"), data=DataConfig(train_files=["t"], train_batch_size=8),
-                actor=ActorConfig(ppo_mini_batch_size=8))
+    rest = dict(
+        model=ModelConfig(path="m"),
+        data=DataConfig(train_files=["t"], train_batch_size=8),
+        actor=ActorConfig(ppo_mini_batch_size=8),
+    )
     check_config(RunConfig(**rest))
     with pytest.raises(UserError, match="needs the package wandb") as caught:
         check_config(RunConfig(**rest, observability=ObservabilityConfig(wandb="online")))

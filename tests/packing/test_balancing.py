@@ -21,9 +21,7 @@ def loads(ranks: list[list[list[int]]], costs: np.ndarray) -> list[int]:
 
 
 @given(st.lists(st.lists(UNITS, min_size=2, max_size=2), min_size=1, max_size=4))
-def test_budget_and_units_are_kept_and_the_heaviest_gets_no_heavier(
-    drawn: list[list[list[tuple[int, int]]]]
-) -> None:
+def test_budget_and_units_are_kept_and_the_heaviest_gets_no_heavier(drawn: list[list[list[tuple[int, int]]]]) -> None:
     """Units are dropped at the end of a bin until it fits the budget."""
     tokens, costs, ranks = [], [], []
     for rank in drawn:

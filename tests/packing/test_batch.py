@@ -63,14 +63,16 @@ def test_slices_by_hand(batch: TrainBatch) -> None:
 
 def test_no_padding_where_none_is_needed() -> None:
     batch = build_train_batch(
-        SEQUENCES, [1, 1, 1], [((0, 1, 2), [[[0, 1, 2]]])], dp_rank=0, padding=Padding(1), device=CPU)
+        SEQUENCES, [1, 1, 1], [((0, 1, 2), [[[0, 1, 2]]])], dp_rank=0, padding=Padding(1), device=CPU
+    )
     assert batch.slices[0].cu_seqlens.tolist() == [0, 3, 7, 9] and batch.sequence_ids.min() == 0
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 2, 8])
 def test_empty_microbatch_is_one_padding_sequence(pad_multiple: int) -> None:
     batch = build_train_batch(
-        SEQUENCES, [1, 1, 1], [((0,), [[[0]], [[]]])], dp_rank=1, padding=Padding(pad_multiple), device=CPU)
+        SEQUENCES, [1, 1, 1], [((0,), [[[0]], [[]]])], dp_rank=1, padding=Padding(pad_multiple), device=CPU
+    )
     assert batch.slices[0].cu_seqlens.tolist() == [0, pad_multiple]
     assert batch.sequence_ids.tolist() == [-1] * pad_multiple
     assert not batch.loss_mask.any() and not batch.loss_weights.any()
@@ -115,15 +117,24 @@ def test_expand_to_tokens(batch: TrainBatch) -> None:
 
 
 SHARED = [
-    make_sequence([1, 2, 3, 40, 41], 3), make_sequence([1, 2, 3, 50], 3), make_sequence([7, 8, 60], 2),
-    make_sequence([1, 2, 3, 70, 71], 3)]
+    make_sequence([1, 2, 3, 40, 41], 3),
+    make_sequence([1, 2, 3, 50], 3),
+    make_sequence([7, 8, 60], 2),
+    make_sequence([1, 2, 3, 70, 71], 3),
+]
 
 
 def test_shared_prompts_by_hand() -> None:
     """Responses 40 41, 50 and 70 71 to prompt 1 2 3; 60 to 7 8; row 4 of 50's prediction is the prompt's last."""
     batch = build_train_batch(
-        SHARED, [1.0, 2.0, 3.0, 4.0], [(range(4), [[[0, 1, 3, 2]]])], dp_rank=0, padding=Padding(4), device=CPU,
-        group_of=[5, 5, 6, 5])
+        SHARED,
+        [1.0, 2.0, 3.0, 4.0],
+        [(range(4), [[[0, 1, 3, 2]]])],
+        dp_rank=0,
+        padding=Padding(4),
+        device=CPU,
+        group_of=[5, 5, 6, 5],
+    )
     assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 50, 70, 71, 7, 8, 60, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 0, 1, 2, 0]
     assert batch.predecessors.tolist() == [0, 0, 1, 2, 3, 2, 2, 6, 8, 8, 9, 11]
@@ -139,8 +150,14 @@ def test_shared_prompts_by_hand() -> None:
 def test_a_prompt_is_shared_within_a_microbatch_only() -> None:
     """Parts of a group in two microbatches have a copy each, and keys only where a part has two members."""
     batch = build_train_batch(
-        SHARED, [1.0] * 4, [((0, 1, 3), [[[0], [1, 2]]])], dp_rank=0, padding=Padding(1), device=CPU,
-        group_of=[5, 5, 6, 5])
+        SHARED,
+        [1.0] * 4,
+        [((0, 1, 3), [[[0], [1, 2]]])],
+        dp_rank=0,
+        padding=Padding(1),
+        device=CPU,
+        group_of=[5, 5, 6, 5],
+    )
     assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 1, 2, 3, 50, 70, 71]
     assert [s.keys is None for s in batch.slices] == [True, False]
     assert batch.slices[1].keys.index.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5]
@@ -150,8 +167,14 @@ def test_shared_prompts_without_tokens() -> None:
     """An empty prompt brings nothing: each response is a sequence; an empty response is no segment."""
     sequences = [make_sequence([5, 6], 0), make_sequence([7], 0), make_sequence([9], 1), make_sequence([9], 1)]
     batch = build_train_batch(
-        sequences, [1.0] * 4, [(range(4), [[[0, 1, 2, 3]]])], dp_rank=0, padding=Padding(1), device=CPU,
-        group_of=[0, 0, 1, 1])
+        sequences,
+        [1.0] * 4,
+        [(range(4), [[[0, 1, 2, 3]]])],
+        dp_rank=0,
+        padding=Padding(1),
+        device=CPU,
+        group_of=[0, 0, 1, 1],
+    )
     assert batch.tokens.tolist() == [5, 6, 7, 9] and batch.predecessors.tolist() == [0, 0, 2, 3]
     assert batch.slices[0].keys is None and batch.slices[0].cu_seqlens.tolist() == [0, 2, 3, 4]
 
@@ -159,13 +182,16 @@ def test_shared_prompts_without_tokens() -> None:
 def test_different_prompts_in_a_group_are_refused() -> None:
     with pytest.raises(AssertionError, match="a group has one prompt"):
         build_train_batch(
-            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=CPU, group_of=[0, 0, 0])
+            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=CPU, group_of=[0, 0, 0]
+        )
 
 
 @given(
-    groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 10), min_size=1, max_size=4)), min_size=1,
-                    max_size=6),
-    dp_size=st.integers(1, 3), pad_multiple=st.integers(1, 4),
+    groups=st.lists(
+        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 10), min_size=1, max_size=4)), min_size=1, max_size=6
+    ),
+    dp_size=st.integers(1, 3),
+    pad_multiple=st.integers(1, 4),
 )
 def test_shared_prompts_give_back_what_went_in(
     groups: list[tuple[int, list[int]]], dp_size: int, pad_multiple: int
@@ -178,13 +204,22 @@ def test_shared_prompts_give_back_what_went_in(
         sequences += [make_sequence(shared + rng.integers(1, 99, size=n).tolist(), prompt) for n in responses]
         group_of += [group] * len(responses)
     plan = plan_microbatches(
-        [len(s.tokens) for s in sequences], dp_size=dp_size, max_tokens=20,
-        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]))
+        [len(s.tokens) for s in sequences],
+        dp_size=dp_size,
+        max_tokens=20,
+        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]),
+    )
     found: dict[int, list[int]] = {}
     for dp_rank in range(dp_size):
         batch = build_train_batch(
-            sequences, [1.0] * len(sequences), [(range(len(sequences)), plan)], dp_rank=dp_rank,
-            padding=Padding(pad_multiple), device=CPU, group_of=group_of)
+            sequences,
+            [1.0] * len(sequences),
+            [(range(len(sequences)), plan)],
+            dp_rank=dp_rank,
+            padding=Padding(pad_multiple),
+            device=CPU,
+            group_of=group_of,
+        )
         for part in batch.microbatches():
             assert len(part.tokens) % pad_multiple == 0 and part.slices[0].cu_seqlens[-1] == len(part.tokens)
             for index in part.sequence_ids[part.loss_mask].unique().tolist():
@@ -208,7 +243,9 @@ def _read_backwards(part: TrainBatch, index: int) -> list[int]:
 
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1, max_size=12),
-    split=st.integers(0, 12), dp_size=st.integers(1, 3), pad_multiple=st.integers(1, 4),
+    split=st.integers(0, 12),
+    dp_size=st.integers(1, 3),
+    pad_multiple=st.integers(1, 4),
     count_multiple=st.integers(1, 2),
 )
 def test_every_token_counts_once(
@@ -230,8 +267,7 @@ def test_every_token_counts_once(
         plans.append((indices, plan))
     total, seen = 0.0, []
     for dp_rank in range(dp_size):
-        batch = build_train_batch(
-            sequences, weights, plans, dp_rank=dp_rank, padding=Padding(pad_multiple), device=CPU)
+        batch = build_train_batch(sequences, weights, plans, dp_rank=dp_rank, padding=Padding(pad_multiple), device=CPU)
         for number, minibatch in enumerate(batch.minibatches()):
             for part in minibatch.microbatches():
                 assert len(part.tokens) % pad_multiple == 0 and len(part.tokens) >= pad_multiple

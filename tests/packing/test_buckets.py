@@ -39,20 +39,28 @@ def test_room_is_doubled() -> None:
 
 def test_padding_metrics_by_hand() -> None:
     found = padding_metrics([(6, 8), (8, 8), (9, 12)])
-    assert found == pytest.approx({
-        "packing/padding_share": 1 - 23 / 28, "packing/padding_share_8": 1 - 14 / 16,
-        "packing/padding_share_12": 1 - 9 / 12})
+    assert found == pytest.approx(
+        {
+            "packing/padding_share": 1 - 23 / 28,
+            "packing/padding_share_8": 1 - 14 / 16,
+            "packing/padding_share_12": 1 - 9 / 12,
+        }
+    )
 
 
 def pack(lengths: list[int], *, group_of: list[int] | None = None, max_seqlen: int | None = None) -> TrainBatch:
     """One microbatch; prompts have two tokens."""
     prompt = [1, 2]
-    sequences = [
-        Branch.of_response(np.array([*prompt, *range(3, n + 1)], np.int64), 2)
-        for n in lengths]
+    sequences = [Branch.of_response(np.array([*prompt, *range(3, n + 1)], np.int64), 2) for n in lengths]
     return build_train_batch(
-        sequences, [1.0] * len(lengths), [(range(len(lengths)), [[list(range(len(lengths)))]])], dp_rank=0,
-        padding=Padding(1, buckets=Buckets((16, 32), 4), max_seqlen=max_seqlen), device=CPU, group_of=group_of)
+        sequences,
+        [1.0] * len(lengths),
+        [(range(len(lengths)), [[list(range(len(lengths)))]])],
+        dp_rank=0,
+        padding=Padding(1, buckets=Buckets((16, 32), 4), max_seqlen=max_seqlen),
+        device=CPU,
+        group_of=group_of,
+    )
 
 
 def test_bucketed_microbatch_by_hand() -> None:

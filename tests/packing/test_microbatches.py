@@ -72,11 +72,10 @@ def test_number_of_microbatches_is_small(lengths: list[int], dp_size: int, multi
 
 
 @given(LENGTHS, DP_SIZE, COUNT_MULTIPLE, RATIO)
-def test_order_inside_a_microbatch_is_kept(
-    lengths: list[int], dp_size: int, multiple: int, ratio: float
-) -> None:
+def test_order_inside_a_microbatch_is_kept(lengths: list[int], dp_size: int, multiple: int, ratio: float) -> None:
     plan = plan_microbatches(
-        lengths, dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio)
+        lengths, dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio
+    )
     assert all(members == sorted(members) for rank in plan for members in rank)
 
 
@@ -87,7 +86,8 @@ def test_invariants_with_shared_prompts(
     """Every sequence once, budget with each prompt once per microbatch, equal counts, groups side by side."""
     lengths, shared = spell_out(groups)
     plan = plan_microbatches(
-        lengths, dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio, shared=shared)
+        lengths, dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio, shared=shared
+    )
     microbatches = [members for rank in plan for members in rank]
     assert sorted(i for members in microbatches for i in members) == list(range(len(lengths)))
     assert all(count_tokens(members, lengths, shared) <= MAX_TOKENS for members in microbatches)
@@ -173,14 +173,20 @@ def test_metrics_by_hand() -> None:
     """Loads 9 and 3 in 2 x 2 microbatches of 10, padded to 10, 0 + 4 and 4 + 4."""
     metrics = packing_metrics([[[0, 1], []], [[2], []]], [4, 5, 3], 10, pad_multiple=4)
     assert metrics == {
-        "packing/efficiency": pytest.approx(12 / 24), "packing/padded_efficiency": pytest.approx(12 / 15),
-        "packing/budget_use": pytest.approx(12 / 40), "packing/imbalance": pytest.approx(1.5)}
+        "packing/efficiency": pytest.approx(12 / 24),
+        "packing/padded_efficiency": pytest.approx(12 / 15),
+        "packing/budget_use": pytest.approx(12 / 40),
+        "packing/imbalance": pytest.approx(1.5),
+    }
 
 
 def test_metrics_without_sequences() -> None:
     assert packing_metrics([[[]], [[]]], [], 10) == {
-        "packing/efficiency": 0.0, "packing/padded_efficiency": 0.0, "packing/budget_use": 0.0,
-        "packing/imbalance": 1.0}
+        "packing/efficiency": 0.0,
+        "packing/padded_efficiency": 0.0,
+        "packing/budget_use": 0.0,
+        "packing/imbalance": 1.0,
+    }
 
 
 def draw_long_tail(count: int, seed: int = 0) -> list[int]:

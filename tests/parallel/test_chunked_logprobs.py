@@ -50,8 +50,11 @@ class Case:
     def make_softmax(self, chunk_tokens: int) -> OutputSoftmax:
         """Over the vocabulary of all ranks."""
         return OutputSoftmax(
-            vocab_size=self.vocab_size, temperature=self.temperature, tp_group=dist.group.WORLD,
-            chunk_tokens=chunk_tokens)
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            tp_group=dist.group.WORLD,
+            chunk_tokens=chunk_tokens,
+        )
 
     def make_reference(self) -> list[torch.Tensor]:
         """Log-probs, entropy, d hidden and d weight, all float64 and unsplit."""
@@ -68,8 +71,7 @@ def run_chunked(case: Case, chunk_tokens: int, tp_size: int, rank: int) -> list[
     """Log-probs, entropy, this rank's part of d hidden, and d weight of its rows."""
     hidden, weight, targets, a, b = case.make_inputs()
     hidden, weight = hidden.requires_grad_(), weight.chunk(tp_size)[rank].clone().requires_grad_()
-    logprobs, entropy = compute_linear_logprobs_and_entropy(
-        hidden, weight, targets, case.make_softmax(chunk_tokens))
+    logprobs, entropy = compute_linear_logprobs_and_entropy(hidden, weight, targets, case.make_softmax(chunk_tokens))
     (logprobs @ a.to(logprobs.dtype) + entropy @ b.to(entropy.dtype)).backward()
     return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad]
 
@@ -91,8 +93,10 @@ def test_sum_of_squared_probabilities(tp_size: int) -> None:
         found = []
         for case in CASES:
             hidden, weight, *_ = case.make_inputs()
-            found += [compute_linear_sum_pi_squared(
-                hidden, weight.chunk(world_size)[rank], case.make_softmax(chunk)) for chunk in (5, 14)]
+            found += [
+                compute_linear_sum_pi_squared(hidden, weight.chunk(world_size)[rank], case.make_softmax(chunk))
+                for chunk in (5, 14)
+            ]
         return found
 
     ranks = run_ranks(on_rank, tp_size)
@@ -123,7 +127,8 @@ def test_values_and_gradients_equal_the_unsplit_unchunked_ones(tp_size: int) -> 
         together = [*ranks[0][:2], sum(found[2] for found in ranks), d_weight]
         for x, expected in zip(together, case.make_reference(), strict=True):
             torch.testing.assert_close(
-                x, expected, rtol=digits, atol=digits, check_dtype=False, msg=f"{case}, {chunk} tokens")
+                x, expected, rtol=digits, atol=digits, check_dtype=False, msg=f"{case}, {chunk} tokens"
+            )
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -143,8 +148,11 @@ def test_bfloat16_weights_gather_their_gradient_in_float32(tp_size: int) -> None
         for chunk in (2, num_tokens):
             w = weight.clone().requires_grad_()
             logprobs, _ = compute_linear_logprobs_and_entropy(
-                hidden, w, torch.zeros(num_tokens, dtype=torch.long), OutputSoftmax(
-                    vocab_size=8, temperature=1.0, tp_group=dist.group.WORLD, chunk_tokens=chunk))
+                hidden,
+                w,
+                torch.zeros(num_tokens, dtype=torch.long),
+                OutputSoftmax(vocab_size=8, temperature=1.0, tp_group=dist.group.WORLD, chunk_tokens=chunk),
+            )
             assert logprobs.dtype == torch.float32
             logprobs.sum().backward()
             assert w.grad.dtype == torch.bfloat16
@@ -168,8 +176,11 @@ def test_each_output_can_be_differentiated_alone(used: str) -> None:
         expected = {"logprobs": log_p.gather(1, targets[:, None]).sum(), "entropy": -(log_p.exp() * log_p).sum()}
         hidden = hidden.requires_grad_()
         logprobs, entropy = compute_linear_logprobs_and_entropy(
-            hidden, weight, targets, OutputSoftmax(
-                vocab_size=11, temperature=0.7, tp_group=dist.group.WORLD, chunk_tokens=4))
+            hidden,
+            weight,
+            targets,
+            OutputSoftmax(vocab_size=11, temperature=0.7, tp_group=dist.group.WORLD, chunk_tokens=4),
+        )
         found = {"logprobs": logprobs.sum(), "entropy": entropy.sum()}
         names = list(found) if used == "both" else [used]
         sum(expected[name] for name in names).backward()
@@ -202,8 +213,11 @@ def _measure_largest(rank: int, world_size: int, num_tokens: int, vocab_size: in
     targets = torch.randint(0, vocab_size, (num_tokens,))
     with LargestTensor() as largest:
         logprobs, entropy = compute_linear_logprobs_and_entropy(
-            hidden, weight, targets, OutputSoftmax(
-                vocab_size=vocab_size, temperature=0.9, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens))
+            hidden,
+            weight,
+            targets,
+            OutputSoftmax(vocab_size=vocab_size, temperature=0.9, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens),
+        )
         (logprobs - entropy).sum().backward()
     return largest.num_elements
 
@@ -213,8 +227,10 @@ def test_no_tensor_is_larger_than_the_logits_of_one_chunk(tp_size: int) -> None:
     """Forward and backward; 512 tokens with a vocabulary of 1024 would be 524288 logits (over the TP ranks)."""
 
     def run(rank: int, world_size: int) -> list[int]:
-        return [_measure_largest(rank, world_size, tokens, 1024, chunk)
-                for tokens, chunk in ((512, 16), (128, 16), (512, 64), (512, 512))]
+        return [
+            _measure_largest(rank, world_size, tokens, 1024, chunk)
+            for tokens, chunk in ((512, 16), (128, 16), (512, 64), (512, 512))
+        ]
 
     for largest in run_ranks(run, tp_size, timeout=60):
         assert largest == [16 * 1024 // tp_size, 16 * 1024 // tp_size, 64 * 1024 // tp_size, 512 * 1024 // tp_size]

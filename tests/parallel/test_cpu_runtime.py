@@ -53,9 +53,14 @@ def test_megatron_core_sees_a_device_that_is_the_cpu(view: types.ModuleType) -> 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1), "cpu", None])
 def test_factories_read_cuda_as_cpu(view: types.ModuleType, device: str | torch.device | None) -> None:
     made = [
-        view.empty(2, device=device), view.zeros(2, device=device), view.ones(2, device=device, pin_memory=True),
-        view.full((2,), 1.0, device=device), view.arange(2, device=device), view.tensor([1, 2], device=device),
-        view.empty_like(torch.ones(2), device=device), view.zeros_like(torch.ones(2), device=device),
+        view.empty(2, device=device),
+        view.zeros(2, device=device),
+        view.ones(2, device=device, pin_memory=True),
+        view.full((2,), 1.0, device=device),
+        view.arange(2, device=device),
+        view.tensor([1, 2], device=device),
+        view.empty_like(torch.ones(2), device=device),
+        view.zeros_like(torch.ones(2), device=device),
         view.ones_like(torch.ones(2), device=device),
     ]
     assert {str(tensor.device) for tensor in made} == {"cpu"}
@@ -101,8 +106,12 @@ def test_installing_twice_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(module, name) for table in ({module: names for module, (_, names) in cpu_runtime.FIXES.items()}, REACHED_NAMES)
-     for module in table for name in table[module]],
+    [
+        (module, name)
+        for table in ({module: names for module, (_, names) in cpu_runtime.FIXES.items()}, REACHED_NAMES)
+        for module in table
+        for name in table[module]
+    ],
 )
 def test_private_names_still_exist(module: str, name: str) -> None:
     """Looks in the installed source as well: a patch would create the name that it was meant to replace."""
@@ -118,6 +127,7 @@ def test_importing_megatron_core_first_is_refused() -> None:
     program = "import megatron.core\nimport megatron_rl.parallel"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+        [sys.executable, "-W", "ignore", "-c", program], cwd=root, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     assert "RuntimeError: megatron_rl.parallel must be imported before megatron.core" in done.stderr

@@ -63,7 +63,9 @@ def test_the_cpu_can_be_chosen(choice: str, gpus: Path, monkeypatch: pytest.Monk
 
 
 def test_set_up_says_it_as_well(gpus: Path) -> None:
-    program = ("import sys, torch; torch.version.cuda = '13.0'; sys.path.insert(0, 'launch'); "
-               "import check_environment; check_environment.check_torch('gpu')")
+    program = (
+        "import sys, torch; torch.version.cuda = '13.0'; sys.path.insert(0, 'launch'); "
+        "import check_environment; check_environment.check_torch('gpu')"
+    )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "RuntimeError: nvidia-smi lists 2 GPUs" in result.stderr and "driver 580 or newer" in result.stderr

@@ -17,8 +17,25 @@ from megatron_rl.parallel.groups import build_groups, list_groups
 from megatron_rl.parallel.layout import ParallelLayout
 
 OURS = ("world", "tp", "pp", "cp", "dp")
-MEGATRONS = ("tp", "pp", "cp", "dp", "mp", "dp_cp", "tp_cp", "embd", "pos_embd", "ep", "expt_tp",
-             "tp_ep", "tp_ep_pp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt")
+MEGATRONS = (
+    "tp",
+    "pp",
+    "cp",
+    "dp",
+    "mp",
+    "dp_cp",
+    "tp_cp",
+    "embd",
+    "pos_embd",
+    "ep",
+    "expt_tp",
+    "tp_ep",
+    "tp_ep_pp",
+    "expt_dp",
+    "intra_dp_cp",
+    "intra_expt_dp",
+    "intra_dist_opt",
+)
 
 
 def describe(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any]:
@@ -50,14 +67,20 @@ def test_tp2_pp2() -> None:
         assert of["collection"]["intra_dist_opt"] == [0, 1, 2, 3]
         assert of["sum_over_pp"] == sum(expected_pp[rank])
         assert of["num_made"] == 3, "tp, pp, and the rank alone"
-    assert [of["stage"] for of in found] == [
-        (True, False, 2), (True, False, 3), (False, True, 2), (False, True, 3)]
+    assert [of["stage"] for of in found] == [(True, False, 2), (True, False, 3), (False, True, 2), (False, True, 3)]
 
 
 @pytest.mark.parametrize("world_size", [64, 512, 4096])
-@pytest.mark.parametrize(("sizes", "most"), [
-    ({}, 2), (dict(tp_size=8), 4), (dict(tp_size=8, pp_size=4), 7), (dict(tp_size=4, ep_size=8), 7),
-    (dict(tp_size=4, pp_size=2, cp_size=2, ep_size=4), 12)])
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        ({}, 2),
+        (dict(tp_size=8), 4),
+        (dict(tp_size=8, pp_size=4), 7),
+        (dict(tp_size=4, ep_size=8), 7),
+        (dict(tp_size=4, pp_size=2, cp_size=2, ep_size=4), 12),
+    ],
+)
 def test_a_layout_needs_a_handful_of_groups_on_any_number_of_ranks(
     sizes: dict[str, int], most: int, world_size: int
 ) -> None:
@@ -109,7 +132,8 @@ def test_members_name_a_group_alike_whatever_groups_they_made_before() -> None:
 _LAYOUTS_OF_8 = [
     ParallelLayout(8, **dict(zip(("tp_size", "pp_size", "cp_size", "ep_size"), sizes, strict=True)))
     for sizes in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8))
-    if 8 % (sizes[0] * sizes[1] * sizes[2]) == 0 and 8 // (sizes[0] * sizes[1]) % sizes[3] == 0]
+    if 8 % (sizes[0] * sizes[1] * sizes[2]) == 0 and 8 // (sizes[0] * sizes[1]) % sizes[3] == 0
+]
 
 
 def _build_all(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -141,13 +165,18 @@ def list_by_coordinates(layout: ParallelLayout, rank: int) -> dict[str, list[int
     found = {}
     for coordinates, names in (
         (layout.coordinates, {name: name.split("_") for name in ("tp", "pp", "cp", "dp", "tp_pp", "dp_cp", "tp_cp")}),
-        (layout.expert_coordinates, {"ep": ["ep"], "expt_tp": ["tp"], "expt_dp": ["dp"], "tp_ep": ["tp", "ep"],
-                                     "tp_ep_pp": ["tp", "ep", "pp"]}),
+        (
+            layout.expert_coordinates,
+            {"ep": ["ep"], "expt_tp": ["tp"], "expt_dp": ["dp"], "tp_ep": ["tp", "ep"], "tp_ep_pp": ["tp", "ep", "pp"]},
+        ),
     ):
         at = asdict(coordinates(rank))
         for name, free in names.items():
-            found[name] = [other for other in range(layout.world_size) if all(
-                place == at[axis] for axis, place in asdict(coordinates(other)).items() if axis not in free)]
+            found[name] = [
+                other
+                for other in range(layout.world_size)
+                if all(place == at[axis] for axis, place in asdict(coordinates(other)).items() if axis not in free)
+            ]
     if layout.coordinates(rank).pp in (0, layout.pp_size - 1):
         found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
@@ -171,14 +200,14 @@ def _start_on_a_gpu(rank: int, world_size: int) -> dict[str, Any]:
 def test_no_device_is_bound_to_the_default_group() -> None:
     """With one, each new group is a collective of the whole world. NCCL itself is not started here."""
     assert run_ranks(_start_on_a_gpu, 1, timeout=60) == [
-        dict(backend="cpu:gloo,cuda:nccl", names=["rank", "store", "timeout", "world_size"])]
+        dict(backend="cpu:gloo,cuda:nccl", names=["rank", "store", "timeout", "world_size"])
+    ]
 
 
 def test_middle_stages_are_in_no_embedding_group() -> None:
     found = run_ranks(describe, 4, dict(pp_size=4), timeout=60)
     assert [of["collection"]["embd"] for of in found] == [[0, 3], None, None, [0, 3]]
-    assert [of["stage"] for of in found] == [
-        (True, False, 3), (False, False, 3), (False, False, 3), (False, True, 3)]
+    assert [of["stage"] for of in found] == [(True, False, 3), (False, False, 3), (False, False, 3), (False, True, 3)]
     assert {tuple(of["pp"]) for of in found} == {(0, 1, 2, 3)}
 
 

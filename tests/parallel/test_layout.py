@@ -57,7 +57,8 @@ def test_groups_are_those_of_megatron(layout: ParallelLayout) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     generator = RankGenerator(
-        tp=layout.tp_size, ep=1, dp=layout.dp_size, pp=layout.pp_size, cp=layout.cp_size, order="tp-cp-ep-dp-pp")
+        tp=layout.tp_size, ep=1, dp=layout.dp_size, pp=layout.pp_size, cp=layout.cp_size, order="tp-cp-ep-dp-pp"
+    )
     for token in (*AXES, "tp-pp", "dp-cp", "tp-cp", "tp-dp-cp", "tp-cp-dp-pp"):
         ours = list_groups(layout, *token.split("-"))
         # Order within a group is the order of ranks inside the group; order of the groups is free.
@@ -74,7 +75,8 @@ def test_expert_groups_are_those_of_megatron(layout: ParallelLayout, data: st.Da
     ep_size = data.draw(st.sampled_from([n for n in range(1, shared + 1) if shared % n == 0]))
     layout = replace(layout, ep_size=ep_size)
     generator = RankGenerator(
-        tp=layout.tp_size, ep=ep_size, dp=shared // ep_size, pp=layout.pp_size, cp=1, order="tp-cp-ep-dp-pp")
+        tp=layout.tp_size, ep=ep_size, dp=shared // ep_size, pp=layout.pp_size, cp=1, order="tp-cp-ep-dp-pp"
+    )
     for token in ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp"):
         ours = list_groups(layout, *token.split("-"), of_experts=True)
         assert sorted(ours) == sorted(generator.get_ranks(token)), token
@@ -96,15 +98,18 @@ def test_groups_partition_the_ranks(layout: ParallelLayout, axes: set[str]) -> N
     assert len({len(group) for group in groups}) == 1
 
 
-@pytest.mark.parametrize("sizes", [
-    dict(world_size=6, tp_size=4),
-    dict(world_size=2, tp_size=2, pp_size=2),
-    dict(world_size=8, tp_size=2, cp_size=3),
-    dict(world_size=0),
-    dict(world_size=4, tp_size=0),
-    dict(world_size=4, tp_size=-2, pp_size=-2),
-    dict(world_size=4, vpp_size=0),
-])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(world_size=6, tp_size=4),
+        dict(world_size=2, tp_size=2, pp_size=2),
+        dict(world_size=8, tp_size=2, cp_size=3),
+        dict(world_size=0),
+        dict(world_size=4, tp_size=0),
+        dict(world_size=4, tp_size=-2, pp_size=-2),
+        dict(world_size=4, vpp_size=0),
+    ],
+)
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(UserError, match="not a multiple"):
         ParallelLayout(**sizes)

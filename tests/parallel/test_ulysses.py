@@ -28,11 +28,14 @@ def plan_heads(heads: int, kv_heads: int, cp_size: int) -> list[tuple[range, ran
     return [(q, range(q[0] * kv_heads // heads, q[-1] * kv_heads // heads + 1)) for q in queries]
 
 
-@pytest.mark.parametrize(("sizes", "allowed"), [
-    ((12, 2, 1, 8), [1, 2, 4, 6, 12]),  # 8 does not divide 12; 3 divides the query heads, but 2 KV heads do not fit
-    ((32, 8, 2, 3), [1, 2, 4, 8, 16]),
-    ((28, 4, 4, 2), [1, 7]),
-])
+@pytest.mark.parametrize(
+    ("sizes", "allowed"),
+    [
+        ((12, 2, 1, 8), [1, 2, 4, 6, 12]),  # 8 does not divide 12; 3 divides the query heads, but 2 KV heads do not fit
+        ((32, 8, 2, 3), [1, 2, 4, 8, 16]),
+        ((28, 4, 4, 2), [1, 7]),
+    ],
+)
 def test_impossible_sizes_are_refused_with_the_possible_ones(sizes: tuple[int, ...], allowed: list[int]) -> None:
     with pytest.raises(UserError) as caught:
         check_context_parallel(*sizes)
@@ -43,7 +46,10 @@ def test_impossible_sizes_are_refused_with_the_possible_ones(sizes: tuple[int, .
 
 def test_shards_are_contiguous() -> None:
     assert [list(range(12))[shard_rows(12, 3, rank)] for rank in range(3)] == [
-        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
     with pytest.raises(AssertionError, match="13 tokens over 3 ranks"):
         shard_rows(13, 3, 0)
 

@@ -57,14 +57,19 @@ def run_split(case: Case, tp_size: int, with_entropy: bool = True) -> tuple[torc
     width = case.padded_size // tp_size
     shards = [find_vocab_shard(case.vocab_size, width, rank) for rank in range(tp_size)]
     parts = [z[:, s.start : s.start + s.width] for s in shards]
-    summaries = torch.stack(
-        [compute_summary(part.clone(), targets, s) for part, s in zip(parts, shards, strict=True)])
+    summaries = torch.stack([compute_summary(part.clone(), targets, s) for part, s in zip(parts, shards, strict=True)])
     logprobs, entropy, lse = merge_summaries(summaries)
     gradient = torch.zeros_like(z)
     for part, s in zip(parts, shards, strict=True):
         gradient[:, s.start : s.start + s.width] = compute_logits_gradient(
-            part.clone(), targets, s, lse=lse, entropy=entropy, grad_logprobs=a,
-            grad_entropy=b if with_entropy else None)
+            part.clone(),
+            targets,
+            s,
+            lse=lse,
+            entropy=entropy,
+            grad_logprobs=a,
+            grad_entropy=b if with_entropy else None,
+        )
     return logprobs, entropy, gradient
 
 
@@ -109,5 +114,9 @@ def test_shards_cover_the_vocabulary_once() -> None:
     targets = torch.tensor([0, 3, 4, 10])
     located = [shard.locate(targets) for shard in shards]
     assert [is_mine.tolist() for _, is_mine in located] == [
-        [True, True, False, False], [False, False, True, False], [False, False, False, True], [False] * 4]
+        [True, True, False, False],
+        [False, False, True, False],
+        [False, False, False, True],
+        [False] * 4,
+    ]
     assert [columns[:, 0].tolist() for columns, _ in located] == [[0, 3, 0, 0], [0, 0, 0, 0], [0, 0, 0, 2], [0] * 4]

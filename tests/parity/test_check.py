@@ -58,7 +58,10 @@ def tie_what_is_not_tied(tensors: Tensors, config: Config) -> None:
 
 
 FAULTS: dict[str, Callable[[Tensors, Config], None]] = {
-    "swap": swap_keys_and_values, "rope": change_rope_base, "no-bias": forget_biases, "zero-bias": zero_a_bias,
+    "swap": swap_keys_and_values,
+    "rope": change_rope_base,
+    "no-bias": forget_biases,
+    "zero-bias": zero_a_bias,
     "tie": tie_what_is_not_tied,
 }
 
@@ -72,13 +75,16 @@ def plant(model: Path, fault: Callable[[Tensors, Config], None] | None, out: Pat
         fault(tensors, config)
         save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
         (wrong / "config.json").write_text(json.dumps(config))
-    return convert_to_megatron(
-        wrong, out / "megatron", dtype=None, file_bytes=1 << 30, force=False, workers=Workers())
+    return convert_to_megatron(wrong, out / "megatron", dtype=None, file_bytes=1 << 30, force=False, workers=Workers())
 
 
 def make_check(hf: Path, weights: Path | None, layout: ParallelLayout, **changes: Any) -> ParityCheck:
-    settings = dict(sequence_parallel=False, dtype="float32", engine=None, engine_tp_size=1, prompts=PROMPTS,
-                    response_length=8) | changes
+    settings = (
+        dict(
+            sequence_parallel=False, dtype="float32", engine=None, engine_tp_size=1, prompts=PROMPTS, response_length=8
+        )
+        | changes
+    )
     return ParityCheck(hf=hf, weights=weights, layout=layout, **settings)
 
 
@@ -90,11 +96,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     save_tiny_model(root / "mixtral", "mixtral")
     save_tiny_model(root / "gemma", "gemma")
     cases: dict[str, tuple[Path, Path | None, bool]] = {
-        "files": (root / "qwen2", None, False), "gemma": (root / "gemma", None, True),
+        "files": (root / "qwen2", None, False),
+        "gemma": (root / "gemma", None, True),
         "mixtral": (root / "mixtral", plant(root / "mixtral", None, root / "same-mixtral"), True),
-        "checkpoint": (root / "qwen2", plant(root / "qwen2", None, root / "same"), True)}
-    cases |= {name: (root / "qwen2", plant(root / "qwen2", fault, root / name), False)
-              for name, fault in FAULTS.items()}
+        "checkpoint": (root / "qwen2", plant(root / "qwen2", None, root / "same"), True),
+    }
+    cases |= {
+        name: (root / "qwen2", plant(root / "qwen2", fault, root / name), False) for name, fault in FAULTS.items()
+    }
 
     def check_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         process, layout = init_distributed(2), ParallelLayout(world_size, tp_size=2, pp_size=2)
@@ -117,22 +126,35 @@ def test_equal_models_are_equal(name: str, reports: dict[str, dict[str, Any]]):
     assert [len(scores) for scores in report["logprobs"]["megatron"]] == [23, 8, 16]
 
 
-@pytest.mark.parametrize("name,first_tensor,cause", [
-    ("swap", "model.layers.2.self_attn.k_proj",
-     "megatron: model.layers.2.self_attn.k_proj.weight is model.layers.2.self_attn.v_proj.weight"),
-    ("rope", "model.layers.0.self_attn (heads)",
-     "rope_theta is 1000000.0 in the checkpoint's config.json, 10000.0 in the model's"),
-    ("no-bias", "model.layers.0.self_attn.q_proj",
-     "qkv_bias is False in the checkpoint's config.json, True in the model's"),
-    ("zero-bias", "model.layers.3.self_attn.q_proj", "megatron: model.layers.3.self_attn.q_proj.bias is zero"),
-    ("tie", "lm_head", "tied_embeddings is True in the checkpoint's config.json, False in the model's"),
-])
+@pytest.mark.parametrize(
+    "name,first_tensor,cause",
+    [
+        (
+            "swap",
+            "model.layers.2.self_attn.k_proj",
+            "megatron: model.layers.2.self_attn.k_proj.weight is model.layers.2.self_attn.v_proj.weight",
+        ),
+        (
+            "rope",
+            "model.layers.0.self_attn (heads)",
+            "rope_theta is 1000000.0 in the checkpoint's config.json, 10000.0 in the model's",
+        ),
+        (
+            "no-bias",
+            "model.layers.0.self_attn.q_proj",
+            "qkv_bias is False in the checkpoint's config.json, True in the model's",
+        ),
+        ("zero-bias", "model.layers.3.self_attn.q_proj", "megatron: model.layers.3.self_attn.q_proj.bias is zero"),
+        ("tie", "lm_head", "tied_embeddings is True in the checkpoint's config.json, False in the model's"),
+    ],
+)
 def test_a_planted_fault_is_named(name: str, first_tensor: str, cause: str, reports: dict[str, dict[str, Any]]):
     report = reports[name]
     assert report["verdict"] == "different" and report["max_abs_logprob_gap"]["hf-megatron"] > 1e-3
     assert report["first_divergence"]["tensor"] == first_tensor
-    before = [gap["relative_gap"] for gap in report["trace"][: [g["tensor"] for g in report["trace"]].index(
-        first_tensor)]]
+    before = [
+        gap["relative_gap"] for gap in report["trace"][: [g["tensor"] for g in report["trace"]].index(first_tensor)]
+    ]
     assert max(before, default=0.0) < 1e-5 < 1e-3 < report["first_divergence"]["relative_gap"]
     assert any(found.startswith(cause) for found in report["causes"]), report["causes"]
     table = format_report(report)

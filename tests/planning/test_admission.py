@@ -50,13 +50,14 @@ def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_a_critic_that_a_plugin_asks_for_is_planned(tmp_path: Path) -> None:
     """It has the bytes of the one that gae asks for, and its layout is checked."""
     plugin = tmp_path / "valued.py"
-    plugin.write_text("from megatron_rl.algorithms.advantages import register_advantage_estimator\n"
-                      "register_advantage_estimator('planned_valued', needs_values=True)(lambda *_: None)\n")
+    plugin.write_text(
+        "from megatron_rl.algorithms.advantages import register_advantage_estimator\n"
+        "register_advantage_estimator('planned_valued', needs_values=True)(lambda *_: None)\n"
+    )
     valued = [f"algorithm.plugins=[{plugin}]", "algorithm.adv_estimator=planned_valued"]
     layout = ["critic.tensor_model_parallel_size=4", "critic.max_tokens_per_microbatch=16384"]
     cluster = describe_cluster(8, 300)
-    lines = [fit(settings, cluster) for settings in (
-        [], [*valued, *layout], ["algorithm.adv_estimator=gae", *layout])]
+    lines = [fit(settings, cluster) for settings in ([], [*valued, *layout], ["algorithm.adv_estimator=gae", *layout])]
     assert lines[1] == lines[2] != lines[0]
     with pytest.raises(UserError, match="layout of the section critic"):
         fit([*valued, "critic.tensor_model_parallel_size=3"], cluster)

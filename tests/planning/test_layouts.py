@@ -22,11 +22,23 @@ def candidates(job: Job) -> list:
     return list_candidates(job, build_workload(job, ASSUMED), ASSUMED)
 
 
-@pytest.mark.parametrize(("name", "nodes", "extra"), [
-    ("Qwen2.5-7B-Instruct", 1, ("actor.offload_gradients=true",)), ("Qwen3-30B-A3B", 2, ()),
-    ("Qwen2.5-7B-Instruct", 2, ("algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1", "actor.context_parallel_size=2",
-                               "critic.context_parallel_size=2")),
-])
+@pytest.mark.parametrize(
+    ("name", "nodes", "extra"),
+    [
+        ("Qwen2.5-7B-Instruct", 1, ("actor.offload_gradients=true",)),
+        ("Qwen3-30B-A3B", 2, ()),
+        (
+            "Qwen2.5-7B-Instruct",
+            2,
+            (
+                "algorithm.adv_estimator=gae",
+                "algorithm.kl_coef=0.1",
+                "actor.context_parallel_size=2",
+                "critic.context_parallel_size=2",
+            ),
+        ),
+    ],
+)
 def test_every_candidate_is_accepted_and_fits(name: str, nodes: int, extra: tuple[str, ...]) -> None:
     """Its overrides, typed at the recipe, give a job that the run's own checks accept and that fits."""
     shape = published_shape(name)
@@ -51,8 +63,9 @@ def test_what_does_not_fit_is_named_with_phase_rank_and_amount() -> None:
 
 
 def test_a_kv_cache_without_room_for_one_response_does_not_fit() -> None:
-    job = make_job(published_shape("Qwen2.5-7B-Instruct"), "rollout.kv_cache_gib=0.01",
-                   "actor.tensor_model_parallel_size=4")
+    job = make_job(
+        published_shape("Qwen2.5-7B-Instruct"), "rollout.kv_cache_gib=0.01", "actor.tensor_model_parallel_size=4"
+    )
     problem = find_problem(job, compute_memory(job))
     assert problem.phase == "rollout" and "KV cache" in problem.found
     # keys and values of 28 layers, 4 heads of 128, two bytes each, 1024 tokens
@@ -61,9 +74,14 @@ def test_a_kv_cache_without_room_for_one_response_does_not_fit() -> None:
 
 def test_the_nearest_changes_one_thing_where_one_is_enough() -> None:
     """72B on 64 GPUs of 80 GiB, TP 8: two pipeline stages hold it, and nothing else need change."""
-    job = make_job(published_shape("Qwen2.5-72B-Instruct"), "actor.tensor_model_parallel_size=8",
-                   "actor.sequence_parallel=true", "actor.recompute_granularity=full",
-                   "rollout.tensor_model_parallel_size=8", nodes=8)
+    job = make_job(
+        published_shape("Qwen2.5-72B-Instruct"),
+        "actor.tensor_model_parallel_size=8",
+        "actor.sequence_parallel=true",
+        "actor.recompute_granularity=full",
+        "rollout.tensor_model_parallel_size=8",
+        nodes=8,
+    )
     assert find_problem(job, compute_memory(job)) is not None
     nearest = find_nearest(job, candidates(job))
     assert nearest.choice.overrides(job) == ["actor.pipeline_model_parallel_size=2"]
@@ -74,12 +92,15 @@ def test_nothing_fits() -> None:
     assert candidates(job) == [] and find_nearest(job, []) is None
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (("actor.tensor_model_parallel_size=8",), "KV heads"),
-    (("actor.pipeline_model_parallel_size=8", "actor.ppo_mini_batch_size=60"), "ppo_mini_batch_size"),
-    (("actor.context_parallel_size=8", "actor.tensor_model_parallel_size=1"), None),
-    (("rollout.tensor_model_parallel_size=3",), "world_size"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("actor.tensor_model_parallel_size=8",), "KV heads"),
+        (("actor.pipeline_model_parallel_size=8", "actor.ppo_mini_batch_size=60"), "ppo_mini_batch_size"),
+        (("actor.context_parallel_size=8", "actor.tensor_model_parallel_size=1"), None),
+        (("rollout.tensor_model_parallel_size=3",), "world_size"),
+    ],
+)
 def test_what_the_run_refuses_is_no_plan(overrides: tuple[str, ...], message: str | None) -> None:
     job = make_job(small_shape(), *overrides)
     if message is None:

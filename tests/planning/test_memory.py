@@ -39,9 +39,16 @@ def test_each_role_adds_its_phases() -> None:
 
 
 def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded() -> None:
-    job = make_job(small_shape(), *PPO, "algorithm.kl_coef=0.1", "actor.offload_gradients=true",
-                   "actor.offload_optimizer=true", "critic.offload_gradients=true", "reference.offload=true",
-                   "reward_model.offload=true")
+    job = make_job(
+        small_shape(),
+        *PPO,
+        "algorithm.kl_coef=0.1",
+        "actor.offload_gradients=true",
+        "actor.offload_optimizer=true",
+        "critic.offload_gradients=true",
+        "reference.offload=true",
+        "reward_model.offload=true",
+    )
     found = phases(job)
     actor = compute_role_bytes(job.shape, job.layout, 0, dtype="bfloat16")
     critic = compute_role_bytes(job.shapes["critic"], job.layout, 0, dtype="bfloat16")
@@ -59,14 +66,22 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
 
 def test_what_is_offloaded_is_planned_on_the_host() -> None:
     """The sum over the roles, times the ranks of a node, against the node's memory where it is known."""
-    offload = ("actor.offload_optimizer=true", "critic.offload_optimizer=true", "reference.offload=true",
-               "reward_model.offload=true", "algorithm.kl_coef=0.1")
+    offload = (
+        "actor.offload_optimizer=true",
+        "critic.offload_optimizer=true",
+        "reference.offload=true",
+        "reward_model.offload=true",
+        "algorithm.kl_coef=0.1",
+    )
     assert [rank.host_bytes for rank in compute_memory(make_job(small_shape(), *PPO))] == [0]
     job = make_job(small_shape(), *PPO, *offload)
-    actor, critic = (compute_role_bytes(shape, job.layout, 0, dtype="bfloat16") for shape in (
-        job.shape, job.shapes["critic"]))
-    reference, reward = (compute_role_bytes(shape, job.layout, 0, dtype="bfloat16", is_trained=False).parameters
-                         for shape in (job.shape, job.shapes["reward_model"]))
+    actor, critic = (
+        compute_role_bytes(shape, job.layout, 0, dtype="bfloat16") for shape in (job.shape, job.shapes["critic"])
+    )
+    reference, reward = (
+        compute_role_bytes(shape, job.layout, 0, dtype="bfloat16", is_trained=False).parameters
+        for shape in (job.shape, job.shapes["reward_model"])
+    )
     (rank,) = compute_memory(job)
     assert rank.host_bytes == actor.optimizer + critic.optimizer + reference + reward
     assert find_problem(job, [rank]) is None
@@ -78,9 +93,13 @@ def test_what_is_offloaded_is_planned_on_the_host() -> None:
 
 def test_float32_on_a_gpu_keeps_repeated_heads() -> None:
     """Four of eight heads are repeated: 64 elements for keys and 64 for values, per token and layer."""
+
     def activations(dtype: str, kv_heads: int, tokens: int) -> int:
-        job = make_job(small_shape(num_key_value_heads=kv_heads), f"model.dtype={dtype}",
-                       f"actor.max_tokens_per_microbatch={tokens}")
+        job = make_job(
+            small_shape(num_key_value_heads=kv_heads),
+            f"model.dtype={dtype}",
+            f"actor.max_tokens_per_microbatch={tokens}",
+        )
         return phases(job)["actor update"].parts["activations"]
 
     def without_repeats(dtype: str, tokens: int) -> int:
@@ -131,11 +150,14 @@ def test_shared_elements_are_those_of_the_whole_tables(sizes: dict, rollout_tp: 
         assert count_aliased_elements(shape, layout, rank, rollout_tp) == expected
 
 
-@pytest.mark.parametrize("overrides", [
-    ("actor.pipeline_model_parallel_size=4",),
-    ("actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_parallel_size=2"),
-    (*PPO, "actor.pipeline_model_parallel_size=2", "critic.pipeline_model_parallel_size=4"),
-])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor.pipeline_model_parallel_size=4",),
+        ("actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_parallel_size=2"),
+        (*PPO, "actor.pipeline_model_parallel_size=2", "critic.pipeline_model_parallel_size=4"),
+    ],
+)
 def test_one_rank_of_each_stage_stands_for_all(overrides: tuple[str, ...]) -> None:
     """No rank takes more than the fullest that is looked at, beyond the padding of buffers."""
     job = make_job(small_shape(), *overrides)

@@ -79,15 +79,20 @@ def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[R
     return measure(actor), names
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CASES]
+)
 def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> None:
     family, case = CASES[name]
     shape, layout = load_model_shape(paths[family]), ParallelLayout(case.world_size, **case.sizes)
     for rank, (found, names) in enumerate(run_ranks(_measure_rank, case.world_size, case, paths[family])):
         planned = compute_role_bytes(
-            shape, layout, rank, dtype=case.dtype,
-            use_distributed_optimizer=case.actor.get("use_distributed_optimizer", True))
+            shape,
+            layout,
+            rank,
+            dtype=case.dtype,
+            use_distributed_optimizer=case.actor.get("use_distributed_optimizer", True),
+        )
         assert planned == found, f"rank {rank}"
         assert [[p.name for p in chunk] for chunk in list_chunks(shape, layout, rank)] == names, f"rank {rank}"
 

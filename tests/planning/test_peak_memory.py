@@ -39,9 +39,13 @@ from tiny_models import draw_tokens, save_tiny_model
 
 PROMPT, LENGTH, BUDGET, ROLLOUTS = 4, 128, 2048, 128
 SIZES: dict[str, Any] = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=4, vocab_size=1000)
-NAMES = {"tp_size": "tensor_model_parallel_size", "pp_size": "pipeline_model_parallel_size",
-         "vpp_size": "virtual_pipeline_model_parallel_size", "cp_size": "context_parallel_size",
-         "ep_size": "expert_model_parallel_size"}
+NAMES = {
+    "tp_size": "tensor_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "vpp_size": "virtual_pipeline_model_parallel_size",
+    "cp_size": "context_parallel_size",
+    "ep_size": "expert_model_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,20 @@ class Layout:
     def config(self, path: Path) -> RunConfig:
         """The recipe that describes it."""
         settings = {NAMES[name]: size for name, size in self.sizes.items()} | self.actor
-        return load_config(None, [
-            f"model.path={path}", "model.dtype=float32", "data.train_files=[x.jsonl]",
-            f"data.train_batch_size={ROLLOUTS // 4}", "rollout.n=4", f"data.max_prompt_length={PROMPT}",
-            f"data.max_response_length={LENGTH - PROMPT}", f"actor.max_tokens_per_microbatch={BUDGET}",
-            *(f"actor.{name}={str(value).lower()}" for name, value in settings.items())]).config
+        return load_config(
+            None,
+            [
+                f"model.path={path}",
+                "model.dtype=float32",
+                "data.train_files=[x.jsonl]",
+                f"data.train_batch_size={ROLLOUTS // 4}",
+                "rollout.n=4",
+                f"data.max_prompt_length={PROMPT}",
+                f"data.max_response_length={LENGTH - PROMPT}",
+                f"actor.max_tokens_per_microbatch={BUDGET}",
+                *(f"actor.{name}={str(value).lower()}" for name, value in settings.items()),
+            ],
+        ).config
 
 
 SP = dict(sequence_parallel=True)
@@ -82,13 +95,19 @@ LAYOUTS = {
 def build_batch(actor: Actor) -> TrainBatch:
     """Rollouts of the full length, complete but for the old logprobs; every microbatch is full."""
     lengths, groups = [LENGTH] * ROLLOUTS, actor.model.groups
-    sequences = [Branch.of_response(tokens, PROMPT)
-                 for tokens in draw_tokens(lengths)]
-    plan = plan_microbatches(lengths, dp_size=groups.layout.dp_size, max_tokens=BUDGET,
-                             count_multiple=actor.model.microbatch_count_multiple)
+    sequences = [Branch.of_response(tokens, PROMPT) for tokens in draw_tokens(lengths)]
+    plan = plan_microbatches(
+        lengths, dp_size=groups.layout.dp_size, max_tokens=BUDGET, count_multiple=actor.model.microbatch_count_multiple
+    )
     weights = aggregate("token-mean", [LENGTH - PROMPT] * ROLLOUTS, LENGTH).weights
-    batch = build_train_batch(sequences, weights, [(tuple(range(ROLLOUTS)), plan)], dp_rank=groups.at.dp,
-                              padding=Padding(actor.model.pad_multiple), device=torch.device("cpu"))
+    batch = build_train_batch(
+        sequences,
+        weights,
+        [(tuple(range(ROLLOUTS)), plan)],
+        dp_rank=groups.at.dp,
+        padding=Padding(actor.model.pad_multiple),
+        device=torch.device("cpu"),
+    )
     advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
     return replace(batch, advantages=advantages, ref_logprobs=torch.full_like(advantages, -7.0))
 
@@ -133,8 +152,10 @@ def _measure_rank(rank: int, world_size: int, layout: Layout, path: Path) -> dic
     batch = build_batch(actor)
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     take_step(actor, batch, ALGORITHM)  # makes the optimizer's states
-    return {"log-probs": measure_peak(lambda: actor.compute_logprobs(batch)),
-            "actor update": measure_peak(lambda: take_step(actor, batch, ALGORITHM))}
+    return {
+        "log-probs": measure_peak(lambda: actor.compute_logprobs(batch)),
+        "actor update": measure_peak(lambda: take_step(actor, batch, ALGORITHM)),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +167,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def plan(layout: Layout, path: Path) -> Job:
-    cluster = Cluster(nodes=1, gpus_per_node=layout.world_size, memory_bytes=1 << 40, reserve_bytes=0,
-                      has_fused_norms=False)
+    cluster = Cluster(
+        nodes=1, gpus_per_node=layout.world_size, memory_bytes=1 << 40, reserve_bytes=0, has_fused_norms=False
+    )
     config = layout.config(path)
     return build_job(config, resolve(config), cluster, load_model_shape(path))
 
@@ -164,8 +186,10 @@ def test_planned_peak_is_within_a_tenth(name: str, paths: dict[str, Path]) -> No
                 continue
             lasting = sum(phase.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
             found = lasting + measured[planned.rank][phase.name]
-            print(f"{name}, rank {planned.rank}, {phase.name}: planned {phase.total / 2**20:.1f} MiB, found "
-                  f"{found / 2**20:.1f}, of which {lasting / 2**20:.1f} last; {phase.parts}")
+            print(
+                f"{name}, rank {planned.rank}, {phase.name}: planned {phase.total / 2**20:.1f} MiB, found "
+                f"{found / 2**20:.1f}, of which {lasting / 2**20:.1f} last; {phase.parts}"
+            )
             if phase.name == "actor update":
                 assert found > 2 * lasting, "most of it is to be activations"
             assert phase.total == pytest.approx(found, rel=0.1), phase

@@ -63,15 +63,22 @@ def test_context_and_expert_exchanges() -> None:
     job = make_job(small_shape(), "actor.context_parallel_size=2")
     heads = (2 * 8 + 2 * 4) * 8  # query and result, key and value
     assert traffic(job)["actor CP"].bytes_per_rank == LAYERS * 3 * heads * TOKENS / 8 * BYTES / 2
-    experts = small_shape(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96,
-                          norm_topk_prob=True)
+    experts = small_shape(
+        model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True
+    )
     job = make_job(experts, "actor.expert_model_parallel_size=4")
     assert traffic(job)["actor EP"].bytes_per_rank == LAYERS * 3 * 2 * 2 * TOKENS / 8 * HIDDEN * BYTES * 3 / 4
 
 
-@pytest.mark.parametrize(("sizes", "axes", "link"), [
-    (dict(tp_size=8), ("tp",), WITHIN), (dict(tp_size=8, pp_size=2), ("pp",), ACROSS),
-    (dict(tp_size=4, cp_size=2), ("cp",), WITHIN), (dict(tp_size=4, cp_size=2), ("cp", "dp"), ACROSS)])
+@pytest.mark.parametrize(
+    ("sizes", "axes", "link"),
+    [
+        (dict(tp_size=8), ("tp",), WITHIN),
+        (dict(tp_size=8, pp_size=2), ("pp",), ACROSS),
+        (dict(tp_size=4, cp_size=2), ("cp",), WITHIN),
+        (dict(tp_size=4, cp_size=2), ("cp", "dp"), ACROSS),
+    ],
+)
 def test_link_classes(sizes: dict[str, int], axes: tuple[str, ...], link: str) -> None:
     job = make_job(small_shape(), nodes=2)
     assert link_of(ParallelLayout(16, **sizes), job.cluster, *axes) == link
@@ -106,6 +113,7 @@ def test_operations_per_token_are_twice_the_weights() -> None:
 
 def test_seconds_follow_operations_and_memory() -> None:
     """Twice the accelerators' speed halves training; twice their bandwidth shortens decoding, and nothing else."""
+
     def predict(**cluster: float) -> dict[str, float]:
         job = make_job(published_shape("Qwen2.5-7B-Instruct"), "actor.tensor_model_parallel_size=4", **cluster)
         work = build_workload(job, ASSUMED)

@@ -45,12 +45,19 @@ def _gather(rank: int, world_size: int, sets: list[frozenset[str]]) -> tuple[lis
     """What `gather_names` returns on this rank, and how many sets travelled."""
     sent, broadcast = [], dist.broadcast_object_list
     dist.broadcast_object_list = lambda objects, *args, **options: (
-        sent.append(1), broadcast(objects, *args, **options))
+        sent.append(1),
+        broadcast(objects, *args, **options),
+    )
     return gather_names(sets[rank], dist.group.WORLD), len(sent)
 
 
-@pytest.mark.parametrize("sets", [
-    [frozenset()] * 4, [frozenset("ab"), frozenset("c"), frozenset("ab"), frozenset("c")],
-    [frozenset("d"), frozenset("c"), frozenset("b"), frozenset({"a", "bb"})]])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [frozenset()] * 4,
+        [frozenset("ab"), frozenset("c"), frozenset("ab"), frozenset("c")],
+        [frozenset("d"), frozenset("c"), frozenset("b"), frozenset({"a", "bb"})],
+    ],
+)
 def test_names_are_gathered_by_rank_and_equal_sets_travel_once(sets: list[frozenset[str]]) -> None:
     assert run_ranks(_gather, 4, sets, timeout=60) == [(sets, len(set(sets)))] * 4

@@ -21,8 +21,9 @@ from shards import count_writes
 def transfers(draw: st.DrawFn) -> TransferOp:
     """A piece of one to three dimensions that lies at different places on both sides."""
     size = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
-    src, dst = (tuple((at, at + n) for n, at in zip(size, draw(st.tuples(*[st.integers(0, 5)] * len(size)))))
-                for _ in range(2))
+    src, dst = (
+        tuple((at, at + n) for n, at in zip(size, draw(st.tuples(*[st.integers(0, 5)] * len(size))))) for _ in range(2)
+    )
     return TransferOp(f"t{draw(st.integers(0, 3))}", 0, "source", src, 1, "destination", dst)
 
 
@@ -39,8 +40,10 @@ def test_pieces_in_order_are_the_whole(op: TransferOp, limit: int) -> None:
     for side in ("src_box", "dst_box"):
         joined = []
         for piece in pieces:
-            offsets = [slice(start - first, stop - first)
-                       for (start, stop), (first, _) in zip(getattr(piece, side), getattr(op, side))]
+            offsets = [
+                slice(start - first, stop - first)
+                for (start, stop), (first, _) in zip(getattr(piece, side), getattr(op, side))
+            ]
             joined.append(numbers[tuple(offsets)].flatten())
         assert torch.equal(torch.cat(joined), numbers.flatten())
     assert all(0 < piece.num_elements <= limit for piece in pieces)

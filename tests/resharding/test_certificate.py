@@ -84,9 +84,17 @@ def count_by_definition(tables: list[list[ShardBox]], rank: int) -> list[ShardBo
     return counted
 
 
-@pytest.mark.parametrize("sizes", [
-    dict(tp_size=2, pp_size=2), dict(pp_size=4, vpp_size=1, cp_size=2), dict(tp_size=2, ep_size=4),
-    dict(pp_size=2, vpp_size=2, ep_size=2), {}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(tp_size=2, pp_size=2),
+        dict(pp_size=4, vpp_size=1, cp_size=2),
+        dict(tp_size=2, ep_size=4),
+        dict(pp_size=2, vpp_size=2, ep_size=2),
+        {},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [MOE_SHAPE, make_shape("qwen3_moe", tied_embeddings=True)], ids=["untied", "tied"])
 def test_counting_by_shard_is_counting_by_rank(shape: ModelShape, sizes: dict[str, int]) -> None:
     """The same placements in the same order, on every rank and for an engine whose ranks share KV heads."""
@@ -94,7 +102,8 @@ def test_counting_by_shard_is_counting_by_rank(shape: ModelShape, sizes: dict[st
         counted = [count_once(as_shards(tables), rank) for rank in range(8)]
         assert counted == [count_by_definition(tables, rank) for rank in range(8)]
         assert sum(box_volume(p.hf_box) for table in counted for p in table) == sum(
-            math.prod(size) for size in shape.logical_tensors().values())
+            math.prod(size) for size in shape.logical_tensors().values()
+        )
 
 
 def no_fault(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
@@ -130,8 +139,11 @@ def flip_one_bit(rank: int, destination: dict[str, torch.Tensor], source: dict[s
 
 def exchange_experts(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
     if rank == 3:
-        one, two = (destination[name] for name in sorted(destination) if ".1." in name and "w2" in name
-                    and name.endswith((".1", ".2")))
+        one, two = (
+            destination[name]
+            for name in sorted(destination)
+            if ".1." in name and "w2" in name and name.endswith((".1", ".2"))
+        )
         kept = one.clone()
         one.copy_(two)
         two.copy_(kept)
@@ -161,11 +173,21 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
     first = rank // 2 * 2
     certificate = Certificate(
         shape.logical_tensors(),
-        Side(source, count_once(as_shards(source_tables), rank),
-             [n for n in source if "embed" in n or "output_layer" in n]),
-        Side(destination, count_once(as_shards(tables[first : first + 2]), rank - first),
-             ["model.embed_tokens.weight", "lm_head.weight"]),
-        num_engines=2, engine=rank // 2, group=dist.group.WORLD, sample_share=0.1)
+        Side(
+            source,
+            count_once(as_shards(source_tables), rank),
+            [n for n in source if "embed" in n or "output_layer" in n],
+        ),
+        Side(
+            destination,
+            count_once(as_shards(tables[first : first + 2]), rank - first),
+            ["model.embed_tokens.weight", "lm_head.weight"],
+        ),
+        num_engines=2,
+        engine=rank // 2,
+        group=dist.group.WORLD,
+        sample_share=0.1,
+    )
     try:
         return [certificate.verify(turn if sample else None) for turn in range(rounds)]
     except CertificateError as error:

@@ -53,8 +53,11 @@ def test_the_plan_is_that_of_ranks_listed_one_by_one(
     shape, layout, rollout_tp = move
     world = layout.world_size
     shared = Planner(*switch.build_shards(shape, layout, rollout_tp), ranks_per_node=node)
-    listed = Planner(enumerate_ranks(place_megatron(shape, layout)),
-                     enumerate_ranks(place_vllm(shape, world, rollout_tp)), ranks_per_node=node)
+    listed = Planner(
+        enumerate_ranks(place_megatron(shape, layout)),
+        enumerate_ranks(place_vllm(shape, world, rollout_tp)),
+        ranks_per_node=node,
+    )
     for rank in {0, world - 1, random.randrange(world)}:
         assert shared.plan(rank) == listed.plan(rank)
     options = dict(num_ranks=world, itemsize=2, ranks_per_node=node, bucket_bytes=1)

@@ -63,7 +63,12 @@ def plan_tables(rank: int, source: list[list[ShardBox]], destination: list[list[
 
 
 def reshard(
-    rank: int, world_size: int, sizes: dict[str, int], tp_size: int | None, dtype: torch.dtype, bucket_bytes: int,
+    rank: int,
+    world_size: int,
+    sizes: dict[str, int],
+    tp_size: int | None,
+    dtype: torch.dtype,
+    bucket_bytes: int,
     transport: str,
 ) -> dict[str, Any]:
     """Reshard both shapes twice, with new weights the second time, and compare on this rank."""
@@ -78,7 +83,8 @@ def reshard(
         held = make_empty_shards(source[rank], dtype, PADDING_ROWS)
         filled = make_empty_shards(destination[rank], dtype, PADDING_ROWS)
         resharder = Resharder(
-            plan, held, filled, dist.group.WORLD, dtype=dtype, transport=Transport(bucket_bytes, transport))
+            plan, held, filled, dist.group.WORLD, dtype=dtype, transport=Transport(bucket_bytes, transport)
+        )
         for seed in (1, 2):
             full = make_full_tensors(shape, dtype, seed)
             for name, tensor in cut_shards(source[rank], full, PADDING_ROWS).items():
@@ -87,7 +93,8 @@ def reshard(
             report["differences"] += find_differences(filled, cut_shards(destination[rank], full, PADDING_ROWS))
         received, copied = (
             sum(op.num_elements for op in ops) * dtype.itemsize
-            for ops in ([op for part in plan.receives.values() for op in part], plan.local))
+            for ops in ([op for part in plan.receives.values() for op in part], plan.local)
+        )
         report["stats"].append((stats.bytes_moved, stats.bytes_copied) == (received, copied))
         report["transient"] = max(report.get("transient", 0), resharder.transient_bytes)
         report["transport"] = resharder.transport
@@ -123,8 +130,14 @@ def meet_as_on_a_gpu(rank: int, world_size: int, transport: str) -> tuple[bool, 
     source = place_megatron(shape, ParallelLayout(world_size, tp_size=2))
     destination = place_on_rank_0(shape, world_size)
     held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
-    resharder = Resharder(plan_tables(rank, source, destination), held, filled, dist.group.WORLD, dtype=torch.float32,
-                          transport=Transport(1 << 10, transport))
+    resharder = Resharder(
+        plan_tables(rank, source, destination),
+        held,
+        filled,
+        dist.group.WORLD,
+        dtype=torch.float32,
+        transport=Transport(1 << 10, transport),
+    )
     resharder._device = torch.device("cuda", 0)
     resharder.run()
     return bool(filled), connected, waited
@@ -151,9 +164,13 @@ def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
     destination = place_vllm(shape, world_size, 1)
     try:
         return Resharder(
-            plan_tables(rank, source, destination), make_empty_shards(source[rank]),
-            make_empty_shards(destination[rank]), dist.group.WORLD, dtype=torch.float32,
-            transport=Transport(1 << 10, transport)).transport
+            plan_tables(rank, source, destination),
+            make_empty_shards(source[rank]),
+            make_empty_shards(destination[rank]),
+            dist.group.WORLD,
+            dtype=torch.float32,
+            transport=Transport(1 << 10, transport),
+        ).transport
     except UserError as error:
         return error.found
 
@@ -177,7 +194,8 @@ def test_equal_layouts_copy_inside_the_rank() -> None:
         filled = make_empty_shards(tables[rank])
         plan = plan_tables(rank, tables, tables)
         stats = Resharder(
-            plan, expected, filled, dist.group.WORLD, dtype=torch.float32, transport=Transport(1 << 10)).run()
+            plan, expected, filled, dist.group.WORLD, dtype=torch.float32, transport=Transport(1 << 10)
+        ).run()
         return find_differences(filled, expected), stats.bytes_moved, len(rounds)
 
     assert run_ranks(copy, 2, timeout=60) == [([], 0, 0)] * 2
@@ -194,8 +212,14 @@ def test_weights_are_converted_to_the_destinations_dtype(transport: str) -> None
         full = make_full_tensors(shape)
         filled = make_empty_shards(destination[rank], torch.bfloat16)
         plan = plan_tables(rank, source, destination)
-        Resharder(plan, cut_shards(source[rank], full), filled, dist.group.WORLD, dtype=torch.bfloat16,
-                  transport=Transport(1 << 10, transport)).run()
+        Resharder(
+            plan,
+            cut_shards(source[rank], full),
+            filled,
+            dist.group.WORLD,
+            dtype=torch.bfloat16,
+            transport=Transport(1 << 10, transport),
+        ).run()
         rounded = {name: tensor.bfloat16() for name, tensor in full.items()}
         return find_differences(filled, cut_shards(destination[rank], rounded))
 
@@ -229,8 +253,8 @@ def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Cal
     destination = place_vllm(shape, world_size, 1)
     held, filled = make_empty_shards(source[rank]), make_empty_shards(destination[rank])
     resharder = Resharder(
-        plan_tables(rank, source, destination), held, filled, group, Transport(1 << 12, transport),
-        dtype=torch.float32)
+        plan_tables(rank, source, destination), held, filled, group, Transport(1 << 12, transport), dtype=torch.float32
+    )
     resharder.run()
     if rank == 2:
         leave()
@@ -272,8 +296,12 @@ def test_pull_without_shared_memory_is_refused_everywhere() -> None:
         executor.missing_shared_memory = lambda params, ranks_per_node: (5 << 20) * (rank == 1)
         shape = make_shape()
         source, destination = place_megatron(shape, ParallelLayout(2, pp_size=2)), place_vllm(shape, 2, 1)
-        arguments = (plan_tables(rank, source, destination), make_empty_shards(source[rank]),
-                     make_empty_shards(destination[rank]), dist.group.WORLD)
+        arguments = (
+            plan_tables(rank, source, destination),
+            make_empty_shards(source[rank]),
+            make_empty_shards(destination[rank]),
+            dist.group.WORLD,
+        )
         auto = Resharder(*arguments, dtype=torch.float32, transport=Transport(1 << 12, "auto")).transport
         try:
             Resharder(*arguments, dtype=torch.float32, transport=Transport(1 << 12, "pull"))

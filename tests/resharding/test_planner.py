@@ -37,15 +37,25 @@ Tables = list[list[ShardBox]]
 WORLD = 8
 PADDING_ROWS = 3
 SHAPES = {
-    "llama": make_shape(), "mistral": make_shape("mistral"), "qwen2": make_shape("qwen2", tied_embeddings=True),
-    "qwen3": make_shape("qwen3", head_dim=6), "qwen3_moe": make_shape("qwen3_moe"), "mixtral": make_shape("mixtral"),
+    "llama": make_shape(),
+    "mistral": make_shape("mistral"),
+    "qwen2": make_shape("qwen2", tied_embeddings=True),
+    "qwen3": make_shape("qwen3", head_dim=6),
+    "qwen3_moe": make_shape("qwen3_moe"),
+    "mixtral": make_shape("mixtral"),
     "gemma": make_shape("gemma", tied_embeddings=True),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)
 LLAMA_70B = make_shape(
-    num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_heads=64, num_kv_heads=8, head_dim=128,
-    vocab_size=128256)
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+)
 
 
 def find_layouts(shape: ModelShape) -> list[ParallelLayout]:
@@ -147,17 +157,25 @@ def test_other_destinations(family: str) -> None:
 def find_owners(op: TransferOp, source: Tables, destination: Tables) -> list[int]:
     """Ranks that hold the whole piece of a transfer before the reshard."""
     target = next(
-        p for p in destination[op.dst_rank]
-        if p.param == op.dst_param and p.hf_name == op.hf_name and intersect(p.local_box, op.dst_box) == op.dst_box)
-    box = tuple((start - local + first, stop - local + first) for (start, stop), (local, _), (first, _)
-                in zip(op.dst_box, target.local_box, target.hf_box, strict=True))
-    return [rank for rank, table in enumerate(source)
-            if any(p.hf_name == op.hf_name and intersect(p.hf_box, box) == box for p in table)]
+        p
+        for p in destination[op.dst_rank]
+        if p.param == op.dst_param and p.hf_name == op.hf_name and intersect(p.local_box, op.dst_box) == op.dst_box
+    )
+    box = tuple(
+        (start - local + first, stop - local + first)
+        for (start, stop), (local, _), (first, _) in zip(op.dst_box, target.local_box, target.hf_box, strict=True)
+    )
+    return [
+        rank
+        for rank, table in enumerate(source)
+        if any(p.hf_name == op.hf_name and intersect(p.hf_box, box) == box for p in table)
+    ]
 
 
 @pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
-@pytest.mark.parametrize("sizes", [dict(tp_size=2, pp_size=2), dict(pp_size=4), dict(tp_size=2, cp_size=2), {}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(tp_size=2, pp_size=2), dict(pp_size=4), dict(tp_size=2, cp_size=2), {}], ids=str
+)
 def test_pieces_come_from_the_nearest_owner(sizes: dict[str, int], rollout_tp: int) -> None:
     """Self before the same node (here of 4 ranks) before any other."""
     shape = SHAPES["two KV heads"]
@@ -214,8 +232,12 @@ def count_egress(source: Sequence[Shard], destination: Sequence[Shard], world: i
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 50), min_size=1, max_size=12),
-       st.sampled_from([1, 3, 100]))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    st.sampled_from([1, 3, 100]),
+)
 def test_replicas_share_the_load(num_replicas: int, num_receivers: int, lengths: list[int], node: int) -> None:
     """Ranks that hold the same tensors and send to others: their loads differ by at most one piece.
 
@@ -233,10 +255,18 @@ def test_replicas_share_the_load(num_replicas: int, num_receivers: int, lengths:
 
 
 @pytest.mark.parametrize("rollout_tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("world,sizes", [
-    (1024, dict(tp_size=8, pp_size=8)), (120, dict(tp_size=8, pp_size=5)), (80, dict(tp_size=8, pp_size=2)),
-    (64, dict(tp_size=4, pp_size=4, vpp_size=5)), (8, dict(tp_size=2, pp_size=2)), (8, dict(tp_size=4)),
-], ids=str)
+@pytest.mark.parametrize(
+    "world,sizes",
+    [
+        (1024, dict(tp_size=8, pp_size=8)),
+        (120, dict(tp_size=8, pp_size=5)),
+        (80, dict(tp_size=8, pp_size=2)),
+        (64, dict(tp_size=4, pp_size=4, vpp_size=5)),
+        (8, dict(tp_size=2, pp_size=2)),
+        (8, dict(tp_size=4)),
+    ],
+    ids=str,
+)
 def test_replicas_of_a_real_model_share_the_load(world: int, sizes: dict[str, int], rollout_tp: int) -> None:
     """Busiest over mean of each shard's ranks is at most 1.1 where every replica is as near to its readers.
 
@@ -280,13 +310,22 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_little_memory(rollout_tp: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes,rollout_tp", [
-    (dict(tp_size=8, pp_size=16, ep_size=64), 16), (dict(pp_size=16, ep_size=32), 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes,rollout_tp", [(dict(tp_size=8, pp_size=16, ep_size=64), 16), (dict(pp_size=16, ep_size=32), 8)], ids=str
+)
 def test_a_trillion_parameters_on_8192_ranks(sizes: dict[str, int], rollout_tp: int) -> None:
     """64 layers of 384 experts in less than five seconds of CPU; both ends of a few pairs agree."""
     shape = make_shape(
-        "qwen3_moe", num_layers=64, hidden_size=7168, ffn_hidden_size=2048, num_heads=64, num_kv_heads=8,
-        head_dim=128, vocab_size=163840, num_experts=384)
+        "qwen3_moe",
+        num_layers=64,
+        hidden_size=7168,
+        ffn_hidden_size=2048,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=163840,
+        num_experts=384,
+    )
     start = time.process_time()
     source, destination = build_shards(shape, ParallelLayout(8192, **sizes), rollout_tp)
     planner = Planner(source, destination, ranks_per_node=8)
@@ -312,13 +351,17 @@ def rows_of(start: int, stop: int) -> ShardBox:
     return ShardBox("p", rows(0, stop - start, (0, 2)), "t", rows(start, stop, (0, 2)))
 
 
-@pytest.mark.parametrize(("source", "reason"), [
-    ([], "the source places 0 of its 12 elements"),
-    ([[rows_of(0, 4)]], "the source places 8 of its 12 elements"),
-    ([[rows_of(0, 4)], [rows_of(3, 6)]], r"two different source boxes place its \[\(3, 4\), \(0, 2\)\]"),
-    # As many elements as the target has, but two rows twice and two never:
-    ([[rows_of(0, 4)], [rows_of(2, 4)]], r"two different source boxes place its \[\(2, 4\), \(0, 2\)\]"),
-], ids=["nobody", "gap", "overlap", "overlap and gap"])
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ([], "the source places 0 of its 12 elements"),
+        ([[rows_of(0, 4)]], "the source places 8 of its 12 elements"),
+        ([[rows_of(0, 4)], [rows_of(3, 6)]], r"two different source boxes place its \[\(3, 4\), \(0, 2\)\]"),
+        # As many elements as the target has, but two rows twice and two never:
+        ([[rows_of(0, 4)], [rows_of(2, 4)]], r"two different source boxes place its \[\(2, 4\), \(0, 2\)\]"),
+    ],
+    ids=["nobody", "gap", "overlap", "overlap and gap"],
+)
 def test_a_source_that_does_not_cover_is_refused(source: Tables, reason: str) -> None:
     """The message names tensor, box, rank and parameter; ranks that plan nothing wrong do not notice."""
     shards = as_shards(source + [[]] * (3 - len(source))), [Shard((2,), (rows_of(0, 6),))]
@@ -330,7 +373,9 @@ def test_a_source_that_does_not_cover_is_refused(source: Tables, reason: str) ->
 def test_source_boxes_that_overlap_elsewhere_do_no_harm() -> None:
     plans = make_plans([[rows_of(0, 4)], [rows_of(3, 6)]], [[rows_of(0, 3)], [rows_of(4, 6)]])
     assert [[(op.src_rank, op.src_box) for op in plan.local] for plan in plans] == [
-        [(0, ((0, 3), (0, 2)))], [(1, ((1, 3), (0, 2)))]]
+        [(0, ((0, 3), (0, 2)))],
+        [(1, ((1, 3), (0, 2)))],
+    ]
 
 
 def test_a_rank_in_two_shards_is_refused() -> None:

@@ -69,6 +69,7 @@ def test_gpu_memory_is_mapped_on_the_own_device() -> None:
 
 def test_too_little_shared_memory_is_noticed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with 64 MiB: writing would kill the process."""
+
     class Small:
         f_bavail, f_frsize = 16, 1 << 20
 

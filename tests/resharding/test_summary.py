@@ -31,8 +31,11 @@ def hold(tensor: str, start: int, stop: int) -> ShardBox:
 
 
 @pytest.mark.parametrize("rollout_tp", [1, 2, 4])
-@pytest.mark.parametrize("sizes", [
-    dict(tp_size=2, pp_size=2), dict(tp_size=4), dict(tp_size=2, pp_size=2, ep_size=3), dict(pp_size=4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(tp_size=2, pp_size=2), dict(tp_size=4), dict(tp_size=2, pp_size=2, ep_size=3), dict(pp_size=4)],
+    ids=str,
+)
 def test_plans_and_flows_give_the_same_summary(sizes: dict[str, int], rollout_tp: int) -> None:
     """12 ranks on nodes of 4: replicas do not divide evenly, so that leftover ranks are counted as well."""
     shape = SHAPES["experts" if "ep_size" in sizes else "dense"]
@@ -54,9 +57,17 @@ def test_numbers_by_hand() -> None:
     flows = Planner(source, destination, ranks_per_node=2).flows()
     summary = summarize(flows, num_ranks=4, itemsize=2, ranks_per_node=2, bucket_bytes=BUCKET)
     assert summary == ReshardSummary(
-        num_ranks=4, bytes_kept=80, bytes_within_node=80, bytes_across_nodes=60, max_egress_within=80,
-        max_egress_across=60, max_ingress_within=80, max_ingress_across=60, egress_balance=4.0,
-        transient_bytes=2 * BUCKET)
+        num_ranks=4,
+        bytes_kept=80,
+        bytes_within_node=80,
+        bytes_across_nodes=60,
+        max_egress_within=80,
+        max_egress_across=60,
+        max_ingress_within=80,
+        max_ingress_across=60,
+        egress_balance=4.0,
+        transient_bytes=2 * BUCKET,
+    )
     assert summary.bytes_moved == 140
     fast = predict_seconds(summary, Bandwidths(within_node=40, across_nodes=60))
     assert (fast.seconds, fast.critical) == (2.0, "egress within node")
@@ -73,22 +84,35 @@ def test_pulls_within_a_node_need_no_staging() -> None:
 
 def test_equal_layouts_take_no_time() -> None:
     source, _ = make_sides(SHAPES["dense"], ParallelLayout(8, tp_size=2, pp_size=2), 1)
-    summary = summarize(Planner(source, source, ranks_per_node=4).flows(), num_ranks=8, itemsize=4, ranks_per_node=4,
-                        bucket_bytes=BUCKET)
+    summary = summarize(
+        Planner(source, source, ranks_per_node=4).flows(),
+        num_ranks=8,
+        itemsize=4,
+        ranks_per_node=4,
+        bucket_bytes=BUCKET,
+    )
     assert summary.bytes_moved == 0 and summary.egress_balance == 1.0
     prediction = predict_seconds(summary, Bandwidths(1e9, 1e9))
     assert (prediction.seconds, prediction.critical) == (0.0, "nothing moves")
 
 
-@pytest.mark.parametrize("sizes,block", [
-    (dict(tp_size=2, pp_size=2), 2), (dict(tp_size=4), 4), (dict(pp_size=4), 1),
-    (dict(tp_size=2, pp_size=2, ep_size=2), 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes,block",
+    [
+        (dict(tp_size=2, pp_size=2), 2),
+        (dict(tp_size=4), 4),
+        (dict(pp_size=4), 1),
+        (dict(tp_size=2, pp_size=2, ep_size=2), 4),
+    ],
+    ids=str,
+)
 def test_the_gather_path_receives_all_that_is_not_held(sizes: dict[str, int], block: int) -> None:
     """By the busiest rank; messages that a real implementation repeats are not counted."""
     shape, layout = SHAPES["experts"], ParallelLayout(8, **sizes)
     source, _ = make_sides(shape, layout, 1)
-    gather = summarize_gather(source, num_ranks=8, stage_ranks=8 // layout.pp_size, block_ranks=block, itemsize=2,
-                              ranks_per_node=4)
+    gather = summarize_gather(
+        source, num_ranks=8, stage_ranks=8 // layout.pp_size, block_ranks=block, itemsize=2, ranks_per_node=4
+    )
     tensors = shape.logical_tensors()
     sizes_of = {name: box_volume(tuple((0, n) for n in size)) for name, size in tensors.items()}
     held = [sum(box_volume(p.hf_box) for p in shard.placements) for shard in source]
@@ -98,8 +122,10 @@ def test_the_gather_path_receives_all_that_is_not_held(sizes: dict[str, int], bl
 
 def test_gather_crosses_nodes_by_stage_and_not_by_tensor_parallel_rank() -> None:
     """Two stages on two nodes of two ranks: half a stage comes from the other node, two halves from the neighbour."""
-    halves = [Shard((stage * 2 + tp,), (hold(f"t{stage}", tp * 4, tp * 4 + 4),)) for stage, tp in
-              ((0, 0), (0, 1), (1, 0), (1, 1))]
+    halves = [
+        Shard((stage * 2 + tp,), (hold(f"t{stage}", tp * 4, tp * 4 + 4),))
+        for stage, tp in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
     gather = summarize_gather(halves, num_ranks=4, stage_ranks=2, block_ranks=2, itemsize=1, ranks_per_node=2)
     assert (gather.bytes_within_node, gather.bytes_across_nodes, gather.transient_bytes) == (80, 40, 160)
     assert predict_gather_seconds(gather, Bandwidths(within_node=80, across_nodes=10)) == 5.0

@@ -66,8 +66,12 @@ async def answer(behaviour: str, test: str, request: Request) -> Any:
             await asyncio.sleep(float(seconds))
             busy[test] -= 1
         case ["echo"]:
-            return {"scores": [{"score": sample["sample_index"], "level": sample["extra_info"]["level"],
-                                "keys": len(sample)} for sample in samples]}
+            return {
+                "scores": [
+                    {"score": sample["sample_index"], "level": sample["extra_info"]["level"], "keys": len(sample)}
+                    for sample in samples
+                ]
+            }
     return {"scores": scores}
 
 

@@ -27,8 +27,10 @@ def call(function, response: str = "82"):
     return function(data_source="sums", solution_str=response, ground_truth="82", extra_info={"level": 3})
 
 
-@pytest.mark.parametrize("rule, response, expected", [
-    ("exact", " 82 ", 1.0), ("exact", "82.0", 0.0), ("format", "#### 83", 1.0), ("format", "82", 0.0)])
+@pytest.mark.parametrize(
+    "rule, response, expected",
+    [("exact", " 82 ", 1.0), ("exact", "82.0", 0.0), ("format", "#### 83", 1.0), ("format", "82", 0.0)],
+)
 def test_rules(rule, response, expected):
     assert call(load_reward_function(rule), response) == expected
 
@@ -54,15 +56,18 @@ def test_user_function_with_further_defaults(tmp_path):
 
 
 def test_module_with_dataclasses_loads(tmp_path):
-    code = ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass F:\n"
-            f"    gain: float = 2.0\n    def __call__(self, {SIGNATURE}): return self.gain\nf = F()\n")
+    code = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass F:\n"
+        f"    gain: float = 2.0\n    def __call__(self, {SIGNATURE}): return self.gain\nf = F()\n"
+    )
     assert call(load(tmp_path, code)) == 2.0
 
 
 def test_a_file_is_imported_once(tmp_path):
     """Its functions share their module, so that a model loaded on import is loaded once; a changed file is read."""
-    code = (f"state = []\ndef f({SIGNATURE}): state.append(1); return len(state)\n"
-            f"def g({SIGNATURE}): return len(state)\n")
+    code = (
+        f"state = []\ndef f({SIGNATURE}): state.append(1); return len(state)\ndef g({SIGNATURE}): return len(state)\n"
+    )
     f, g = load(tmp_path, code, "f"), load_reward_function(f"{tmp_path / 'reward.py'}:g", "reward.components[1]")
     assert (call(f), call(g)) == (1, 1)
     changed = write_module(tmp_path, code.replace("len(state)", "-1"))
@@ -70,13 +75,20 @@ def test_a_file_is_imported_once(tmp_path):
     assert call(load_reward_function(f"{changed}:f")) == -1
 
 
-@pytest.mark.parametrize("code, message", [
-    ("g = 1", 'defines no "f"'), ("f = 3", "is a int and cannot be called"),
-    ("def f(a, b, c, d): pass", "four arguments"),
-    (f"def f({SIGNATURE}, more): pass", "missing a required argument: 'more'"),
-    ("def f(solution_str, ground_truth): pass", "four arguments"), (f"async def f({SIGNATURE}): pass", "async"),
-    ("def f(:", "SyntaxError"), ("import nowhere_to_be_found", "ModuleNotFoundError"),
-    ("raise SystemExit(3)", "SystemExit")])
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("g = 1", 'defines no "f"'),
+        ("f = 3", "is a int and cannot be called"),
+        ("def f(a, b, c, d): pass", "four arguments"),
+        (f"def f({SIGNATURE}, more): pass", "missing a required argument: 'more'"),
+        ("def f(solution_str, ground_truth): pass", "four arguments"),
+        (f"async def f({SIGNATURE}): pass", "async"),
+        ("def f(:", "SyntaxError"),
+        ("import nowhere_to_be_found", "ModuleNotFoundError"),
+        ("raise SystemExit(3)", "SystemExit"),
+    ],
+)
 def test_unusable_functions_fail_when_loaded(tmp_path, code, message):
     with pytest.raises(UserError, match=message):
         load(tmp_path, code)

@@ -22,14 +22,20 @@ from reward_samples import make_rollout, write_function
 URL = "http://localhost:8700/score"
 
 
-@pytest.mark.parametrize("settings, target", [
-    ({}, "math"), ({"rule": "format"}, "format"), ({"function": "F"}, "F"),
-    ({"function": "F", "service_url": URL}, URL)])
+@pytest.mark.parametrize(
+    "settings, target",
+    [
+        ({}, "math"),
+        ({"rule": "format"}, "format"),
+        ({"function": "F"}, "F"),
+        ({"function": "F", "service_url": URL}, URL),
+    ],
+)
 def test_single_source_by_precedence(tmp_path, settings, target):
     function = write_function(tmp_path, "return 1.0")
     settings = {name: function if value == "F" else value for name, value in settings.items()}
     plan = build_reward_plan(RewardConfig(**settings), 100)
-    source, = plan.sources
+    (source,) = plan.sources
     assert source.target == (function if target == "F" else target)
     assert (source.weight, plan.model_weight, plan.is_sum) == (1.0, None, False)
     assert (source.function is None) == (target == URL)
@@ -38,10 +44,16 @@ def test_single_source_by_precedence(tmp_path, settings, target):
 def test_components_overrule_and_have_unique_names(tmp_path):
     one = write_function(tmp_path, "return 1.0", "one.py")
     two = write_function(tmp_path, "return 2.0", "two.py")
-    plan = build_reward_plan(RewardConfig(
-        rule="exact", components=["1.0 math", f"-0.5 {one}", f"  2e-1   {two}", "0.25 model", f"1 {URL}"]), 100)
+    plan = build_reward_plan(
+        RewardConfig(rule="exact", components=["1.0 math", f"-0.5 {one}", f"  2e-1   {two}", "0.25 model", f"1 {URL}"]),
+        100,
+    )
     assert [(s.name, s.weight, s.target) for s in plan.sources] == [
-        ("math", 1.0, "math"), ("f", -0.5, one), ("f_2", 0.2, two), ("service", 1.0, URL)]
+        ("math", 1.0, "math"),
+        ("f", -0.5, one),
+        ("f_2", 0.2, two),
+        ("service", 1.0, URL),
+    ]
     assert plan.sources[2].setting == "reward.components[2]"
     assert plan.model_weight == 0.25 and plan.is_sum
 
@@ -52,10 +64,19 @@ def test_names_of_other_metrics_are_not_taken(tmp_path):
     assert plan.sources[0].name == "mean_2", "reward/mean is the mean reward"
 
 
-@pytest.mark.parametrize("components, message", [
-    (["math"], "not a weight and a source"), (["one math"], "not a weight"), (["nan math"], "not a weight"),
-    (["1.0 "], "not a weight"), (["1 model", "2 model"], "given 2 times"), (["1 maths"], "names no function"),
-    (["1 http:///score"], "names no host"), (["1 nowhere.py:f"], "does not exist")])
+@pytest.mark.parametrize(
+    "components, message",
+    [
+        (["math"], "not a weight and a source"),
+        (["one math"], "not a weight"),
+        (["nan math"], "not a weight"),
+        (["1.0 "], "not a weight"),
+        (["1 model", "2 model"], "given 2 times"),
+        (["1 maths"], "names no function"),
+        (["1 http:///score"], "names no host"),
+        (["1 nowhere.py:f"], "does not exist"),
+    ],
+)
 def test_components_that_cannot_be_used(components, message):
     with pytest.raises(UserError, match=message) as caught:
         build_reward_plan(RewardConfig(components=components), 100)
@@ -67,15 +88,25 @@ def test_single_source_logs_its_own_components_only():
     assert compute_reward(plan, [Score(0.5, {"level": 3.0})], 10) == (0.5, {"level": 3.0})
     taken = {"mean": 1.0, "uninformative_groups": 2.0, "overlong": 3.0, "unmarked": 4.0}
     assert compute_reward(plan, [Score(0.5, taken)], 10)[1] == {
-        "math/mean": 1.0, "math/uninformative_groups": 2.0, "math/overlong": 3.0, "unmarked": 4.0}
+        "math/mean": 1.0,
+        "math/uninformative_groups": 2.0,
+        "math/overlong": 3.0,
+        "unmarked": 4.0,
+    }
 
 
 def test_sum_logs_raw_scores_by_source():
     plan = build_reward_plan(RewardConfig(components=["2 math", "-0.5 format", f"1 {URL}", f"1 {URL}2"]), 100)
-    scores = [Score(0.75), Score(1.0, {"part": 4.0}), Score(0.125, {"service_failures": 1.0}),
-              Score(0.0, {"service_failures": 1.0})]
-    assert compute_reward(plan, scores, 10) == (2 * 0.75 - 0.5 + 0.125, {
-        "math": 0.75, "format": 1.0, "format/part": 4.0, "service": 0.125, "service_2": 0.0, "service_failures": 2.0})
+    scores = [
+        Score(0.75),
+        Score(1.0, {"part": 4.0}),
+        Score(0.125, {"service_failures": 1.0}),
+        Score(0.0, {"service_failures": 1.0}),
+    ]
+    assert compute_reward(plan, scores, 10) == (
+        2 * 0.75 - 0.5 + 0.125,
+        {"math": 0.75, "format": 1.0, "format/part": 4.0, "service": 0.125, "service_2": 0.0, "service_failures": 2.0},
+    )
 
 
 def test_model_comes_second():
@@ -93,8 +124,10 @@ def test_model_comes_second():
     assert alone.sources == () and compute_reward(alone, [], 10) == (0.0, {})
 
 
-@pytest.mark.parametrize("length, expected", [
-    (0, 0.0), (80, 0.0), (81, -0.5 / 20), (90, -0.25), (99, -0.5 * 19 / 20), (100, -0.5), (120, -0.5)])
+@pytest.mark.parametrize(
+    "length, expected",
+    [(0, 0.0), (80, 0.0), (81, -0.5 / 20), (90, -0.25), (99, -0.5 * 19 / 20), (100, -0.5), (120, -0.5)],
+)
 def test_overlong_penalty_by_hand(length, expected):
     """Equation 13 of DAPO with L_max = 100, L_cache = 20, times 0.5."""
     assert compute_overlong_penalty(length, 100, 20, 0.5) == pytest.approx(expected, abs=1e-15)

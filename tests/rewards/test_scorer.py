@@ -34,8 +34,10 @@ def open_scorer(max_response_length: int = 10, **settings: Any) -> Iterator[Scor
 
 
 def make_rollouts() -> list[Rollout]:
-    return [replace(make_rollout(text, sample_index=i), response="")
-            for i, text in enumerate(["82", "#### 82", "83", "", "0082"])]
+    return [
+        replace(make_rollout(text, sample_index=i), response="")
+        for i, text in enumerate(["82", "#### 82", "83", "", "0082"])
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -53,7 +55,13 @@ def test_weighted_sum_does_not_depend_on_when_it_began(tmp_path, workers, num_be
     assert [r.response for r in rollouts] == ["82", "#### 82", "83", "", "0082"]
     assert [r.reward for r in rollouts] == pytest.approx([1 - 0.2, 1 + 0.5 - 0.7 - 0.25, -0.2, 0.0, 1 - 0.4])
     assert rollouts[1].reward_components == {
-        "math": 1.0, "format": 1.0, "f": 7.0, "f/level": 3.0, "overlong": -0.25, **dict.fromkeys(COUNTS, 0.0)}
+        "math": 1.0,
+        "format": 1.0,
+        "f": 7.0,
+        "f/level": 3.0,
+        "overlong": -0.25,
+        **dict.fromkeys(COUNTS, 0.0),
+    }
     assert [r.reward_components["unmarked_answers"] for r in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
@@ -68,9 +76,12 @@ def test_single_source_keeps_its_own_components(tmp_path):
 def test_functions_are_told_more_where_they_ask_for_it(tmp_path, workers):
     """By name or as **kwargs; every function gets verl's four."""
     named = write_function(
-        tmp_path, "return {'score': len(response_tokens), 'step': step, 'cut': finish_reason == 'length',\n"
-        "        'row': row['reward_model']['style'] == 'rule', 'first': response_tokens[0]}", name="named.py",
-        further=", response_tokens, finish_reason, step, row")
+        tmp_path,
+        "return {'score': len(response_tokens), 'step': step, 'cut': finish_reason == 'length',\n"
+        "        'row': row['reward_model']['style'] == 'rule', 'first': response_tokens[0]}",
+        name="named.py",
+        further=", response_tokens, finish_reason, step, row",
+    )
     every = write_function(tmp_path, "return len(further)", name="every.py", further=", **further")
     rollout = make_rollout("82")
     prompt = replace(rollout.prompt, row={"reward_model": {"style": "rule"}})
@@ -79,7 +90,13 @@ def test_functions_are_told_more_where_they_ask_for_it(tmp_path, workers):
         [scored] = scorer.finish([rollout], step=7)
     assert scored.reward == 52.0
     assert scored.reward_components == {
-        "f": 2.0, "f/step": 7.0, "f/cut": 1.0, "f/row": 1.0, "f/first": 56.0, "f_2": 5.0}
+        "f": 2.0,
+        "f/step": 7.0,
+        "f/cut": 1.0,
+        "f/row": 1.0,
+        "f/first": 56.0,
+        "f_2": 5.0,
+    }
 
 
 @pytest.mark.parametrize("settings", [dict(components=["{f}", "{f}"]), dict(function="{f}")])
@@ -91,9 +108,14 @@ def test_a_reward_too_large_to_sum_is_an_error_that_names_the_response(tmp_path,
     assert "prompt_id 17, sample_index 5" in str(caught.value)
 
 
-@pytest.mark.parametrize("imports, body", [
-    ("import os", "os._exit(0)"), ("from os import _exit", "_exit(0)"),
-    ("import os", "if os.fork() == 0: os._exit(0)\nos.wait()\nos._exit(0)")])
+@pytest.mark.parametrize(
+    "imports, body",
+    [
+        ("import os", "os._exit(0)"),
+        ("from os import _exit", "_exit(0)"),
+        ("import os", "if os.fork() == 0: os._exit(0)\nos.wait()\nos._exit(0)"),
+    ],
+)
 def test_a_function_cannot_end_the_rank_without_a_word(tmp_path, imports, body):
     """Children that the function forks end as always; threads that it starts are not covered."""
     exit_of_the_process = os._exit
@@ -106,8 +128,11 @@ def test_a_function_cannot_end_the_rank_without_a_word(tmp_path, imports, body):
 def test_what_a_function_leaves_behind_ends_with_the_run(tmp_path):
     """With workers: 0, children of the rank and theirs; other children stay."""
     function = write_function(
-        tmp_path, "child = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $! > pid; wait'], cwd=data_source)\n"
-        "open(data_source + '/child', 'w').write(str(child.pid))\nreturn 1", imports="import subprocess")
+        tmp_path,
+        "child = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $! > pid; wait'], cwd=data_source)\n"
+        "open(data_source + '/child', 'w').write(str(child.pid))\nreturn 1",
+        imports="import subprocess",
+    )
     rollout = make_rollout("82")
     rollout = replace(rollout, prompt=replace(rollout.prompt, data_source=str(tmp_path)))
     with subprocess.Popen(["sleep", "1000"]) as other:
@@ -164,7 +189,8 @@ def test_first_failure_in_order_is_raised(tmp_path, workers):
 def test_unreachable_service_stops_or_falls_back():
     """Port 9 (discard) of the loopback: nothing listens there."""
     settings = dict(
-        components=["1 exact", "2 http://127.0.0.1:9/score"], service_retries=1, service_backoff_seconds=0.01)
+        components=["1 exact", "2 http://127.0.0.1:9/score"], service_retries=1, service_backoff_seconds=0.01
+    )
     rollouts = make_rollouts()
     with open_scorer(**settings) as scorer, pytest.raises(UserError, match="in 2 attempt"):
         scorer.finish(rollouts)

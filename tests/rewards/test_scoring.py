@@ -17,14 +17,18 @@ def score(directory, body, response="82"):
 
 
 def test_function_gets_all_four_arguments(tmp_path):
-    body = ("return {'score': 2 * len(solution_str), 'level': extra_info['level'],\n"
-            "        'right': solution_str == ground_truth, 'source': data_source}")
+    body = (
+        "return {'score': 2 * len(solution_str), 'level': extra_info['level'],\n"
+        "        'right': solution_str == ground_truth, 'source': data_source}"
+    )
     assert score(tmp_path, body) == Score(4.0, {"level": 3.0, "right": 1.0})
     assert score(tmp_path, body, "8") == Score(2.0, {"level": 3.0, "right": 0.0})
 
 
-@pytest.mark.parametrize("value, expected", [
-    ("True", 1.0), ("3", 3.0), ("np.float32(0.5)", 0.5), ("np.array(2)", 2.0), ("np.bool_(True)", 1.0)])
+@pytest.mark.parametrize(
+    "value, expected",
+    [("True", 1.0), ("3", 3.0), ("np.float32(0.5)", 0.5), ("np.array(2)", 2.0), ("np.bool_(True)", 1.0)],
+)
 def test_numbers_of_all_kinds(tmp_path, value, expected):
     found = score(tmp_path, f"return {value}").value
     assert found == expected and type(found) is float
@@ -44,7 +48,7 @@ def test_exception_names_rollout_and_line(tmp_path):
     with pytest.raises(UserError) as caught:
         compute_score(function, make_rollout("begin " + "x" * 5000 + " end"))
     message = str(caught.value)
-    assert "prompt_id 17, sample_index 5, data_source \"sums\"" in message and "JSONDecodeError" in message
+    assert 'prompt_id 17, sample_index 5, data_source "sums"' in message and "JSONDecodeError" in message
     assert "begin xx" in message and "xx end" in message and "(5012 characters)" in message
     assert caught.value.source == f"{tmp_path / 'reward.py'}:3"  # the deepest line of the user's own file
     assert len(message) < 1000
@@ -56,9 +60,21 @@ def test_exit_is_an_error_of_the_function(tmp_path):
     assert caught.value.source == f"{tmp_path / 'reward.py'}:3"
 
 
-@pytest.mark.parametrize("value", [
-    "None", "'1.0'", "float('nan')", "float('inf')", "10**400", "[1.0]", "{}", "{'reward': 1.0}", "{'score': None}",
-    "{'score': 1.0, 'part': float('nan')}"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "None",
+        "'1.0'",
+        "float('nan')",
+        "float('inf')",
+        "10**400",
+        "[1.0]",
+        "{}",
+        "{'reward': 1.0}",
+        "{'score': None}",
+        "{'score': 1.0, 'part': float('nan')}",
+    ],
+)
 def test_what_is_not_a_finite_score_is_refused(tmp_path, value):
     with pytest.raises(UserError, match="prompt_id 17, sample_index 5"):
         score(tmp_path, f"return {value}")

@@ -118,13 +118,23 @@ def test_pauses_double(service):
     assert time.monotonic() - start >= 0.6
 
 
-@pytest.mark.parametrize("behaviour, message, attempts", [
-    ("status-503", "status 503: 'not today'", 3), ("status-422", "status 422", 1), ("status-404", "status 404", 1),
-    ("status-307", "status 307", 1), ("text", "a bad answer", 3), ("short", "0 scores for 1 samples", 3),
-    ("words", "'good' \\(str\\) as the score", 3), ("nan", "nan \\(float\\) as the score", 3),
-    ("slow-3", "not done within reward.service_timeout_seconds = 0.3", 3), ("nested", "a bad answer", 3),
-    ("drip", "not done within reward.service_timeout_seconds = 0.3", 3),
-    ("large", "more than reward.service_max_answer_bytes = 4,000,000", 3)])
+@pytest.mark.parametrize(
+    "behaviour, message, attempts",
+    [
+        ("status-503", "status 503: 'not today'", 3),
+        ("status-422", "status 422", 1),
+        ("status-404", "status 404", 1),
+        ("status-307", "status 307", 1),
+        ("text", "a bad answer", 3),
+        ("short", "0 scores for 1 samples", 3),
+        ("words", "'good' \\(str\\) as the score", 3),
+        ("nan", "nan \\(float\\) as the score", 3),
+        ("slow-3", "not done within reward.service_timeout_seconds = 0.3", 3),
+        ("nested", "a bad answer", 3),
+        ("drip", "not done within reward.service_timeout_seconds = 0.3", 3),
+        ("large", "more than reward.service_max_answer_bytes = 4,000,000", 3),
+    ],
+)
 def test_lasting_trouble_stops_the_run(service, behaviour, message, attempts):
     url = f"{service}/{behaviour}/lasting-{behaviour}"
     timeout = 0.3 if "0.3" in message else 20.0
@@ -139,6 +149,7 @@ def test_lasting_trouble_stops_the_run(service, behaviour, message, attempts):
 def test_headers_that_never_end(head):
     """A server that sends one byte of its headers every 50 ms; of TLS only the plain half is covered."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def serve() -> None:
             with server.accept()[0] as connection, contextlib.suppress(OSError):
                 connection.sendall(head)
@@ -170,8 +181,10 @@ def test_fallback_is_counted_and_logged(service, caplog):
     with caplog.at_level(logging.WARNING, logger="megatron_rl"):
         scores = ask(f"{service}/flaky-500-2/fallback", replace(config, service_concurrency=1), samples_of(6))
     assert scores[:4] == [Score(-2.0, {"service_failures": 1.0})] * 4, "both attempts of the first batch failed"
-    assert scores[4:] == [Score(4.0, {"prompt_id": 104.0, "service_failures": 0.0}),
-                          Score(5.0, {"prompt_id": 105.0, "service_failures": 0.0})]
+    assert scores[4:] == [
+        Score(4.0, {"prompt_id": 104.0, "service_failures": 0.0}),
+        Score(5.0, {"prompt_id": 105.0, "service_failures": 0.0}),
+    ]
     assert "prompt ids: 100, 101, 102, 103; the fallback reward is used" in caplog.text
 
 
@@ -189,8 +202,9 @@ def test_service_killed_in_the_middle(policy):
     process, url = start_service()
     config = replace(QUICK, service_on_failure=policy, service_fallback_reward=-1.0, service_concurrency=1)
     try:
-        fast, slow = (RewardService(f"{url}/{path}/kill", config, "reward.service_url")
-                      for path in ("score", "slow-20"))
+        fast, slow = (
+            RewardService(f"{url}/{path}/kill", config, "reward.service_url") for path in ("score", "slow-20")
+        )
         assert [wait().value for wait in [fast.begin(s) for s in samples_of(4)]] == [0, 1, 2, 3]
         waits = [slow.begin(sample) for sample in samples_of(8)]
         deadline = time.monotonic() + 20

@@ -24,7 +24,8 @@ def test_truths_that_are_compared_as_text_are_named_once():
     truths = ["5", r"\frac{1}{2}", "Tuesday", r"\{1,2\}", ["1", r"\frac{1}{"], "}", "...", "48/2=24\n#### 24"]
     assert check(truths, rule="math") == [
         "ground truths: 3 cannot be read as mathematics and are compared as text, the first: prompt_id 14, "
-        r"'\\frac{1}{'"]
+        r"'\\frac{1}{'"
+    ]
     assert check(truths[:4], rule="math") == check(truths, rule="exact") == []
 
 
@@ -36,8 +37,10 @@ def test_a_rule_needs_texts(rule, truth):
     assert check([truth], rule="format") == []
 
 
-@pytest.mark.parametrize("data_source, reason", [
-    ("sums", ""), ("numina_amc_aime", "PRIME's grader"), ("taco", "a sandbox"), ("hiyouga/geometry3k", "images")])
+@pytest.mark.parametrize(
+    "data_source, reason",
+    [("sums", ""), ("numina_amc_aime", "PRIME's grader"), ("taco", "a sandbox"), ("hiyouga/geometry3k", "images")],
+)
 def test_data_sets_without_a_scorer_are_refused(data_source, reason):
     with pytest.raises(UserError, match=f'no scorer for the data_source "{re.escape(data_source)}".*{reason}'):
         check(["1"], data_source, rule="by_data_source")

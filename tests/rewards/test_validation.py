@@ -11,8 +11,10 @@ import pytest
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k, name_answer
 
 
-@pytest.mark.parametrize("response, answer", [
-    (r"so \boxed{42}", "42"), ("x\n#### 7 \n", "7"), ("  82\n", "82"), (r"\boxed{open", r"\boxed{open")])
+@pytest.mark.parametrize(
+    "response, answer",
+    [(r"so \boxed{42}", "42"), ("x\n#### 7 \n", "7"), ("  82\n", "82"), (r"\boxed{open", r"\boxed{open")],
+)
 def test_name_answer(response, answer):
     assert name_answer(response) == answer
 
@@ -25,8 +27,12 @@ def test_several_responses_by_hand():
     rewards = [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
     answers = [["3", "5", "5", "4"], ["1", "1", "2", "3"], ["", "", "", ""], ["7", "8", "8", "7"]]
     assert compute_validation_metrics(rewards, answers) == {
-        "accuracy": 5 / 16, "mean@4": 5 / 16, "pass@4": 0.75, "best@4": 0.75,
-        "maj@4": 0.5}  # 5 is right, 1 is not, "" is not, 7 comes before 8 and is right
+        "accuracy": 5 / 16,
+        "mean@4": 5 / 16,
+        "pass@4": 0.75,
+        "best@4": 0.75,
+        "maj@4": 0.5,
+    }  # 5 is right, 1 is not, "" is not, 7 comes before 8 and is right
 
 
 def test_a_tie_goes_to_the_first_answer():

@@ -50,9 +50,11 @@ def test_scores_are_those_of_the_rank_in_order(tmp_path):
 
 
 def test_worker_imports_the_file_and_little_else(tmp_path):
-    body = ("heavy = ('torch', 'vllm', 'megatron.core', 'transformers', 'requests', 'math_verify')\n"
-            "return {'score': sum(name in sys.modules for name in heavy), 'stdin': len(sys.stdin.read()),\n"
-            "        'main_thread': threading.current_thread() is threading.main_thread()}")
+    body = (
+        "heavy = ('torch', 'vllm', 'megatron.core', 'transformers', 'requests', 'math_verify')\n"
+        "return {'score': sum(name in sys.modules for name in heavy), 'stdin': len(sys.stdin.read()),\n"
+        "        'main_thread': threading.current_thread() is threading.main_thread()}"
+    )
     with open_pool(write_function(tmp_path, body, imports="import sys, threading")) as pool:
         assert pool.submit(0, make_rollout()).result() == Score(0.0, {"stdin": 0.0, "main_thread": 1.0})
 
@@ -61,9 +63,11 @@ def test_hanging_function_is_killed_and_named(tmp_path):
     """With what it has started; the next sample gets a new worker."""
     pids = tmp_path / "pids"
     function = write_function(
-        tmp_path, "if solution_str != 'stay':\n    return 0.5\nchild = subprocess.Popen(['sleep', '1000'])\n"
+        tmp_path,
+        "if solution_str != 'stay':\n    return 0.5\nchild = subprocess.Popen(['sleep', '1000'])\n"
         f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(1000)",
-        imports="import os, subprocess, time")
+        imports="import os, subprocess, time",
+    )
     with open_pool(function, timeout=0.7) as pool:
         hanging, fine = pool.submit(0, make_rollout("stay")), pool.submit(0, make_rollout("go", sample_index=6))
         with pytest.raises(UserError, match=r"not done after 0\.7 s") as caught:
@@ -75,10 +79,14 @@ def test_hanging_function_is_killed_and_named(tmp_path):
             wait_for_end(int(pid))
 
 
-@pytest.mark.parametrize("body, message", [
-    ("threading.Thread(target=os._exit, args=[3]).start(); time.sleep(100)", "exit code 3"),
-    ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
-    ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV")])
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("threading.Thread(target=os._exit, args=[3]).start(); time.sleep(100)", "exit code 3"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    ],
+)
 def test_dying_worker_is_named(tmp_path, body, message):
     function = write_function(tmp_path, body, imports="import os, threading, time")
     with open_pool(function) as pool, pytest.raises(UserError, match=message) as caught:
@@ -104,8 +112,10 @@ def test_file_that_loads_in_the_rank_only(tmp_path):
 
 def test_file_that_ends_the_process_on_import(tmp_path):
     """Also where it says os._exit, which is refused in the importing thread."""
-    for end, message in (("os._exit(5)", r"raised ProcessExit: os\._exit\(5\)"),
-                         ("os.kill(os.getpid(), 9)", "did not start: EOFError, killed by SIGKILL")):
+    for end, message in (
+        ("os._exit(5)", r"raised ProcessExit: os\._exit\(5\)"),
+        ("os.kill(os.getpid(), 9)", "did not start: EOFError, killed by SIGKILL"),
+    ):
         with open_pool(write_function(tmp_path, "return 1", imports=f"import os\n{end}")) as pool:
             with pytest.raises(UserError, match=message):
                 pool.submit(0, make_rollout()).result()
@@ -118,13 +128,18 @@ def test_workers_do_not_inherit_secrets(tmp_path, monkeypatch):
     function = write_function(tmp_path, f"return {{'score': 1, **{{n: 1 for n in {names} if n in os.environ}}}}")
     with open_pool(function, secrets=["OPENAI_API_KEY"]) as pool:
         assert pool.submit(0, make_rollout()).result().components.keys() == {
-            "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "KEYBOARD"}
+            "OPENAI_API_KEY",
+            "TOKENIZERS_PARALLELISM",
+            "KEYBOARD",
+        }
 
 
 def test_close_ends_idle_and_busy_workers(tmp_path):
     function = write_function(
-        tmp_path, f"open({str(tmp_path)!r} + '/' + solution_str, 'w').write(str(os.getpid()))\n"
-        "time.sleep(1000 * (solution_str == 'busy'))\nreturn 1")
+        tmp_path,
+        f"open({str(tmp_path)!r} + '/' + solution_str, 'w').write(str(os.getpid()))\n"
+        "time.sleep(1000 * (solution_str == 'busy'))\nreturn 1",
+    )
     pool = WorkerPool([(function, SETTING)], 2, 1000.0)
     pool.submit(0, make_rollout("busy"))
     wait_for_file(tmp_path / "busy")
@@ -141,11 +156,15 @@ def test_close_ends_idle_and_busy_workers(tmp_path):
 def test_workers_end_with_a_killed_rank(tmp_path):
     """Even in the middle of a function, as nobody is left who could kill them."""
     function = write_function(
-        tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)")
-    code = ("from megatron_rl.rewards.workers import WorkerPool\nfrom reward_samples import make_rollout\n"
-            f"WorkerPool([({function!r}, 'reward.function')], 1, 1000.0).submit(0, make_rollout()).result()")
-    rank = subprocess.Popen([sys.executable, "-c", code],
-                            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
+        tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)"
+    )
+    code = (
+        "from megatron_rl.rewards.workers import WorkerPool\nfrom reward_samples import make_rollout\n"
+        f"WorkerPool([({function!r}, 'reward.function')], 1, 1000.0).submit(0, make_rollout()).result()"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    )
     try:
         pid = int(wait_for_file(tmp_path / "pid"))
     finally:

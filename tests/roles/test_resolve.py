@@ -19,14 +19,16 @@ from megatron_rl.weights.families import SCORE_HEAD
 
 
 def make_config(*overrides: str) -> RunConfig:
-    return load_config(None, [
-        "model.path=policy", "data.train_files=[x.jsonl]", "data.train_batch_size=8", *overrides]).config
+    return load_config(
+        None, ["model.path=policy", "data.train_files=[x.jsonl]", "data.train_batch_size=8", *overrides]
+    ).config
 
 
 def describe(spec: RunSpec) -> dict[str, tuple[object, ...]]:
     """By role: path, section, head, whether it is trained, and whether it is offloaded."""
-    return {name: (role.path, role.section, role.head, role.trainable, role.offload)
-            for name, role in spec.roles.items()}
+    return {
+        name: (role.path, role.section, role.head, role.trainable, role.offload) for name, role in spec.roles.items()
+    }
 
 
 def test_grpo_has_an_actor_and_needs_groups() -> None:
@@ -39,14 +41,24 @@ def test_grpo_has_an_actor_and_needs_groups() -> None:
 
 def test_every_role_with_a_path_of_its_own() -> None:
     """The reference follows the actor's layout; a critic may lack the head that a reward model must have."""
-    spec = resolve(make_config(
-        "algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1", "reference.path=old", "reference.offload=true",
-        "critic.path=judge", "reward_model.path=taste", "reward_model.offload=true",
-        "critic.tensor_model_parallel_size=2"))
+    spec = resolve(
+        make_config(
+            "algorithm.adv_estimator=gae",
+            "algorithm.kl_coef=0.1",
+            "reference.path=old",
+            "reference.offload=true",
+            "critic.path=judge",
+            "reward_model.path=taste",
+            "reward_model.offload=true",
+            "critic.tensor_model_parallel_size=2",
+        )
+    )
     assert describe(spec) == {
-        "actor": ("policy", "actor", "logprob", True, False), "reference": ("old", "actor", "logprob", False, True),
+        "actor": ("policy", "actor", "logprob", True, False),
+        "reference": ("old", "actor", "logprob", False, True),
         "critic": ("judge", "critic", "value", True, False),
-        "reward_model": ("taste", "reward_model", "score", False, True)}
+        "reward_model": ("taste", "reward_model", "score", False, True),
+    }
     assert [role.name for role in spec.trained] == ["actor", "critic"]
     assert [role.name for role in spec.laid_out] == ["actor", "critic", "reward_model"]
     assert {name: role.may_lack for name, role in spec.roles.items() if role.may_lack} == {"critic": (SCORE_HEAD,)}
@@ -54,10 +66,15 @@ def test_every_role_with_a_path_of_its_own() -> None:
     assert spec.roles["reward_model"].title == "reward model"
 
 
-@pytest.mark.parametrize(("overrides", "names"), [
-    ((), ["actor"]), (("critic.enable=true",), ["actor", "critic"]),
-    (("algorithm.kl_coef=1e-6",), ["actor", "reference"]), (("reference.path=old",), ["actor"]),
-])
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ((), ["actor"]),
+        (("critic.enable=true",), ["actor", "critic"]),
+        (("algorithm.kl_coef=1e-6",), ["actor", "reference"]),
+        (("reference.path=old",), ["actor"]),
+    ],
+)
 def test_what_builds_a_role(overrides: tuple[str, ...], names: list[str]) -> None:
     """Weights are the policy's where no path is given; a path alone builds no reference."""
     spec = resolve(make_config(*overrides))
@@ -73,8 +90,11 @@ def test_the_roles_stay_under_other_layouts() -> None:
     """What the planner varies: layouts and offloading, not which roles there are."""
     config = make_config("algorithm.kl_coef=0.1", "critic.enable=true")
     other = replace(
-        config, actor=replace(config.actor, tensor_model_parallel_size=4),
-        reference=replace(config.reference, offload=True), algorithm=replace(config.algorithm, kl_coef=0.0))
+        config,
+        actor=replace(config.actor, tensor_model_parallel_size=4),
+        reference=replace(config.reference, offload=True),
+        algorithm=replace(config.algorithm, kl_coef=0.0),
+    )
     spec = resolve(config).with_config(other)
     assert list(spec.roles) == ["actor", "reference", "critic"]
     assert [role.layout.tensor_model_parallel_size for role in spec.roles.values()] == [4, 4, 1]
@@ -83,4 +103,5 @@ def test_the_roles_stay_under_other_layouts() -> None:
 
 def test_sft_has_an_actor() -> None:
     assert describe(resolve_sft(make_config("algorithm.kl_coef=0.1"))) == {
-        "actor": ("policy", "actor", "logprob", True, False)}
+        "actor": ("policy", "actor", "logprob", True, False)
+    }

@@ -17,23 +17,30 @@ def make_group(rewards: list[float], **components: list[float]) -> Headers:
     """Responses with these rewards and components."""
     prompt = Prompt(0, np.zeros(1, np.int32), "", "")
     rollouts = [
-        replace(Rollout.from_response(prompt, i, np.zeros(1, np.int32), None, "stop"), reward=reward,
-                reward_components={name: values[i] for name, values in components.items()})
-        for i, reward in enumerate(rewards)]
+        replace(
+            Rollout.from_response(prompt, i, np.zeros(1, np.int32), None, "stop"),
+            reward=reward,
+            reward_components={name: values[i] for name, values in components.items()},
+        )
+        for i, reward in enumerate(rewards)
+    ]
     return build_headers(((0, rollout) for rollout in rollouts), holder=0)
 
 
-@pytest.mark.parametrize(("group", "metric", "expected"), [
-    (make_group([0.0, 1.0]), None, True),
-    (make_group([1.0, 1.0]), None, False),
-    (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), None, False),  # both wrong, one longer than the other
-    (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "reward", True),
-    (make_group([0.5, 0.5], overlong=[-0.5, 0.0]), None, True),  # right and too long, against half right
-    (make_group([0.1, 0.9], acc=[1.0, 1.0]), "acc", False),
-    (make_group([0.5, 0.5], acc=[1.0, 0.0]), "acc", True),
-    (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
-    (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
-])
+@pytest.mark.parametrize(
+    ("group", "metric", "expected"),
+    [
+        (make_group([0.0, 1.0]), None, True),
+        (make_group([1.0, 1.0]), None, False),
+        (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), None, False),  # both wrong, one longer than the other
+        (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "reward", True),
+        (make_group([0.5, 0.5], overlong=[-0.5, 0.0]), None, True),  # right and too long, against half right
+        (make_group([0.1, 0.9], acc=[1.0, 1.0]), "acc", False),
+        (make_group([0.5, 0.5], acc=[1.0, 0.0]), "acc", True),
+        (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
+        (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
+    ],
+)
 def test_groups_that_teach_something(group: Headers, metric: str | None, expected: bool) -> None:
     assert find_informative(group, metric) == [expected]
 

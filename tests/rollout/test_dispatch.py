@@ -19,8 +19,11 @@ from megatron_rl.rollout.dispatch import assign_engines, choose_dispatch
 from tools.benchmarks import bench_dispatch
 
 
-@given(prompt_tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=40), group_size=st.integers(1, 20),
-       num_engines=st.integers(1, 24))
+@given(
+    prompt_tokens=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    group_size=st.integers(1, 20),
+    num_engines=st.integers(1, 24),
+)
 def test_samples_are_spread_and_balanced(prompt_tokens: list[int], group_size: int, num_engines: int) -> None:
     """Numbers differ by one at most, in all and of each prompt; prompt tokens differ by what one prompt can shift."""
     engines = assign_engines("samples", prompt_tokens, group_size, num_engines, 100)
@@ -49,21 +52,24 @@ def test_groups_stay_together() -> None:
     assert assign_engines("groups", [5, 6, 7, 8, 9], 2, 3, 100).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("prompt", "group_size", "engines", "limit", "expected"), [
-    (1024, 16, 64, 8192, "samples"),
-    (1024, 16, 1, 8192, "groups"),
-    (457, 8, 8, 100, "samples"),  # 4.571 times the limit
-    (458, 8, 8, 100, "groups"),
-    (10_000, 1, 8, 100, "samples"),  # a single response is computed once wherever it is
-    (800, 8, 2, 100, "samples"),  # two engines: one copy
-    (3300, 8, 2, 100, "groups"),
-])
-def test_auto_weighs_copies_of_prompts(
-    prompt: int, group_size: int, engines: int, limit: int, expected: str
-) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "group_size", "engines", "limit", "expected"),
+    [
+        (1024, 16, 64, 8192, "samples"),
+        (1024, 16, 1, 8192, "groups"),
+        (457, 8, 8, 100, "samples"),  # 4.571 times the limit
+        (458, 8, 8, 100, "groups"),
+        (10_000, 1, 8, 100, "samples"),  # a single response is computed once wherever it is
+        (800, 8, 2, 100, "samples"),  # two engines: one copy
+        (3300, 8, 2, 100, "groups"),
+    ],
+)
+def test_auto_weighs_copies_of_prompts(prompt: int, group_size: int, engines: int, limit: int, expected: str) -> None:
     assert choose_dispatch([prompt] * 10, group_size, engines, limit) == expected
-    assert (assign_engines("auto", [prompt] * 10, group_size, engines, limit)
-            == assign_engines(expected, [prompt] * 10, group_size, engines, limit)).all()
+    assert (
+        assign_engines("auto", [prompt] * 10, group_size, engines, limit)
+        == assign_engines(expected, [prompt] * 10, group_size, engines, limit)
+    ).all()
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict:
@@ -81,9 +87,11 @@ def test_spread_samples_are_faster(tmp_path: Path) -> None:
 
 def test_ranks_generate_the_same_either_way(tmp_path: Path) -> None:
     """Eight engines that sleep through their steps, and gloo: the same rollouts; no claim about wall time."""
+
     def work(rank: int, world_size: int) -> int:
-        return bench_dispatch.main([
-            "--engines", "8", "--prompts", "16", "--seeds", "1", "--json", str(tmp_path / "found.json")])
+        return bench_dispatch.main(
+            ["--engines", "8", "--prompts", "16", "--seeds", "1", "--json", str(tmp_path / "found.json")]
+        )
 
     assert run_ranks(work, 8) == [0] * 8
     found = json.loads((tmp_path / "found.json").read_text())

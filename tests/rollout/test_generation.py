@@ -66,9 +66,15 @@ def open_generator(path: Path, world_size: int, engine: str, rollout_tp: int) ->
     config = RunConfig(
         model=ModelConfig(path=str(path), dtype="float32"),
         data=DataConfig(train_files=[], train_batch_size=5, max_prompt_length=80, max_response_length=12),
-        actor=ActorConfig(), hybrid=HybridConfig(verify="off"),
-        rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, n=GROUP_SIZE,
-                              max_num_seqs=16 if engine == "vllm" else 4))
+        actor=ActorConfig(),
+        hybrid=HybridConfig(verify="off"),
+        rollout=RolloutConfig(
+            engine=engine,
+            tensor_model_parallel_size=rollout_tp,
+            n=GROUP_SIZE,
+            max_num_seqs=16 if engine == "vllm" else 4,
+        ),
+    )
     process, layout = init_distributed(2), ParallelLayout(world_size)
     inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
     actor = build_role(config, inputs, build_groups(layout), total_optimizer_steps=1)
@@ -78,8 +84,14 @@ def open_generator(path: Path, world_size: int, engine: str, rollout_tp: int) ->
 
 
 def describe(rollout: Rollout) -> tuple[Any, ...]:
-    return (rollout.prompt.prompt_id, rollout.sample_index, rollout.response_tokens.tolist(),
-            rollout.rollout_logprobs.tolist(), rollout.finish_reason, rollout.policy_version)
+    return (
+        rollout.prompt.prompt_id,
+        rollout.sample_index,
+        rollout.response_tokens.tolist(),
+        rollout.rollout_logprobs.tolist(),
+        rollout.finish_reason,
+        rollout.policy_version,
+    )
 
 
 def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int) -> dict[str, Any]:
@@ -93,15 +105,22 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
     mine = generator.generate(prompts, **options, on_finished=told.append)
     rollouts = gather_rollouts(mine)
     by_groups = RolloutGenerator(
-        generator._engine, generator._weights, generator._channel,
+        generator._engine,
+        generator._weights,
+        generator._channel,
         config=RolloutConfig(tensor_model_parallel_size=rollout_tp, dispatch="groups"),
-        run_seed=generator._run_seed, group=dist.group.WORLD, progress=RolloutProgress())
+        run_seed=generator._run_seed,
+        group=dist.group.WORLD,
+        progress=RolloutProgress(),
+    )
     mine_grouped = by_groups.generate(prompts, **options)
     result = {
         "grouped": [describe(r) for r in gather_rollouts(mine_grouped)],
-        "held": sorted(mine), "held_grouped": sorted(mine_grouped),
+        "held": sorted(mine),
+        "held_grouped": sorted(mine_grouped),
         "silent": [describe(r) for r in silent],
-        "told": [describe(r) for r in told], "result": [describe(r) for r in rollouts],
+        "told": [describe(r) for r in told],
+        "result": [describe(r) for r in rollouts],
         "mine": [describe(r) for _, r in sorted(mine.items())] if rank % rollout_tp == 0 else [],
         "same_objects": {id(r) for r in told} <= {id(r) for r in mine.values()},
     }
@@ -109,8 +128,9 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
     return result
 
 
-@pytest.mark.parametrize(("engine", "rollout_tp", "num_told"), [
-    ("vllm", 1, [5, 5]), ("vllm", 2, [10, 0]), ("hf", 1, [10])])
+@pytest.mark.parametrize(
+    ("engine", "rollout_tp", "num_told"), [("vllm", 1, [5, 5]), ("vllm", 2, [10, 0]), ("hf", 1, [10])]
+)
 def test_every_response_is_told_of_once(
     model: Path, vllm_imported: None, engine: str, rollout_tp: int, num_told: list[int]
 ) -> None:
@@ -133,7 +153,8 @@ def test_every_response_is_told_of_once(
 def assert_same_samples(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
     """Equal but for log-probs, which are rounded in another batch."""
     for (*one, logprobs, reason, version), (*other, other_logprobs, other_reason, other_version) in zip(
-            found, expected, strict=True):
+        found, expected, strict=True
+    ):
         assert (one, reason, version) == (other, other_reason, other_version)
         assert logprobs == pytest.approx(other_logprobs, abs=1e-5)
 
@@ -194,8 +215,10 @@ def test_scoring_starts_before_generation_returns(
     """Order of events, not time: a scorer that only started afterwards would never write the line waited for."""
     log = tmp_path / "log"
     function = write_function(
-        tmp_path, f"with open({str(log)!r}, 'a') as file: file.write('scored\\n')\n"
-        "time.sleep(0.05)\nreturn len(solution_str.split())")
+        tmp_path,
+        f"with open({str(log)!r}, 'a') as file: file.write('scored\\n')\n"
+        "time.sleep(0.05)\nreturn len(solution_str.split())",
+    )
     rollouts = run_ranks(score_while_generating, 1, model, engine, function, log, timeout=120)[0]
     assert [reward for _, reward, _ in rollouts] == [length for _, _, length in rollouts]
     events = log.read_text().split()

@@ -53,7 +53,9 @@ class Inbox:
                 self._messages[-1] = ControlMessage(
                     [*waits.interrupts, *message.interrupts],
                     waits.weights if message.weights is None else message.weights,
-                    [*waits.requests, *message.requests], waits.stop or message.stop)
+                    [*waits.requests, *message.requests],
+                    waits.stop or message.stop,
+                )
             else:
                 self._messages.append(message)
             self._changed.notify()
@@ -80,9 +82,14 @@ def describe(sampled: Sampled) -> tuple[int, list[int], list[float], str]:
 
 def share_messages(rank: int, world_size: int) -> list[ControlMessage]:
     message = ControlMessage(
-        interrupts=[4, 2**40], weights=7, stop=True, requests=[
+        interrupts=[4, 2**40],
+        weights=7,
+        stop=True,
+        requests=[
             Request(3, np.array([5, 6], np.int32), 2**62 + 1, SamplingConfig(0.1, 9, ()), turn=2),
-            Request(-1, np.array([], np.int32), 0, SamplingConfig(0.0, 1, (2, 5)))])
+            Request(-1, np.array([], np.int32), 0, SamplingConfig(0.0, 1, (2, 5))),
+        ],
+    )
     channel = open_channel(dist.group.WORLD, 2)
     return [channel.share(sent if channel.is_first else None) for sent in (message, ControlMessage())]
 
@@ -94,7 +101,11 @@ def test_messages_arrive_as_they_were_sent() -> None:
     for one, expected in zip(found.requests, message.requests, strict=True):
         assert one.tokens.tolist() == expected.tokens.tolist() and one.tokens.dtype == np.int32
         assert (one.key, one.seed, one.sampling, one.turn) == (
-            expected.key, expected.seed, expected.sampling, expected.turn)
+            expected.key,
+            expected.seed,
+            expected.sampling,
+            expected.turn,
+        )
     assert len(found.requests) == 2 and empty.is_empty()
 
 
@@ -148,10 +159,16 @@ def test_weights_come_between_two_steps() -> None:
     """After the interruptions and before the requests of the same message."""
     events: list[Any] = []
     engine = script([3, 3])
-    messages = [ControlMessage(requests=[make_request(0)]),
-                ControlMessage(interrupts=[0], weights=4, requests=[make_request(1)], stop=True)]
-    serve(engine, lambda wait: messages.pop(0), lambda s: events.append((s.key, len(s.tokens))),
-          receive_weights=lambda version: events.append((version, engine.has_requests())))
+    messages = [
+        ControlMessage(requests=[make_request(0)]),
+        ControlMessage(interrupts=[0], weights=4, requests=[make_request(1)], stop=True),
+    ]
+    serve(
+        engine,
+        lambda wait: messages.pop(0),
+        lambda s: events.append((s.key, len(s.tokens))),
+        receive_weights=lambda version: events.append((version, engine.has_requests())),
+    )
     assert events == [(0, 1), (4, False), (1, 3)]
 
 
@@ -275,10 +292,18 @@ GREEDY = SamplingConfig(temperature=0.0, max_tokens=24, stop_token_ids=())
 def build_vllm(model: Path, rollout_tp: int) -> VllmEngine:
     """The model's weights, in one rank or two."""
     process = init_distributed(2)
-    engine = VllmEngine(EngineSpec(
-        model_path=str(model), shape=load_model_shape(model), dtype="float32", max_prompt_length=80,
-        max_response_length=24, process=process, seed=0,
-        config=RolloutConfig(max_num_seqs=8, tensor_model_parallel_size=rollout_tp)))
+    engine = VllmEngine(
+        EngineSpec(
+            model_path=str(model),
+            shape=load_model_shape(model),
+            dtype="float32",
+            max_prompt_length=80,
+            max_response_length=24,
+            process=process,
+            seed=0,
+            config=RolloutConfig(max_num_seqs=8, tensor_model_parallel_size=rollout_tp),
+        )
+    )
     load_huggingface(model, engine.placements(process.rank), engine.params)
     engine.end_weight_update()
     return engine
@@ -300,19 +325,34 @@ def interrupt_and_resume(rank: int, world_size: int, model: Path) -> dict[str, A
     def take(wait: bool) -> ControlMessage:
         nonlocal steps
         steps += 1
-        return {1: ControlMessage(requests=requests[:4]), 3: ControlMessage(requests=requests[4:]),
-                9: ControlMessage(interrupts=range(6), stop=True)}.get(steps, ControlMessage())
+        return {
+            1: ControlMessage(requests=requests[:4]),
+            3: ControlMessage(requests=requests[4:]),
+            9: ControlMessage(interrupts=range(6), stop=True),
+        }.get(steps, ControlMessage())
 
     assert serve(engine, take, lambda s: partial.update({s.key: s})) is None
     left = engine.has_requests(), engine.tokens_in_flight()
-    resumed = generate(engine, [
-        Request(r.key, np.append(r.tokens, partial[r.key].tokens), r.seed,
-                SamplingConfig(0.0, 24 - len(partial[r.key].tokens), ()))
-        for r in requests])
+    resumed = generate(
+        engine,
+        [
+            Request(
+                r.key,
+                np.append(r.tokens, partial[r.key].tokens),
+                r.seed,
+                SamplingConfig(0.0, 24 - len(partial[r.key].tokens), ()),
+            )
+            for r in requests
+        ],
+    )
     engine.end_weight_update()  # raises while a request runs
     engine.close()
-    return {"whole": [describe(s) for s in whole], "partial": [describe(partial[r.key]) for r in requests],
-            "resumed": [describe(s) for s in resumed], "left": left}
+    return {
+        "whole": [describe(s) for s in whole],
+        "partial": [describe(partial[r.key]) for r in requests],
+        "resumed": [describe(s) for s in resumed],
+        "left": left,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     key, value = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
     tensors[key] = tensors[value].clone()
     save_file(tensors, directory / "changed/model.safetensors", {"format": "pt"})
-    convert_to_megatron(directory / "changed", directory / "wrong", dtype=None, file_bytes=1 << 30, force=False,
-                        workers=Workers())
+    convert_to_megatron(
+        directory / "changed", directory / "wrong", dtype=None, file_bytes=1 << 30, force=False, workers=Workers()
+    )
     return directory
 
 
@@ -51,8 +52,23 @@ def run_tool(world_size: int, capfd: pytest.CaptureFixture[str], *arguments: obj
 def test_report(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], vllm_imported: None) -> None:
     """All three models at once, in a layout; the table is printed once and the file has its numbers."""
     codes, out, _ = run_tool(
-        2, capfd, "--hf", model / "hf", "--layout", "tp=2", "--engine-tp", 2, "--num-prompts", 2, "--prompt-length", 12,
-        "--response-length", 6, "--json", tmp_path / "report.json")
+        2,
+        capfd,
+        "--hf",
+        model / "hf",
+        "--layout",
+        "tp=2",
+        "--engine-tp",
+        2,
+        "--num-prompts",
+        2,
+        "--prompt-length",
+        12,
+        "--response-length",
+        6,
+        "--json",
+        tmp_path / "report.json",
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert codes == [0, 0] and out.count("verdict: equal") == 1 and "hf-vllm" in out
     assert report["verdict"] == "equal" and max(report["max_abs_logprob_gap"].values()) < 1e-4
@@ -65,14 +81,18 @@ def test_a_wrong_checkpoint(model: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "model.layers.1.self_attn.k_proj.weight is model.layers.1.self_attn.v_proj.weight" in out
 
 
-@pytest.mark.parametrize("arguments,found", [
-    (["--hf", "absent"], "there is no absent/config.json"),
-    (["--hf", "{hf}", "--layout", "tp=3"], "tp"),
-    (["--hf", "{hf}", "--layout", "tp=1,dp=2"], "--layout tp=1,dp=2 takes 2 ranks, there are 1"),
-    (["--hf", "{hf}", "--checkpoint", "{hf}"], "holds no Megatron distributed checkpoint"),
-    (["--hf", "{hf}", "--engine-tp", "2"], "--engine-tp 2 with 1 ranks"),
-    (["--hf", "{hf}", "--num-prompts", "0"], "0 prompts"),
-], ids=lambda value: " ".join(value[2:]) or "absent" if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    "arguments,found",
+    [
+        (["--hf", "absent"], "there is no absent/config.json"),
+        (["--hf", "{hf}", "--layout", "tp=3"], "tp"),
+        (["--hf", "{hf}", "--layout", "tp=1,dp=2"], "--layout tp=1,dp=2 takes 2 ranks, there are 1"),
+        (["--hf", "{hf}", "--checkpoint", "{hf}"], "holds no Megatron distributed checkpoint"),
+        (["--hf", "{hf}", "--engine-tp", "2"], "--engine-tp 2 with 1 ranks"),
+        (["--hf", "{hf}", "--num-prompts", "0"], "0 prompts"),
+    ],
+    ids=lambda value: " ".join(value[2:]) or "absent" if isinstance(value, list) else None,
+)
 def test_bad_input_is_one_error(
     arguments: list[str], found: str, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,9 +20,18 @@ def test_without_a_checkout_it_is_skipped(tmp_path: Path, capsys: pytest.Capture
     assert main([str(tmp_path)]) == 2 and "there is no verl/trainer/ppo/core_algos.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("difference", "reason", "is_wrong"), [
-    (0.0, "", False), (1e-6, "", False), (1.1e-6, "", True), (float("nan"), "", True), (None, "", True),
-    (0.5, "on purpose", False), (None, "not made", False)])
+@pytest.mark.parametrize(
+    ("difference", "reason", "is_wrong"),
+    [
+        (0.0, "", False),
+        (1e-6, "", False),
+        (1.1e-6, "", True),
+        (float("nan"), "", True),
+        (None, "", True),
+        (0.5, "on purpose", False),
+        (None, "not made", False),
+    ],
+)
 def test_verdicts(difference: float | None, reason: str, is_wrong: bool) -> None:
     row = Row("loss", "vanilla", "ppo", difference, reason)
     assert row.is_wrong == is_wrong and row.cells()[-1] == (reason or ("DIFFERENT" if is_wrong else "equal"))

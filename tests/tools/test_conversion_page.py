@@ -35,8 +35,13 @@ def launch(words: list[str], directory: Path) -> subprocess.CompletedProcess[str
     launcher = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[words[0]]
     words = [str(ROOT / word) if word.startswith("tools/") else word for word in words[1:]]
     return subprocess.run(
-        [sys.executable, *launcher, *words], cwd=directory, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        [sys.executable, *launcher, *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.mark.slow
@@ -45,7 +50,8 @@ def test_commands(tmp_path: Path) -> None:
 
     def save(rank: int, world_size: int) -> None:
         make_saver(tmp_path / "run/checkpoints", []).save(
-            make_content(tmp_path / "model"), {"actor": build_actor(Case(), tmp_path / "model")})
+            make_content(tmp_path / "model"), {"actor": build_actor(Case(), tmp_path / "model")}
+        )
 
     run_ranks(save, 1)
     commands = list_commands(PAGE)

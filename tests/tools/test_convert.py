@@ -77,7 +77,8 @@ def test_training_checkpoints(model: Path, tmp_path: Path, monkeypatch: pytest.M
     def save(rank: int, world_size: int) -> None:
         outcomes: list[SaveOutcome] = []
         make_saver(tmp_path / "checkpoints/runs/first/checkpoints", outcomes).save(
-            make_content(model, 3, 6), {"actor": build_actor(Case(2, dict(pp_size=2)), model)})
+            make_content(model, 3, 6), {"actor": build_actor(Case(2, dict(pp_size=2)), model)}
+        )
 
     run_ranks(save, 2)
     assert INSPECT.main([*described, "--recipe"]) == 0
@@ -98,16 +99,20 @@ def test_models_in_hf_format(model: Path, capsys):
     assert INSPECT.main([str(model), "--verify"]) == 2
 
 
-@pytest.mark.parametrize("tool,arguments,found", [
-    (TO_MEGATRON, ["--hf=absent", "--out=x"], "absent has no weights"),
-    (TO_MEGATRON, ["--hf={model}", "--out={model}"], "exists"),
-    (TO_MEGATRON, ["--hf={model}", "--out={out}", "--processes=0"], "--processes 0"),
-    (TO_MEGATRON, ["--hf={model}", "--out=/proc/nothing/x"], "cannot be written"),
-    (TO_MEGATRON, ["--hf={broken}", "--out={out}"], "model.safetensors is damaged: "),
-    (INSPECT, ["{broken}"], "model.safetensors is damaged: "),
-    (TO_HF, ["--checkpoint={model}", "--out={out}"], "holds no Megatron distributed checkpoint"),
-    (INSPECT, ["absent"], "holds no Megatron distributed checkpoint"),
-], ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    "tool,arguments,found",
+    [
+        (TO_MEGATRON, ["--hf=absent", "--out=x"], "absent has no weights"),
+        (TO_MEGATRON, ["--hf={model}", "--out={model}"], "exists"),
+        (TO_MEGATRON, ["--hf={model}", "--out={out}", "--processes=0"], "--processes 0"),
+        (TO_MEGATRON, ["--hf={model}", "--out=/proc/nothing/x"], "cannot be written"),
+        (TO_MEGATRON, ["--hf={broken}", "--out={out}"], "model.safetensors is damaged: "),
+        (INSPECT, ["{broken}"], "model.safetensors is damaged: "),
+        (TO_HF, ["--checkpoint={model}", "--out={out}"], "holds no Megatron distributed checkpoint"),
+        (INSPECT, ["absent"], "holds no Megatron distributed checkpoint"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else None,
+)
 def test_bad_input_is_one_error(
     tool: ModuleType, arguments: list[str], found: str, model: Path, broken: Path, tmp_path: Path, capsys
 ):
@@ -118,10 +123,12 @@ def test_bad_input_is_one_error(
 
 
 def test_help_needs_neither_megatron_core_nor_transformers():
-    code = (f"import runpy, sys; sys.argv = ['convert', '--help']\n"
-            f"try: runpy.run_path({str(TOOLS / 'convert_hf_to_megatron.py')!r}, run_name='__main__')\n"
-            f"except SystemExit as exit: assert exit.code == 0\n"
-            f"assert not [name for name in ('megatron.core', 'vllm', 'transformers') if name in sys.modules]")
+    code = (
+        f"import runpy, sys; sys.argv = ['convert', '--help']\n"
+        f"try: runpy.run_path({str(TOOLS / 'convert_hf_to_megatron.py')!r}, run_name='__main__')\n"
+        f"except SystemExit as exit: assert exit.code == 0\n"
+        f"assert not [name for name in ('megatron.core', 'vllm', 'transformers') if name in sys.modules]"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
 
 

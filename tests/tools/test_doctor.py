@@ -35,17 +35,33 @@ def test_one_machine(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFix
     """This environment is the pinned one, so nothing is a problem; every subject is reported."""
     report = tmp_path / "report.json"
     assert tool.main([f"--json={report}", f"--run-dir={tmp_path}", "--disk-gib=0", "--shared-memory-gib=0"]) == 0
-    assert {"python", "versions", "accelerators", "fast path: attention", "fast path: layers", "fast path: optimizer",
-            "rollout engine", "shared memory", "disk", "open files", "host memory"} <= names(report, "ok")
+    assert {
+        "python",
+        "versions",
+        "accelerators",
+        "fast path: attention",
+        "fast path: layers",
+        "fast path: optimizer",
+        "rollout engine",
+        "shared memory",
+        "disk",
+        "open files",
+        "host memory",
+    } <= names(report, "ok")
     assert "0 problems" in capsys.readouterr().out
     command = "python tools/doctor.py"  # how large disks and limits have to be is its own opinion
     assert tool.main([*command.split()[2:], f"--json={report}"]) in (0, 1)
     assert names(report, "problem") <= {"shared memory", "disk", "open files"}
 
 
-@pytest.mark.parametrize(("arguments", "subject"), [
-    (["--disk-gib=1e9"], "disk"), (["--shared-memory-gib=1e9"], "shared memory"), (["--open-files=2000000000"],
-                                                                                  "open files")])
+@pytest.mark.parametrize(
+    ("arguments", "subject"),
+    [
+        (["--disk-gib=1e9"], "disk"),
+        (["--shared-memory-gib=1e9"], "shared memory"),
+        (["--open-files=2000000000"], "open files"),
+    ],
+)
 def test_what_is_missing_is_a_problem_with_advice(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], subject: str
 ) -> None:
@@ -66,9 +82,28 @@ def test_equal_findings_of_ranks_are_one_line(tool: ModuleType) -> None:
 
 
 def doctor_command(nodes: int, port: int, address: str, report: Path) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--local-addr", address, str(TOOL),
-            "--timeout", "20", "--json", str(report), "--disk-gib=0", "--shared-memory-gib=0"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(nodes),
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{address}:{port}",
+        "--local-addr",
+        address,
+        str(TOOL),
+        "--timeout",
+        "20",
+        "--json",
+        str(report),
+        "--disk-gib=0",
+        "--shared-memory-gib=0",
+    ]
 
 
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
@@ -92,8 +127,12 @@ def test_a_blocked_link_is_named(tmp_path: Path) -> None:
         port = find_free_port()
         first, second = hosts
         # The first host is told to use an interface that leads nowhere, the classic mistake.
-        for words in ("link add inner type veth peer name outer", "address add 10.79.0.1/24 dev inner",
-                      "link set inner up", "link set outer up"):
+        for words in (
+            "link add inner type veth peer name outer",
+            "address add 10.79.0.1/24 dev inner",
+            "link set inner up",
+            "link set outer up",
+        ):
             subprocess.run(["ip", "-n", first.name, *words.split()], check=True)
         processes = []
         for host, interface in ((first, "inner"), (second, second.interface)):
@@ -101,9 +140,16 @@ def test_a_blocked_link_is_named(tmp_path: Path) -> None:
             command[command.index("--local-addr") + 1] = host.address
             # The names of these hosts lead nowhere, so torchrun cannot tell by itself where the rendezvous is.
             command.insert(command.index("--rdzv-backend"), f"--rdzv-conf=is_host={int(host is first)}")
-            processes.append(subprocess.Popen(
-                host.command(*command), cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME=interface),
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            processes.append(
+                subprocess.Popen(
+                    host.command(*command),
+                    cwd=ROOT,
+                    env=environment(GLOO_SOCKET_IFNAME=interface),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
             time.sleep(0.5)
         texts = [process.communicate(timeout=150)[0] for process in processes]
     assert [process.returncode == 0 for process in processes] == [False, False], texts

@@ -28,16 +28,25 @@ SAMPLES = ["rollout.validation_n=4", "rollout.validation_temperature=1.0"]
 def trained(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
     """Two steps on two ranks (TP 2, two engines), validated before and after with four responses to each prompt."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    assert run_ranks(train, 2, overrides_for(task, run_dir, *layout_overrides(2, 1, 1), *SAMPLES), timeout=150) == [
-        None] * 2
+    assert (
+        run_ranks(train, 2, overrides_for(task, run_dir, *layout_overrides(2, 1, 1), *SAMPLES), timeout=150)
+        == [None] * 2
+    )
     return run_dir
 
 
 def settings_for(task: Path, model: Path, *extra: str) -> list[str]:
     """What an evaluation needs to know, and nothing of training."""
-    return [f"model.path={model}", "model.dtype=float32", f"data.validation_files=[{task}/validation.jsonl]",
-            "data.max_prompt_length=8", "data.max_response_length=8", "rollout.max_num_seqs=32",
-            f"reward.function={task}/reward.py:score", *extra]
+    return [
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"data.validation_files=[{task}/validation.jsonl]",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "rollout.max_num_seqs=32",
+        f"reward.function={task}/reward.py:score",
+        *extra,
+    ]
 
 
 def run_tool(world_size: int, *arguments: object) -> list[int]:
@@ -54,8 +63,15 @@ def test_a_checkpoint_in_another_layout(
 ) -> None:
     """The run's numbers to the last bit, from the run directory, with PP 2 and one engine of TP 2; rollouts open."""
     codes = run_tool(
-        2, *settings_for(task, trained, *layout_overrides(1, 2, 2), "rollout.validation_temperature=1.0"),
-        "--samples", 4, "--json", tmp_path / "report.json", "--rollouts", tmp_path / "rollouts")
+        2,
+        *settings_for(task, trained, *layout_overrides(1, 2, 2), "rollout.validation_temperature=1.0"),
+        "--samples",
+        4,
+        "--json",
+        tmp_path / "report.json",
+        "--rollouts",
+        tmp_path / "rollouts",
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert codes == [0, 0]
     expected, found = validation_of(read_records(trained)[-1]), report["metrics"]
@@ -69,8 +85,11 @@ def test_a_checkpoint_in_another_layout(
     assert out.count("validation/validation/accuracy") == 1 and "PP2" in out.replace("=", "").upper()
     page = write_page(tmp_path / "rollouts/validation", tmp_path / "page.html")
     assert (page.num_rollouts, page.num_steps) == (64, 1)
-    rows = [json.loads(line) for line in (tmp_path / "rollouts/validation/rollouts/step_2.jsonl").read_text().split(
-        "\n") if line]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "rollouts/validation/rollouts/step_2.jsonl").read_text().split("\n")
+        if line
+    ]
     assert sum(row["reward"] for row in rows) / 64 == pytest.approx(found["validation/validation/accuracy"])
     assert {row["policy_version"] for row in rows} == {4}
 
@@ -111,13 +130,16 @@ def test_where_weights_are_found(task: Path, trained: Path) -> None:
     assert find_weights(step / "huggingface").step == 2 and find_weights(task / "model").step == 0
 
 
-@pytest.mark.parametrize(("arguments", "found"), [
-    (["model.path={task}"], "holds no Megatron distributed checkpoint"),
-    (["model.path=absent"], "there is no absent/config.json"),
-    (["model.path={task}/model", "data.validation_files=[]"], "data.validation_files names no file"),
-    (["model.path={task}/model", "actor.tensor_model_parallel_size=2"], "world_size 1 is no multiple"),
-    (["model.path={task}/model", "--samples", "0"], "rollout.validation_n"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["model.path={task}"], "holds no Megatron distributed checkpoint"),
+        (["model.path=absent"], "there is no absent/config.json"),
+        (["model.path={task}/model", "data.validation_files=[]"], "data.validation_files names no file"),
+        (["model.path={task}/model", "actor.tensor_model_parallel_size=2"], "world_size 1 is no multiple"),
+        (["model.path={task}/model", "--samples", "0"], "rollout.validation_n"),
+    ],
+)
 def test_bad_input_is_one_error(
     arguments: list[str], found: str, task: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("tools/**/*.py"), *ROOT.glob("launch/*.py"))
-                  if not path.name.startswith("_"))
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("tools/**/*.py"), *ROOT.glob("launch/*.py"))
+    if not path.name.startswith("_")
+)
 # One process, so that heavy imports happen once; what a module says at its import is said in it as well.
 RUN_ALL = """
 import contextlib, io, json, runpy, sys, warnings
@@ -31,7 +34,8 @@ print(json.dumps(found))
 
 def test_help_is_all_that_is_printed() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, *PROGRAMS], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        [sys.executable, "-c", RUN_ALL, *PROGRAMS], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert list(found) == PROGRAMS and len(PROGRAMS) > 20

@@ -20,8 +20,7 @@ from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_toy_task.py"
-SMALL = ["--train", "60", "--validation", "12", "--max-operand", "9", "--layers", "1",
-         "--operations=+-"]
+SMALL = ["--train", "60", "--validation", "12", "--max-operand", "9", "--layers", "1", "--operations=+-"]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,14 @@ def test_two_runs_write_the_same_bytes(tool, task, tmp_path):
 def test_seed_changes_prompts_and_weights(tool, task, tmp_path):
     assert tool.main(["--out", str(tmp_path), *SMALL, "--seed", "2"]) == 0
     changed = {name for name, data in contents(tmp_path).items() if data != contents(task)[name]}
-    assert changed == {"task.json", "train.jsonl", "validation.jsonl", "train_mixed.jsonl", "validation_mixed.jsonl",
-                       "model/model.safetensors"}
+    assert changed == {
+        "task.json",
+        "train.jsonl",
+        "validation.jsonl",
+        "train_mixed.jsonl",
+        "validation_mixed.jsonl",
+        "model/model.safetensors",
+    }
 
 
 def test_rows_are_right_and_disjoint(task):
@@ -75,8 +80,10 @@ def test_rows_are_right_and_disjoint(task):
     assert {row["prompt"][1] for row in train} == {"+", "-"}
 
 
-@pytest.mark.parametrize(("prompt", "slip"), [
-    ("37+45=", "72"), ("82+93=", "75"), ("5+99=", "94"), ("10+20=", "30"), ("42-17=", "35"), ("55-55=", "0")])
+@pytest.mark.parametrize(
+    ("prompt", "slip"),
+    [("37+45=", "72"), ("82+93=", "75"), ("5+99=", "94"), ("10+20=", "30"), ("42-17=", "35"), ("55-55=", "0")],
+)
 def test_forgotten_carries(tool, prompt, slip):
     assert tool.forget_carries(prompt) == slip
 
@@ -130,7 +137,11 @@ def test_model_loads_and_has_the_promised_shape(task):
     model = AutoModelForCausalLM.from_pretrained(task / "model", local_files_only=True)
     config = model.config
     assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (
-        17, 128, 640, 1)
+        17,
+        128,
+        640,
+        1,
+    )
     assert (config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings) == (4, 2, 256)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.rms_norm_eps) == (1, 2, 0, 1e-6)
     assert config.rope_parameters["rope_theta"] == 10000.0 and config.tie_word_embeddings
@@ -151,10 +162,13 @@ def test_same_arguments_again_change_nothing(tool, task, capsys):
     assert contents(task) == before
 
 
-@pytest.mark.parametrize("prepare, message", [
-    (lambda out: (out / "notes.txt").write_text("mine"), "holds no complete task"),
-    (lambda out: (out / "task.json").write_text('{"seed": 9}'), "holds no complete task"),
-])
+@pytest.mark.parametrize(
+    "prepare, message",
+    [
+        (lambda out: (out / "notes.txt").write_text("mine"), "holds no complete task"),
+        (lambda out: (out / "task.json").write_text('{"seed": 9}'), "holds no complete task"),
+    ],
+)
 def test_other_contents_are_not_overwritten_without_force(tool, tmp_path, capsys, prepare, message):
     prepare(tmp_path)
     assert tool.main(["--out", str(tmp_path), *SMALL]) == 2
@@ -168,13 +182,23 @@ def test_other_arguments_are_refused_and_named(tool, task, capsys):
     assert "train 60 (now 59)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--train", "0"], "--train 0"), (["--validation", "-1"], "--validation -1"),
-    (["--operations", "*"], "--operations"),
-    (["--operations", "++"], "--operations"), (["--operations="], "--operations"), (["--seed", "-1"], "--seed -1"),
-    (["--long-share", "1.0"], "--long-share 1.0"),
-    (["--heads", "6"], "multiple of 4"), (["--kv-heads", "3"], "divisor"), (["--hidden-size", "130"], "128 or 256"),
-    (["--max-operand", "9"], "there are"), (["--out", str(TOOL)], "is a file")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--train", "0"], "--train 0"),
+        (["--validation", "-1"], "--validation -1"),
+        (["--operations", "*"], "--operations"),
+        (["--operations", "++"], "--operations"),
+        (["--operations="], "--operations"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--long-share", "1.0"], "--long-share 1.0"),
+        (["--heads", "6"], "multiple of 4"),
+        (["--kv-heads", "3"], "divisor"),
+        (["--hidden-size", "130"], "128 or 256"),
+        (["--max-operand", "9"], "there are"),
+        (["--out", str(TOOL)], "is a file"),
+    ],
+)
 def test_bad_arguments(tool, tmp_path, capsys, arguments, message):
     assert tool.main(["--out", str(tmp_path / "task"), *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -183,16 +207,20 @@ def test_bad_arguments(tool, tmp_path, capsys, arguments, message):
 
 @pytest.mark.parametrize("operations, prompts", [("+", r"\d\+\d="), ("-", r"\d-\d=")])
 def test_single_operations(tool, operations, prompts):
-    task = {"train": 20, "validation": 5, "seed": 1, "max_operand": 9, "operations": operations,
-            "slip_rate": 0.5}
+    task = {"train": 20, "validation": 5, "seed": 1, "max_operand": 9, "operations": operations, "slip_rate": 0.5}
     for rows in tool.make_prompts(task):
         assert all(re.fullmatch(prompts, row["prompt"]) for row in rows)
     assert len(tool.train_tokenizer(operations)) > 0
 
 
 def test_runs_as_a_program_from_anywhere(tmp_path):
-    done = subprocess.run([sys.executable, TOOL, "--out", "task", "--train", "x"], cwd=tmp_path, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, TOOL, "--out", "task", "--train", "x"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "--max-operand" in subprocess.run([sys.executable, TOOL, "--help"], cwd=tmp_path, capture_output=True,
-                                             text=True, check=True).stdout
+    assert (
+        "--max-operand"
+        in subprocess.run(
+            [sys.executable, TOOL, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+    )

@@ -28,8 +28,14 @@ def tool() -> ModuleType:
 
 def test_recipes_are_shipped_for_real_models() -> None:
     names = {path.stem for path in RECIPES}
-    assert {"qwen2.5_0.5b_gsm8k", "qwen2.5_7b_gsm8k", "qwen3_8b_math", "llama3.1_8b_gsm8k", "qwen2.5_72b_math",
-            "qwen3_30b_a3b_math"} <= names
+    assert {
+        "qwen2.5_0.5b_gsm8k",
+        "qwen2.5_7b_gsm8k",
+        "qwen3_8b_math",
+        "llama3.1_8b_gsm8k",
+        "qwen2.5_72b_math",
+        "qwen3_30b_a3b_math",
+    } <= names
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -48,17 +54,19 @@ def test_recipe_fits_the_cluster_that_it_names(
 def test_a_thousand_gpus_are_planned_in_time(tool: ModuleType, tmp_path: Path) -> None:
     """72B on 1024 GPUs with all layouts; half a minute is the promise."""
     start, out = time.monotonic(), tmp_path / "plan.json"
-    assert tool.main([SEVENTY, "--nodes", "128", "data.train_batch_size=1024", "actor.ppo_mini_batch_size=256",
-                      f"--json={out}"]) == 0
+    assert (
+        tool.main(
+            [SEVENTY, "--nodes", "128", "data.train_batch_size=1024", "actor.ppo_mini_batch_size=256", f"--json={out}"]
+        )
+        == 0
+    )
     assert time.monotonic() - start < 30
     plan = json.loads(out.read_text())
     assert plan["cluster"]["world_size"] == 1024 and plan["fits"] and len(plan["candidates"]) > 10
     assert plan["batch_plan"]["dp_size"] == 32 and len(plan["memory"]) == 4
 
 
-def test_json_table_and_picture_agree(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_table_and_picture_agree(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "memory.png"
     assert tool.main([SEVEN, f"--json={out}", f"--plot={picture}", "--top=2"]) == 0
     plan, text = json.loads(out.read_text()), capsys.readouterr().out
@@ -69,7 +77,8 @@ def test_json_table_and_picture_agree(
         assert f"{phase['total'] / 2**30:.2f}" in text
     assert plan["seconds"]["step"] == pytest.approx(sum(s for name, s in plan["seconds"].items() if name != "step"))
     assert plan["bytes_per_rank_and_step"]["within node"] == sum(
-        t["bytes_per_rank"] for t in plan["traffic"] if t["link"] == "within node")
+        t["bytes_per_rank"] for t in plan["traffic"] if t["link"] == "within node"
+    )
     assert "rollouts_per_step = train_batch_size * n = 256 * 8 = 2048" in text
     assert "40% of peak operations" in text and "not measured" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -92,12 +101,18 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     assert "no layout of this model fits" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--gpu-memory-gib=0"], "memory_bytes = 0"), (["--reserve-gib=90"], "a reserve of 90 GiB"),
-    (["--hf-config=/nowhere"], "/nowhere"), (["actor.lr=fast"], "actor.lr"),
-    (["actor.tensor_model_parallel_size=3"], "world_size 8"), (["model.path=/models/unknown"], "/models/unknown"),
-    (["reward_model.path=/models/judge", "reward.components=[1.0 model]"], "/models/judge"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-memory-gib=0"], "memory_bytes = 0"),
+        (["--reserve-gib=90"], "a reserve of 90 GiB"),
+        (["--hf-config=/nowhere"], "/nowhere"),
+        (["actor.lr=fast"], "actor.lr"),
+        (["actor.tensor_model_parallel_size=3"], "world_size 8"),
+        (["model.path=/models/unknown"], "/models/unknown"),
+        (["reward_model.path=/models/judge", "reward.components=[1.0 model]"], "/models/judge"),
+    ],
+)
 def test_bad_input_is_one_clear_error(
     tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:

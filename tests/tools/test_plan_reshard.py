@@ -17,9 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "plan_reshard.py"
 SHAPES = ROOT / "docs" / "shapes"
 CONFIG = {
-    "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 500, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "max_position_embeddings": 64,
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 500,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
 }
 
 
@@ -70,20 +77,24 @@ def test_options_matter(tool, config, tmp_path):
     assert run(tool, config.parent, tmp_path)["bytes_moved"] == base["bytes_moved"]  # a directory serves as well
 
 
-@pytest.mark.parametrize("options,found", [
-    ({"source": "tp=2,pipeline=2"}, "cannot read 'pipeline=2' in --source"),
-    ({"source": "tp=2,tp=2"}, "cannot read 'tp=2'"),
-    ({"source": "tp=0"}, "cannot read 'tp=0'"),
-    ({"source": ""}, "cannot read ''"),
-    ({"destination": "tp=2,pp=2"}, "cannot read 'pp=2' in --destination"),
-    ({"destination": "tp=2,dp=3"}, "does not fill the 8 ranks"),
-    ({"source": "tp=1,pp=3"}, "does not divide the 4 layers"),
-    ({"source": "tp=8"}, "does not divide the 4 KV heads"),
-    ({"source": "dp=3", "destination": "tp=3"}, "does not fit 8 attention heads"),
-    ({"ranks-per-node": 0}, "--ranks-per-node 0"),
-    ({"inter-gb-s": 0}, "bandwidths"),
-    ({"hf-config": "absent.json"}, "cannot read absent.json"),
-], ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    "options,found",
+    [
+        ({"source": "tp=2,pipeline=2"}, "cannot read 'pipeline=2' in --source"),
+        ({"source": "tp=2,tp=2"}, "cannot read 'tp=2'"),
+        ({"source": "tp=0"}, "cannot read 'tp=0'"),
+        ({"source": ""}, "cannot read ''"),
+        ({"destination": "tp=2,pp=2"}, "cannot read 'pp=2' in --destination"),
+        ({"destination": "tp=2,dp=3"}, "does not fill the 8 ranks"),
+        ({"source": "tp=1,pp=3"}, "does not divide the 4 layers"),
+        ({"source": "tp=8"}, "does not divide the 4 KV heads"),
+        ({"source": "dp=3", "destination": "tp=3"}, "does not fit 8 attention heads"),
+        ({"ranks-per-node": 0}, "--ranks-per-node 0"),
+        ({"inter-gb-s": 0}, "bandwidths"),
+        ({"hf-config": "absent.json"}, "cannot read absent.json"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_bad_input_is_one_error(tool, config, capsys, options, found):
     options = {"hf-config": config, "source": "tp=2,pp=2,dp=2", "destination": "tp=2"} | options
     assert tool.main([f"--{name}={value}" for name, value in options.items()]) == 2
@@ -109,9 +120,11 @@ def test_shapes_of_the_table_in_the_documentation(tool, name, num_billions):
 
 def test_neither_megatron_nor_vllm_is_imported(config):
     """In a process of its own; torch comes with megatron_rl.parallel, which is not covered here."""
-    code = (f"import runpy, sys; sys.argv = ['plan_reshard', '--hf-config={config}', '--source=tp=2', "
-            f"'--destination=tp=1,dp=2']\n"
-            f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
-            f"except SystemExit as exit: assert exit.code == 0\n"
-            f"assert not [name for name in ('megatron.core', 'vllm', 'transformers') if name in sys.modules]")
+    code = (
+        f"import runpy, sys; sys.argv = ['plan_reshard', '--hf-config={config}', '--source=tp=2', "
+        f"'--destination=tp=1,dp=2']\n"
+        f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        f"except SystemExit as exit: assert exit.code == 0\n"
+        f"assert not [name for name in ('megatron.core', 'vllm', 'transformers') if name in sys.modules]"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=110, capture_output=True)

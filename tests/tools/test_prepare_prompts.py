@@ -21,15 +21,25 @@ from reward_samples import math_equal
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = [
-    {"question": "Ann has 1,000 apples and buys 250. How many?",
-     "answer": "1000 + 250 = <<1000+250=1250>>1250\n#### 1,250"},
+    {
+        "question": "Ann has 1,000 apples and buys 250. How many?",
+        "answer": "1000 + 250 = <<1000+250=1250>>1250\n#### 1,250",
+    },
     {"question": "Half of 7?", "answer": "7 / 2 = 3.5\n#### 3.5"},
 ]
 MATH = {
-    "algebra/1.json": {"problem": "Solve $2x=1$.", "level": "Level 1", "type": "Algebra",
-                       "solution": "So $x=\\boxed{\\frac{1}{2}}$."},
-    "number_theory/7.json": {"problem": "Write 1000 with a comma.", "level": "Level 2", "type": "Number Theory",
-                             "solution": "It is $\\boxed{1,\\!000}$."},
+    "algebra/1.json": {
+        "problem": "Solve $2x=1$.",
+        "level": "Level 1",
+        "type": "Algebra",
+        "solution": "So $x=\\boxed{\\frac{1}{2}}$.",
+    },
+    "number_theory/7.json": {
+        "problem": "Write 1000 with a comma.",
+        "level": "Level 2",
+        "type": "Number Theory",
+        "solution": "It is $\\boxed{1,\\!000}$.",
+    },
 }
 
 
@@ -69,12 +79,18 @@ def test_gsm8k_is_read_back_by_training(tool: ModuleType, tmp_path: Path, form: 
     write_jsonl(tmp_path / "in/train.jsonl", GSM8K)
     (tmp_path / "in/main").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(GSM8K[:1]), tmp_path / "in/main/test-00000-of-00001.parquet")
-    assert tool.main(["--dataset", "gsm8k", "--input", str(tmp_path / "in"), "--out", str(tmp_path / "out"),
-                      "--format", form]) == 0
+    assert (
+        tool.main(
+            ["--dataset", "gsm8k", "--input", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--format", form]
+        )
+        == 0
+    )
     train, test = (read(tmp_path / f"out/{split}.{form}") for split in ("train", "test"))
     assert [p.ground_truth for p in train] == ["1250", "3.5"] and len(test) == 1
-    assert train[0].text == f'<user>{GSM8K[0]["question"]} Let\'s think step by step and output the final answer ' \
-                            'after "####".'
+    assert (
+        train[0].text == f"<user>{GSM8K[0]['question']} Let's think step by step and output the final answer "
+        'after "####".'
+    )
     assert train[0].data_source == "openai/gsm8k"
     assert train[1].extra_info["index"] == 1 and train[1].extra_info["answer"] == GSM8K[1]["answer"]
     assert math_equal("It is\n#### 1250", train[0].ground_truth) == 1.0
@@ -83,8 +99,23 @@ def test_gsm8k_is_read_back_by_training(tool: ModuleType, tmp_path: Path, form: 
 def test_math_of_one_file_per_problem(tool: ModuleType, tmp_path: Path) -> None:
     for name, problem in MATH.items():
         write_jsonl(tmp_path / "in/train" / name, [problem])
-    assert tool.main(["--dataset", "math", "--input", str(tmp_path / "in"), "--out", str(tmp_path / "out"),
-                      "--splits", "train", "--instruction", ""]) == 0
+    assert (
+        tool.main(
+            [
+                "--dataset",
+                "math",
+                "--input",
+                str(tmp_path / "in"),
+                "--out",
+                str(tmp_path / "out"),
+                "--splits",
+                "train",
+                "--instruction",
+                "",
+            ]
+        )
+        == 0
+    )
     prompts = read(tmp_path / "out/train.parquet")
     assert [p.ground_truth for p in prompts] == ["\\frac{1}{2}", "1,\\!000"]
     assert [p.text for p in prompts] == [f"<user>{p['problem']}" for p in MATH.values()]
@@ -92,11 +123,14 @@ def test_math_of_one_file_per_problem(tool: ModuleType, tmp_path: Path) -> None:
     assert math_equal("\\boxed{0.5}", prompts[0].ground_truth) == 1.0
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    ([{"question": "?", "answer": "no idea"}], "train.jsonl:1"),
-    ([GSM8K[0], {"question": "?"}], 'column "answer" is missing'),
-    (None, "holds no split 'train'"),
-])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "?", "answer": "no idea"}], "train.jsonl:1"),
+        ([GSM8K[0], {"question": "?"}], 'column "answer" is missing'),
+        (None, "holds no split 'train'"),
+    ],
+)
 def test_bad_input_is_one_clear_error(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[dict] | None, message: str
 ) -> None:

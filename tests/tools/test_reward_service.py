@@ -51,7 +51,10 @@ def test_trainer_side_and_service_agree(service):
     scorer.close()
     assert [r.reward for r in rollouts] == [0.0, 1.0, 0.0]
     assert [(r.reward_components["format"], r.reward_components["unmarked_answers"]) for r in rollouts] == [
-        (0.0, 1.0), (1.0, 0.0), (1.0, 0.0)]
+        (0.0, 1.0),
+        (1.0, 0.0),
+        (1.0, 0.0),
+    ]
     refused = requests.post(f"http://127.0.0.1:{port}/score", json={"samples": [{"response": "82"}]}, timeout=20)
     assert refused.status_code == 422
     process.send_signal(signal.SIGTERM)

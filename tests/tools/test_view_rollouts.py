@@ -20,8 +20,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-HOSTILE = ("</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'><!-- \u2028 &lt;b&gt; "
-           "\N{GRINNING FACE}")
+HOSTILE = (
+    "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'><!-- \u2028 &lt;b&gt; "
+    "\N{GRINNING FACE}"
+)
 TEXTS = ["The", " sum", " is", " 2", "3", "\n", "####", " 23", ""]
 
 
@@ -35,14 +37,25 @@ def make_row(prompt_id: int | str, sample: int, texts: list[str] = TEXTS, **fiel
     n = len(texts)
     engine = [-0.1 * (t % 7) for t in range(n)]
     return {
-        "prompt_id": prompt_id, "sample_index": sample, "prompt": f"What is {prompt_id} + 3?",
-        "response": "".join(texts), "ground_truth": "9", "reward": sample / 4,
+        "prompt_id": prompt_id,
+        "sample_index": sample,
+        "prompt": f"What is {prompt_id} + 3?",
+        "response": "".join(texts),
+        "ground_truth": "9",
+        "reward": sample / 4,
         "reward_components": {"math": sample / 4, "format": 1.0},
-        "finish_reason": "length" if sample % 4 == 3 else "stop", "policy_version": 7,
-        "tokens": list(range(100, 100 + n)), "token_texts": texts, "rollout_logprobs": engine,
-        "old_logprobs": [x + 0.001 * (t % 3 - 1) for t, x in enumerate(engine)], "advantages": [sample / 2 - 0.75] * n,
-        "values": [0.1 * (t % 5) for t in range(n)], "ratio": [1.0 + 0.05 * (t % 5 - 2) for t in range(n)],
-        "clipped": [float(t % 5 == 4) for t in range(n)], "entropy": [0.2 * (t % 6) for t in range(n)]} | fields
+        "finish_reason": "length" if sample % 4 == 3 else "stop",
+        "policy_version": 7,
+        "tokens": list(range(100, 100 + n)),
+        "token_texts": texts,
+        "rollout_logprobs": engine,
+        "old_logprobs": [x + 0.001 * (t % 3 - 1) for t, x in enumerate(engine)],
+        "advantages": [sample / 2 - 0.75] * n,
+        "values": [0.1 * (t % 5) for t in range(n)],
+        "ratio": [1.0 + 0.05 * (t % 5 - 2) for t in range(n)],
+        "clipped": [float(t % 5 == 4) for t in range(n)],
+        "entropy": [0.2 * (t % 6) for t in range(n)],
+    } | fields
 
 
 def write_run(run_dir: Path, steps: dict[int, list[dict[str, Any]]]) -> Path:
@@ -75,8 +88,11 @@ def test_page_holds_every_rollout_in_order(
     assert columns["length"] == [9] * 120 and columns["version"] == [7] * 120
     assert [len(data[f"chunk-{i}"]) for i in range(2)] == [64, 56]
     details = data["chunk-1"][70 - 64]
-    assert details["texts"] == TEXTS and details["advantage"] == [0.25] * 9 and details["components"] == {
-        "math": 0.5, "format": 1.0}
+    assert (
+        details["texts"] == TEXTS
+        and details["advantage"] == [0.25] * 9
+        and details["components"] == {"math": 0.5, "format": 1.0}
+    )
     assert details["gap"] == [-0.001, 0.0, 0.001] * 3 and details["surprise"][2] == -0.2
     modes = {mode["key"]: mode for mode in data["index"]["modes"]}
     assert all(mode["num_rollouts"] == 120 for mode in modes.values())
@@ -87,8 +103,15 @@ def test_page_holds_every_rollout_in_order(
 
 def test_texts_cannot_leave_their_element(tool: ModuleType, tmp_path: Path) -> None:
     """No `<` of the run is in the page, in whatever field it comes, and the policy forbids what is not the page's."""
-    row = make_row(HOSTILE, 0, [HOSTILE, "\ud800"], prompt=HOSTILE, ground_truth=HOSTILE, finish_reason=HOSTILE,
-                   reward_components={HOSTILE: 1.0})
+    row = make_row(
+        HOSTILE,
+        0,
+        [HOSTILE, "\ud800"],
+        prompt=HOSTILE,
+        ground_truth=HOSTILE,
+        finish_reason=HOSTILE,
+        reward_components={HOSTILE: 1.0},
+    )
     run_dir, out = write_run(tmp_path / "<b>run", {1: [row]}), tmp_path / "page.html"
     assert tool.main([str(run_dir), "--out", str(out)]) == 0
     text = out.read_text()
@@ -119,18 +142,25 @@ def test_missing_fields_are_named(tool: ModuleType, tmp_path: Path, capsys: pyte
     assert third["advantage"] == [None] * 9 and third["components"] == {"x": None}
 
 
-@pytest.mark.parametrize(("content", "arguments", "message"), [
-    (None, [], "there is no rollouts/ in it"),
-    ({}, [], "train with trainer.log_rollouts=N"),
-    ({1: []}, [], "train with trainer.log_rollouts=N"),
-    ({1: [make_row(0, 0)]}, ["--steps", "5"], "has steps 1 to 1"),
-    ({1: [make_row(0, 0), [1]]}, [], "step_1.jsonl:2"),
-    ({1: [make_row(0, 0, ratio=[1.0])]}, [], "ratio is not a list of 9 numbers"),
-    ({1: [make_row(0, 0, values=["a"] * 9)]}, [], "values is not a list of 9 numbers"),
-])
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "there is no rollouts/ in it"),
+        ({}, [], "train with trainer.log_rollouts=N"),
+        ({1: []}, [], "train with trainer.log_rollouts=N"),
+        ({1: [make_row(0, 0)]}, ["--steps", "5"], "has steps 1 to 1"),
+        ({1: [make_row(0, 0), [1]]}, [], "step_1.jsonl:2"),
+        ({1: [make_row(0, 0, ratio=[1.0])]}, [], "ratio is not a list of 9 numbers"),
+        ({1: [make_row(0, 0, values=["a"] * 9)]}, [], "values is not a list of 9 numbers"),
+    ],
+)
 def test_errors_are_clear(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[int, Any] | None,
-    arguments: list[str], message: str,
+    tool: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: dict[int, Any] | None,
+    arguments: list[str],
+    message: str,
 ) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "page.html"
     run_dir.mkdir() if content is None else write_run(run_dir, content)
@@ -173,8 +203,18 @@ def open_page(browser: Any, path: Path) -> tuple[Any, list[str]]:
 
 def test_hostile_texts_do_nothing_in_a_browser(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
     """They are shown letter by letter; nothing runs, nothing is fetched, nothing is reported."""
-    rows = [make_row(HOSTILE, s, [HOSTILE, " tail"], prompt=HOSTILE, ground_truth=HOSTILE, finish_reason=HOSTILE,
-                     reward_components={HOSTILE: 1.0}) for s in range(2)]
+    rows = [
+        make_row(
+            HOSTILE,
+            s,
+            [HOSTILE, " tail"],
+            prompt=HOSTILE,
+            ground_truth=HOSTILE,
+            finish_reason=HOSTILE,
+            reward_components={HOSTILE: 1.0},
+        )
+        for s in range(2)
+    ]
     run_dir, out = write_run(tmp_path / "<img src=x onerror=window.hacked=3>", {1: rows}), tmp_path / "page.html"
     assert tool.main([str(run_dir), "--out", str(out)]) == 0
     page, events = open_page(browser, out)
@@ -201,7 +241,8 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     count, cells = page.locator("#count"), page.locator("#rows .row span")
     assert count.text_content() == "17 of 17 rollouts"
     assert page.locator(".facts").text_content() == (
-        "reward 0 · math 0 · format 1 · tokens 4 · finish stop · policy_version 7")
+        "reward 0 · math 0 · format 1 · tokens 4 · finish stop · policy_version 7"
+    )
     for name, value, left in (("reward-from", "0.5", 8), ("step-to", "1", 4), ("length-from", "7", 2)):
         page.fill(f"[name={name}]", value)
         assert count.text_content() == f"{left} of 17 rollouts"
@@ -258,8 +299,17 @@ def test_ten_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType, tmp_p
         await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
         return performance.now() - start;
     }"""
-    changes = (("reward-from", "0.5"), ("length-to", "150"), ("step-from", "20"), ("text", "sum is 23"),
-               ("text", "zzz"), ("text", ""), ("sort", "reward,-1"), ("sort", "length,1"), ("length-to", ""))
+    changes = (
+        ("reward-from", "0.5"),
+        ("length-to", "150"),
+        ("step-from", "20"),
+        ("text", "sum is 23"),
+        ("text", "zzz"),
+        ("text", ""),
+        ("sort", "reward,-1"),
+        ("sort", "length,1"),
+        ("length-to", ""),
+    )
     milliseconds = {f"{name}={value}": page.evaluate(measure, [name, value]) for name, value in changes}
     print(f"\n{out.stat().st_size / 1e6:.1f} MB opened in {opening:.2f} s; filters {milliseconds}")
     assert page.locator("#count").text_content().endswith("of 10,000 rollouts")

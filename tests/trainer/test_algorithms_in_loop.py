@@ -25,9 +25,18 @@ def run(world_size: int, overrides: list[str], run_dir: Path) -> list[dict[str, 
     return read_records(run_dir)
 
 
-PPO = ["algorithm.adv_estimator=gae", "algorithm.gae_lambda=0.95", "critic.max_tokens_per_microbatch=128",
-       "critic.lr=1e-3", "algorithm.kl_in=reward", "algorithm.kl_controller=adaptive", "algorithm.kl_target=0.01",
-       "algorithm.kl_horizon=64", "algorithm.dual_clip=3.0", "trainer.total_steps=3"]
+PPO = [
+    "algorithm.adv_estimator=gae",
+    "algorithm.gae_lambda=0.95",
+    "critic.max_tokens_per_microbatch=128",
+    "critic.lr=1e-3",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_controller=adaptive",
+    "algorithm.kl_target=0.01",
+    "algorithm.kl_horizon=64",
+    "algorithm.dual_clip=3.0",
+    "trainer.total_steps=3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,45 +56,75 @@ def test_ppo_trains_a_critic(ppo_on_one_rank: list[dict[str, Any]]) -> None:
         assert first[f"ledger/{term}/denominator"] == pytest.approx(first["tokens/response"] / 2), "two minibatches"
 
 
-@pytest.mark.parametrize(("world", "actor", "critic"), [
-    (2, (1, 2, 1), ["critic.tensor_model_parallel_size=2", "critic.sequence_parallel=true"]),
-    (4, (2, 1, 2), ["critic.pipeline_model_parallel_size=2", "critic.max_tokens_per_microbatch=96"]),
-    (4, (2, 1, 1), ["actor.context_parallel_size=2", "critic.share_prompts=false"]),
-])
+@pytest.mark.parametrize(
+    ("world", "actor", "critic"),
+    [
+        (2, (1, 2, 1), ["critic.tensor_model_parallel_size=2", "critic.sequence_parallel=true"]),
+        (4, (2, 1, 2), ["critic.pipeline_model_parallel_size=2", "critic.max_tokens_per_microbatch=96"]),
+        (4, (2, 1, 1), ["actor.context_parallel_size=2", "critic.share_prompts=false"]),
+    ],
+)
 def test_ppo_is_the_same_in_any_pair_of_layouts(
-    task: Path, tmp_path: Path, vllm_imported: None, ppo_on_one_rank: list[dict[str, Any]], world: int,
-    actor: tuple[int, int, int], critic: list[str],
+    task: Path,
+    tmp_path: Path,
+    vllm_imported: None,
+    ppo_on_one_rank: list[dict[str, Any]],
+    world: int,
+    actor: tuple[int, int, int],
+    critic: list[str],
 ) -> None:
     """Actor and critic lie on different ranks in different ways: values and returns travel between their packings."""
     overrides = overrides_for(task, tmp_path / "run", *PPO, *layout_overrides(*actor), *critic)
     for mine, reference in zip(run(world, overrides, tmp_path / "run"), ppo_on_one_rank, strict=True):
         assert mine.get("reward/mean") == reference.get("reward/mean")
-        for key in ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm", "value/explained_variance",
-                    "kl/per_response", "kl/coef", "ledger/value/numerator", "ledger/policy/denominator"):
+        for key in (
+            "policy/loss",
+            "policy/grad_norm",
+            "value/loss",
+            "value/grad_norm",
+            "value/explained_variance",
+            "kl/per_response",
+            "kl/coef",
+            "ledger/value/numerator",
+            "ledger/policy/denominator",
+        ):
             if key in reference:
                 assert mine[key] == pytest.approx(reference[key], abs=1e-4, rel=1e-4), key
 
 
 VARIANTS = {
-    "rloo, gspo": ["algorithm.adv_estimator=rloo", "algorithm.policy_loss=gspo",
-                   "algorithm.loss_agg_mode=seq-mean-token-mean"],
-    "reinforce++, cispo": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.policy_loss=cispo",
-                           "algorithm.importance_sampling=token-truncate"],
+    "rloo, gspo": [
+        "algorithm.adv_estimator=rloo",
+        "algorithm.policy_loss=gspo",
+        "algorithm.loss_agg_mode=seq-mean-token-mean",
+    ],
+    "reinforce++, cispo": [
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.policy_loss=cispo",
+        "algorithm.importance_sampling=token-truncate",
+    ],
     "remax": ["algorithm.adv_estimator=remax", "rollout.n=2", "algorithm.policy_loss=policy_gradient"],
-    "reinforce++-baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline",
-                             "algorithm.importance_sampling=sequence-mask", "algorithm.reject_sequence_above=0.5"],
+    "reinforce++-baseline": [
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+        "algorithm.importance_sampling=sequence-mask",
+        "algorithm.reject_sequence_above=0.5",
+    ],
     "dr grpo": ["algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=constant", "algorithm.kl_coef=0"],
-    "otb, kl_cov": ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.policy_loss=kl_cov",
-                    "algorithm.cov_ratio=0.1", "algorithm.kl_cov_coef=1.0", "actor.ppo_epochs=2",
-                    "algorithm.importance_sampling=product-truncate", "algorithm.importance_normalize=true"],
+    "otb, kl_cov": [
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "algorithm.policy_loss=kl_cov",
+        "algorithm.cov_ratio=0.1",
+        "algorithm.kl_cov_coef=1.0",
+        "actor.ppo_epochs=2",
+        "algorithm.importance_sampling=product-truncate",
+        "algorithm.importance_normalize=true",
+    ],
     "masked": ["algorithm.mask_truncated=true", "algorithm.entropy_coef=0.01"],
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_are_the_same_on_one_and_two_ranks(
-    name: str, task: Path, tmp_path: Path, vllm_imported: None
-) -> None:
+def test_variants_are_the_same_on_one_and_two_ranks(name: str, task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """One step each; DP=2 against one rank would show a local denominator, baseline or whitening."""
     records = []
     for world in (1, 2):
@@ -135,18 +174,30 @@ def weigh(inputs):
 def test_what_plugins_report_is_the_same_in_any_layout(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """Options reach all three doors. One rank, eager; then DP 2 x PP 2, in static steps. The ledger checks both."""
     (tmp_path / "mine.py").write_text(PLUGIN)
-    extra = [f"algorithm.plugins=[{tmp_path}/mine.py]", "algorithm.adv_estimator=scaled",
-             "algorithm.policy_loss=scaled", "algorithm.options.scaled.factor=0.25", "algorithm.loss_agg_mode=powers",
-             "algorithm.options.powers.power=2", "actor.ppo_mini_batch_size=8", "trainer.total_steps=1",
-             "data.validation_files=[]", "trainer.save_final=false"]
-    one, = run(1, overrides_for(task, tmp_path / "1", *extra), tmp_path / "1")
+    extra = [
+        f"algorithm.plugins=[{tmp_path}/mine.py]",
+        "algorithm.adv_estimator=scaled",
+        "algorithm.policy_loss=scaled",
+        "algorithm.options.scaled.factor=0.25",
+        "algorithm.loss_agg_mode=powers",
+        "algorithm.options.powers.power=2",
+        "actor.ppo_mini_batch_size=8",
+        "trainer.total_steps=1",
+        "data.validation_files=[]",
+        "trainer.save_final=false",
+    ]
+    (one,) = run(1, overrides_for(task, tmp_path / "1", *extra), tmp_path / "1")
     extra += [*layout_overrides(1, 2, 1), "actor.step_mode=static", "actor.share_prompts=false"]
-    four, = run(4, overrides_for(task, tmp_path / "4", *extra), tmp_path / "4")
+    (four,) = run(4, overrides_for(task, tmp_path / "4", *extra), tmp_path / "4")
     own = ("loss/", "estimator/", "aggregation/")
     for record in (one, four):
         assert {key for key in record if key.startswith(own)} == {
-            "loss/scaled/advantage", "loss/scaled/factor", "estimator/scaled/advantage", "estimator/scaled/largest",
-            "aggregation/powers/sequences"}
+            "loss/scaled/advantage",
+            "loss/scaled/factor",
+            "estimator/scaled/advantage",
+            "estimator/scaled/largest",
+            "aggregation/powers/sequences",
+        }
         assert record["loss/scaled/factor"] == 0.25 and record["aggregation/powers/sequences"] == 32
         assert record["loss/scaled/advantage"] == pytest.approx(record["estimator/scaled/advantage"], rel=1e-6)
         assert 0 < record["loss/scaled/advantage"] < 0.25 * record["estimator/scaled/largest"]
@@ -165,9 +216,16 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(
     """
     (tmp_path / "reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return 1.0 if int(ground_truth) % 4 == 1 else sum(map(ord, solution_str)) / 1000\n")
-    extra = [f"reward.function={tmp_path}/reward.py:score", "algorithm.dynamic_sampling=true", "trainer.total_steps=2",
-             "data.validation_files=[]", "trainer.save_final=false", "trainer.log_rollouts=-1"]
+        "    return 1.0 if int(ground_truth) % 4 == 1 else sum(map(ord, solution_str)) / 1000\n"
+    )
+    extra = [
+        f"reward.function={tmp_path}/reward.py:score",
+        "algorithm.dynamic_sampling=true",
+        "trainer.total_steps=2",
+        "data.validation_files=[]",
+        "trainer.save_final=false",
+        "trainer.log_rollouts=-1",
+    ]
     first, second = run(2, overrides_for(task, tmp_path / "a", *extra), tmp_path / "a")
     for record in (first, second):
         assert record["sampling/rounds"] >= 2 and record["sampling/informative_groups"] >= 8
@@ -185,8 +243,10 @@ def test_estimator_and_loss_of_the_users_own(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_imported: None
 ) -> None:
     """The file that README shows, with the arguments of the command that it shows."""
-    command = ("torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
-               "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain")
+    command = (
+        "torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
+        "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain"
+    )
     nproc, arguments = int(command.split()[2]), command.split()[5:]
     (code,) = (block for block in README.read_text().split("```python\n")[1:] if block.startswith("# mine.py"))
     (tmp_path / "mine.py").write_text(code.split("```")[0])
@@ -205,10 +265,17 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
     vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
     save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
     extra = [
-        f"reward_model.path={tmp_path}/rm", "reward_model.tensor_model_parallel_size=2",
-        "reward_model.max_tokens_per_microbatch=64", f"reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
-        "reward.overlong_buffer_length=4", "rollout.validation_n=3", "rollout.validation_temperature=1.0",
-        "trainer.best_metric=validation/validation/pass@3", "trainer.log_rollouts=-1", "trainer.total_steps=1"]
+        f"reward_model.path={tmp_path}/rm",
+        "reward_model.tensor_model_parallel_size=2",
+        "reward_model.max_tokens_per_microbatch=64",
+        f"reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
+        "reward.overlong_buffer_length=4",
+        "rollout.validation_n=3",
+        "rollout.validation_temperature=1.0",
+        "trainer.best_metric=validation/validation/pass@3",
+        "trainer.log_rollouts=-1",
+        "trainer.total_steps=1",
+    ]
     before, record = run(2, overrides_for(task, tmp_path / "run", *extra), tmp_path / "run")
     expected = 2.0 * record["reward/model"] + 0.5 * record["reward/score"] + record["reward/overlong"]
     assert record["reward/mean"] == pytest.approx(expected) and record["reward/overlong"] < 0

@@ -45,8 +45,10 @@ def test_three_lines_do_what_the_entry_point_does(task: Path, tmp_path: Path) ->
     recipe.write_text(yaml.safe_dump(load_nested(overrides)))
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
     assert_succeeded(run([*torchrun, "launch/pretrain_grpo.py", str(recipe), f"trainer.run_dir={tmp_path}/entry"]))
-    result = run([*torchrun, str(tmp_path / "program.py"), f"{task}/model", str(recipe),
-                  f"trainer.run_dir={tmp_path}/api"], PYTHONPATH=str(ROOT))
+    result = run(
+        [*torchrun, str(tmp_path / "program.py"), f"{task}/model", str(recipe), f"trainer.run_dir={tmp_path}/api"],
+        PYTHONPATH=str(ROOT),
+    )
     assert_succeeded(result)
     first, second = read_records(tmp_path / "entry"), read_records(tmp_path / "api")
     assert len(first) == 2 and first == second
@@ -102,18 +104,34 @@ def train_with_objects(rank: int, world_size: int, task: Path, run_dir: Path) ->
     """One rank of two runs in one process: objects for everything, then a reward model and a critic."""
     os.environ["WORLD_SIZE"] = str(world_size)
     settings = load_nested(
-        overrides_for(task, run_dir / "first", "data.validation_files=[]", "trainer.save_final=false"))
+        overrides_for(task, run_dir / "first", "data.validation_files=[]", "trainer.save_final=false")
+    )
     del settings["reward"]
     megatron_rl.Trainer.from_hf_config(
-        task / "model", settings, reward=count_digits, adv_estimator=estimate_best, policy_loss=plain_loss,
-        engine=CountingEngine, actor=CountingActor, reference=CountingReference).train()
+        task / "model",
+        settings,
+        reward=count_digits,
+        adv_estimator=estimate_best,
+        policy_loss=plain_loss,
+        engine=CountingEngine,
+        actor=CountingActor,
+        reference=CountingReference,
+    ).train()
     settings["trainer"] |= {"run_dir": str(run_dir / "second"), "total_steps": 1}
     settings["algorithm"] = {"adv_estimator": "gae"}
     megatron_rl.Trainer.from_hf_config(
-        str(task / "model"), settings, engine=CountingEngine, critic=LateCritic,
-        reward_model=lambda rollouts: [len(rollout.response_tokens) for rollout in rollouts]).train()
-    return {"requests": CountingEngine.requests, "updates": CountingActor.updates, "scored": CountingReference.scored,
-            "critics": LateCritic.built}
+        str(task / "model"),
+        settings,
+        engine=CountingEngine,
+        critic=LateCritic,
+        reward_model=lambda rollouts: [len(rollout.response_tokens) for rollout in rollouts],
+    ).train()
+    return {
+        "requests": CountingEngine.requests,
+        "updates": CountingActor.updates,
+        "scored": CountingReference.scored,
+        "critics": LateCritic.built,
+    }
 
 
 def test_objects_take_the_place_of_names(task: Path, tmp_path: Path) -> None:
@@ -143,8 +161,9 @@ def test_objects_are_checked() -> None:
 
     with pytest.raises(megatron_rl.UserError, match='"grpo" is registered already'):
         Parts(adv_estimator=grpo).enter(BASE)
-    workers = load_config({"model.path": "m", "data": {"train_files": ["t"], "train_batch_size": 8},
-                           "reward": {"workers": 2}}).config
+    workers = load_config(
+        {"model.path": "m", "data": {"train_files": ["t"], "train_batch_size": 8}, "reward": {"workers": 2}}
+    ).config
     with pytest.raises(megatron_rl.UserError, match="reward.workers = 2 beside a reward"):
         Parts(reward=count_digits).enter(workers)
 

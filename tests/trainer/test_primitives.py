@@ -37,12 +37,14 @@ def test_the_loop_of_the_page_is_the_trainer(task: Path, tmp_path: Path) -> None
     (tmp_path / "my_grpo.py").write_text(read_loop())
     assert len(read_loop().splitlines()) <= 36
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(load_nested(
-        overrides_for(task, tmp_path / "run", *LAYOUT, "checkpoint.save_huggingface=true"))))
+    recipe.write_text(
+        yaml.safe_dump(load_nested(overrides_for(task, tmp_path / "run", *LAYOUT, "checkpoint.save_huggingface=true")))
+    )
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
     assert_succeeded(run([*torchrun, "launch/pretrain_grpo.py", str(recipe)]))
-    result = run([*torchrun, str(tmp_path / "my_grpo.py"), f"{task}/model", str(recipe), f"{tmp_path}/own"],
-                 PYTHONPATH=str(ROOT))
+    result = run(
+        [*torchrun, str(tmp_path / "my_grpo.py"), f"{task}/model", str(recipe), f"{tmp_path}/own"], PYTHONPATH=str(ROOT)
+    )
     assert_succeeded(result)
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"step"')]
     records = read_records(tmp_path / "run")
@@ -83,7 +85,8 @@ def learn(policy: Any, samples: Experience, loss: Any) -> list[dict[str, float]]
 def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None:
     """One process without torchrun: sample, update, sample again, go back, and take the same step another way."""
     run = megatron_rl.load(
-        task / "model", load_nested(overrides_for(task, out, *LAYOUT[1:], "rollout.engine=hf", "algorithm.kl_coef=0")))
+        task / "model", load_nested(overrides_for(task, out, *LAYOUT[1:], "rollout.engine=hf", "algorithm.kl_coef=0"))
+    )
     policy, decode, algorithm = run.policy, run.inputs.tokenizer.decode, run.config.algorithm
     assert run.reference is None and run.critic is None
     with pytest.raises(UserError, match="an optimizer step without gradients"):

@@ -44,9 +44,17 @@ def _train(rank: int, world_size: int, overrides: Sequence[str], lose: str) -> s
 
 @pytest.mark.parametrize("lose", ["token", "weight", "nothing"])
 def test_what_the_loss_loses_is_found(lose: str, task: Path, tmp_path: Path) -> None:
-    overrides = [f"model.path={task}/model", "model.dtype=float32", f"data.train_files=[{task}/train.jsonl]",
-                 "data.train_batch_size=6", "data.max_prompt_length=8", "data.max_response_length=8",
-                 "trainer.total_steps=1", "trainer.save_final=false", f"trainer.run_dir={tmp_path}/run"]
+    overrides = [
+        f"model.path={task}/model",
+        "model.dtype=float32",
+        f"data.train_files=[{task}/train.jsonl]",
+        "data.train_batch_size=6",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "trainer.total_steps=1",
+        "trainer.save_final=false",
+        f"trainer.run_dir={tmp_path}/run",
+    ]
     (found,) = run_ranks(_train, 1, overrides, lose, timeout=100)
     if lose == "nothing":
         (record,) = read_records(tmp_path / "run")

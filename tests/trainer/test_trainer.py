@@ -46,14 +46,38 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
     assert [r["step"] for r in records] == [0, 1, 2]
     assert "validation/validation/accuracy" in records[0] and "validation/validation/accuracy" in records[2]
     for record in records[1:]:
-        for key in ("reward/mean", "reward/digits", "tokens/prompt", "tokens/response", "tokens/per_second",
-                    "policy/loss", "policy/grad_norm", "policy/entropy", "policy/clip_fraction", "kl/mean", "kl/coef",
-                    "mismatch/max", "mismatch/mean", "mismatch/k3", "mismatch/effective_sample_size",
-                    "packing/efficiency", "packing/imbalance", "samples/bytes_per_rank",
-                    "reshard/bytes_moved", "reshard/bytes_aliased",
-                    "reshard/verified_tensors", "memory/rollout", "memory/update",
-                    "time/step", "time/reshard", "time/rollout", "time/reward", "time/old_logprobs",
-                    "time/ref_logprobs", "time/update"):
+        for key in (
+            "reward/mean",
+            "reward/digits",
+            "tokens/prompt",
+            "tokens/response",
+            "tokens/per_second",
+            "policy/loss",
+            "policy/grad_norm",
+            "policy/entropy",
+            "policy/clip_fraction",
+            "kl/mean",
+            "kl/coef",
+            "mismatch/max",
+            "mismatch/mean",
+            "mismatch/k3",
+            "mismatch/effective_sample_size",
+            "packing/efficiency",
+            "packing/imbalance",
+            "samples/bytes_per_rank",
+            "reshard/bytes_moved",
+            "reshard/bytes_aliased",
+            "reshard/verified_tensors",
+            "memory/rollout",
+            "memory/update",
+            "time/step",
+            "time/reshard",
+            "time/rollout",
+            "time/reward",
+            "time/old_logprobs",
+            "time/ref_logprobs",
+            "time/update",
+        ):
             assert isinstance(record[key], int | float), key
         assert record["policy/ratio_max_deviation"] == 0.0
         assert 0 <= record["mismatch/max"] < 1e-3
@@ -61,8 +85,14 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
         assert record["policy/grad_norm"] > 0
     assert 0 < records[1]["kl/mean"] < records[2]["kl/mean"], "the policy leaves the reference, its initial self"
     assert records[1]["tokens/prompt"] == 4 * sum(len(f"{a}+{a + 3}=") for a in _first_batch())
-    for name in ("config.yaml", "summary.json", "curves.png", "logs/rank0.log", "rollouts/step_1.jsonl",
-                 "checkpoints/latest/huggingface/model.safetensors"):
+    for name in (
+        "config.yaml",
+        "summary.json",
+        "curves.png",
+        "logs/rank0.log",
+        "rollouts/step_1.jsonl",
+        "checkpoints/latest/huggingface/model.safetensors",
+    ):
         assert (one_rank / name).is_file(), name
     assert list((one_rank / "tensorboard").glob("events.out.tfevents.*"))
 
@@ -70,7 +100,8 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
 def test_a_megatron_checkpoint_as_the_model(task: Path, one_rank: Path, tmp_path: Path, vllm_imported: None) -> None:
     """The converted model trains like the one in HF format, in another layout."""
     model = convert_to_megatron(
-        task / "model", tmp_path / "megatron", dtype=None, file_bytes=1 << 20, force=False, workers=Workers())
+        task / "model", tmp_path / "megatron", dtype=None, file_bytes=1 << 20, force=False, workers=Workers()
+    )
     extra = [f"model.path={model}", "trainer.total_steps=1", "trainer.test_freq=0"]
     overrides = overrides_for(task, tmp_path / "run", *layout_overrides(2, 1, 1), *extra)
     assert run_ranks(train, 2, overrides, timeout=150) == [None, None]
@@ -113,7 +144,14 @@ def test_saved_policy_is_a_transformers_model(one_rank: Path, task: Path) -> Non
 
 @pytest.mark.parametrize(("world", "tp", "pp", "dp", "rollout_tp"), LAYOUTS[1:])
 def test_layouts_train_alike(
-    task: Path, one_rank: Path, tmp_path: Path, vllm_imported: None, world: int, tp: int, pp: int, dp: int,
+    task: Path,
+    one_rank: Path,
+    tmp_path: Path,
+    vllm_imported: None,
+    world: int,
+    tp: int,
+    pp: int,
+    dp: int,
     rollout_tp: int,
 ) -> None:
     """Two steps in any layout: the same rollouts, hence the same rewards, and the same numbers as one rank.
@@ -123,7 +161,8 @@ def test_layouts_train_alike(
     """
     run_dir = tmp_path / "run"
     overrides = overrides_for(
-        task, run_dir, *layout_overrides(tp, pp, rollout_tp), f"actor.context_parallel_size={world // (tp * pp * dp)}")
+        task, run_dir, *layout_overrides(tp, pp, rollout_tp), f"actor.context_parallel_size={world // (tp * pp * dp)}"
+    )
     assert run_ranks(train, world, overrides, timeout=150) == [None] * world
     for mine, reference in zip(read_records(run_dir), read_records(one_rank), strict=True):
         for key in ("reward/mean", "tokens/response", "validation/validation/accuracy"):
@@ -138,7 +177,8 @@ def test_layouts_train_alike(
             assert mine[key] == pytest.approx(reference[key], abs=1e-4), key
     mine, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(d / "checkpoints/latest/huggingface")
-        for d in (run_dir, one_rank))
+        for d in (run_dir, one_rank)
+    )
     for (name, a), b in zip(mine.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0, msg=name)
 
@@ -154,8 +194,14 @@ def test_same_seed_same_layout_is_bitwise_equal(task: Path, tmp_path: Path, vllm
 def test_failing_reward_function_stops_every_rank(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """The error names prompt and exception on every rank; what was logged before is on disk."""
     overrides = overrides_for(
-        task, tmp_path / "run", f"reward.function={task}/reward.py:broken", "data.validation_files=[]",
-        "data.shuffle=false", "data.train_batch_size=4", "trainer.total_steps=4")
+        task,
+        tmp_path / "run",
+        f"reward.function={task}/reward.py:broken",
+        "data.validation_files=[]",
+        "data.shuffle=false",
+        "data.train_batch_size=4",
+        "trainer.total_steps=4",
+    )
     errors = run_ranks(train, 2, overrides, timeout=150)
     assert errors[0] == errors[1]
     assert "ZeroDivisionError" in errors[0] and "prompt" in errors[0] and "7" in errors[0]
@@ -163,9 +209,7 @@ def test_failing_reward_function_stops_every_rank(task: Path, tmp_path: Path, vl
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_existing_run_directory_is_refused_on_every_rank(
-    task: Path, one_rank: Path, vllm_imported: None
-) -> None:
+def test_existing_run_directory_is_refused_on_every_rank(task: Path, one_rank: Path, vllm_imported: None) -> None:
     """A second run in the directory of a first one ends with an error on all ranks, and changes nothing."""
     before = (one_rank / "metrics.jsonl").read_bytes()
     errors = run_ranks(train, 2, overrides_for(task, one_rank, *layout_overrides(2, 1, 1)), timeout=150)

@@ -60,7 +60,9 @@ LAYOUTS = {
 }
 CONTEXT_PARALLEL = {
     f"cp{cp}-tp{tp}-pp{pp}": Case(cp * tp * pp, dict(cp_size=cp, tp_size=tp, pp_size=pp), SP if tp > 1 else {})
-    for cp in (2, 4) for tp in (1, 2) for pp in (1, 2)
+    for cp in (2, 4)
+    for tp in (1, 2)
+    for pp in (1, 2)
 }
 EXPERT_LAYOUTS = {
     "dp2": Case(2),
@@ -162,8 +164,10 @@ def test_mode_does_not_change_the_numbers(mode: str, single: dict[str, Measured]
     assert_same(found, single["qwen3"])
 
 
-@pytest.mark.parametrize(("layout", "family"), [
-    ("dp2", "qwen2"), ("pp2-vpp2", "qwen2"), ("pp2-dp2", "qwen2"), ("tp2-dp2-sp", "qwen2"), ("ep2", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("dp2", "qwen2"), ("pp2-vpp2", "qwen2"), ("pp2-dp2", "qwen2"), ("tp2-dp2-sp", "qwen2"), ("ep2", "qwen3_moe")],
+)
 def test_minibatch_with_fewer_rollouts_than_ranks(layout: str, family: str, paths: dict[str, Path]) -> None:
     """Two minibatches, of seven and of one rollout: some ranks get padding only, and take part all the same."""
     minibatches = ((0, 1, 2, 3, 4, 5, 6), (7,))
@@ -256,7 +260,8 @@ def test_loss_that_is_not_finite_stops_all_ranks(layout: str, paths: dict[str, P
         where = r"actor, microbatches \d of DP rank \d, advantages of 1 responses are not finite: sequence 3"
         assert re.fullmatch(where, found.pop("source"))
         assert found == dict(
-            message="the loss of optimizer step 2 is nan (the weights are as before)", is_kept=True, version=1)
+            message="the loss of optimizer step 2 is nan (the weights are as before)", is_kept=True, version=1
+        )
 
 
 @pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp"])

@@ -86,8 +86,7 @@ def build_value_batch(critic: Critic, case: Case) -> TrainBatch:
     """The batch of this rank with returns and the values before the update."""
     batch = build_batch(critic.model, case)
     returns = torch.nn.utils.rnn.pad_sequence([*draw_returns(), torch.zeros(1)], batch_first=True)
-    return replace(
-        batch, returns=returns[batch.sequence_ids, batch.position_ids], values=critic.compute_values(batch))
+    return replace(batch, returns=returns[batch.sequence_ids, batch.position_ids], values=critic.compute_values(batch))
 
 
 def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:
@@ -98,8 +97,14 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
     pieces = list_pieces(critic.model)
     metrics.append(take_step(critic, batch))
     before = split_by_rollout(batch.values, batch)
-    return dict(at=critic.model.groups.at, before=before, metrics=metrics, pieces=pieces,
-                after=split_by_rollout(critic.compute_values(batch), batch), steps=critic.optimizer.steps)
+    return dict(
+        at=critic.model.groups.at,
+        before=before,
+        metrics=metrics,
+        pieces=pieces,
+        after=split_by_rollout(critic.compute_values(batch), batch),
+        steps=critic.optimizer.steps,
+    )
 
 
 def train(case: Case, path: Path) -> Measured:
@@ -119,8 +124,13 @@ def compute_transformers_values(model: torch.nn.Module) -> list[torch.Tensor]:
 def train_with_transformers(model: torch.nn.Module) -> Measured:
     """The same two updates by transformers, autograd and torch.optim, one sequence at a time."""
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": ACTOR["weight_decay"]},
-         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8)
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": ACTOR["weight_decay"]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     with torch.no_grad():
         before = compute_transformers_values(model)
     metrics, weights = [], {}
@@ -148,12 +158,18 @@ def _step_with_transformers(
         num_clipped += (clipped > plain).sum().item()
     loss = sum(losses)
     loss.backward()
-    targets, errors = (torch.cat(x).double() for x in zip(
-        *((r[skip + 1 :], r[skip + 1 :] - v[skip:]) for r, v in zip(draw_returns(), old, strict=True)), strict=True))
+    targets, errors = (
+        torch.cat(x).double()
+        for x in zip(
+            *((r[skip + 1 :], r[skip + 1 :] - v[skip:]) for r, v in zip(draw_returns(), old, strict=True)), strict=True
+        )
+    )
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["clip_grad"]).item()
     optimizer.step()
     return {
-        "value/loss": loss.item(), "value/grad_norm": grad_norm, "value/lr": optimizer.param_groups[0]["lr"],
+        "value/loss": loss.item(),
+        "value/grad_norm": grad_norm,
+        "value/lr": optimizer.param_groups[0]["lr"],
         "value/clip_fraction": num_clipped / sum(RESPONSE_LENGTHS),
         "value/explained_variance": (1 - errors.var(correction=0) / targets.var(correction=0)).item(),
     }
@@ -235,8 +251,12 @@ def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Pa
     batch, model = build_value_batch(critic, case), critic.model
     take_step(critic, batch)
     shards = group_shards(model.placements, model.shard_key, world_size)
-    save_huggingface(target, ShardedModel(model.shape, shards, model.params, model.groups.world),
-                     side_files_from=path, bucket_bytes=4096)
+    save_huggingface(
+        target,
+        ShardedModel(model.shape, shards, model.params, model.groups.world),
+        side_files_from=path,
+        bucket_bytes=4096,
+    )
     values = critic.compute_values(batch)
     again = build_critic(case, target)
     return critic.model.groups.at, split_by_rollout(values, batch), torch.equal(again.compute_values(batch), values)

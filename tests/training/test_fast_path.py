@@ -31,6 +31,7 @@ def test_overlap_is_a_matter_of_data_parallelism() -> None:
 
 def test_what_is_installed_and_fails_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel fails where there is no GPU: torch's own, and a Transformer Engine that cannot be imported."""
+
     def fail(has_cuda: bool) -> str:
         return "OSError: libtransformer_engine.so: cannot open shared object file"
 
@@ -46,8 +47,11 @@ def test_what_is_installed_and_fails_has_a_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_table_says_what_is_missing_and_how_to_get_it() -> None:
-    head, *lines = format_table([
-        FastPath("attention", "sdpa", False, "one kernel", "pip install flash-attn"),
-        FastPath("optimizer", "fused", True)])
+    head, *lines = format_table(
+        [
+            FastPath("attention", "sdpa", False, "one kernel", "pip install flash-attn"),
+            FastPath("optimizer", "fused", True),
+        ]
+    )
     assert head.split() == ["fast", "path", "active", "missing"]
     assert lines[0].endswith("sdpa    one kernel (pip install flash-attn)") and lines[1].endswith("fused   -")

@@ -50,16 +50,29 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
         for minibatch in batch.minibatches():
             metrics = take_step(actor, minibatch, AlgorithmConfig())
     numel = sum(p.numel() for adam in actor.optimizer.adams for group in adam.param_groups for p in group["params"])
-    return {"before": before, "released": released, "states": states, "numel": numel, "metrics": metrics,
-            "weights": list_pieces(actor.model)}
+    return {
+        "before": before,
+        "released": released,
+        "states": states,
+        "numel": numel,
+        "metrics": metrics,
+        "weights": list_pieces(actor.model),
+    }
 
 
-@pytest.mark.parametrize(("dtype", "options", "floats"), [
-    ("float32", {"offload_gradients": True}, (0, 0)),
-    ("float32", {"offload_gradients": True, "offload_optimizer": True}, (0, 2)),
-    ("bfloat16", {"offload_gradients": True, "offload_optimizer": True}, (1, 3)),
-    ("bfloat16", {"offload_gradients": True, "offload_optimizer": True, "use_distributed_optimizer": False}, (1, 3)),
-])
+@pytest.mark.parametrize(
+    ("dtype", "options", "floats"),
+    [
+        ("float32", {"offload_gradients": True}, (0, 0)),
+        ("float32", {"offload_gradients": True, "offload_optimizer": True}, (0, 2)),
+        ("bfloat16", {"offload_gradients": True, "offload_optimizer": True}, (1, 3)),
+        (
+            "bfloat16",
+            {"offload_gradients": True, "offload_optimizer": True, "use_distributed_optimizer": False},
+            (1, 3),
+        ),
+    ],
+)
 def test_released_training_memory_changes_no_bit(
     path: Path, dtype: str, options: dict[str, bool], floats: tuple[int, int]
 ) -> None:

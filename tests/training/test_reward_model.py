@@ -56,8 +56,9 @@ def build_reward_model(case: Case, path: Path) -> RewardModel:
     groups = build_groups(ParallelLayout(case.world_size, **case.sizes))
     settings = dict(case.actor)
     spec = dict(offload=settings.pop("offload", False))
-    return RewardModel(make_setup(
-        "reward_model", path, RewardModelConfig(**settings), groups, dtype=case.dtype, spec=spec))
+    return RewardModel(
+        make_setup("reward_model", path, RewardModelConfig(**settings), groups, dtype=case.dtype, spec=spec)
+    )
 
 
 def _score_on_rank(rank: int, world_size: int, case: Case, path: Path) -> torch.Tensor:

@@ -27,22 +27,30 @@ from tiny_models import save_tiny_model
 SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(share_prompts=True)
 SETUPS: dict[int, dict[str, Setup]] = {
     1: {
-        "plain": Setup(), "full": Setup(config=FULL),
+        "plain": Setup(),
+        "full": Setup(config=FULL),
         "selective": Setup(config=dict(recompute_granularity="selective")),
-        "shared-prompts": Setup(config=SHARED), "own-ladder": Setup(config=dict(bucket_tokens=[40, 64])),
-        "few-sequences": Setup(config=dict(max_num_seqs=2)), "bfloat16": Setup(dtype="bfloat16"),
+        "shared-prompts": Setup(config=SHARED),
+        "own-ladder": Setup(config=dict(bucket_tokens=[40, 64])),
+        "few-sequences": Setup(config=dict(max_num_seqs=2)),
+        "bfloat16": Setup(dtype="bfloat16"),
     },
     2: {
-        "tp2": Setup(sizes=dict(tp_size=2)), "tp2-sp-full": Setup(sizes=dict(tp_size=2), config=SP | FULL),
-        "pp2": Setup(sizes=dict(pp_size=2)), "pp2-vpp2-full": Setup(sizes=dict(pp_size=2, vpp_size=2), config=FULL),
+        "tp2": Setup(sizes=dict(tp_size=2)),
+        "tp2-sp-full": Setup(sizes=dict(tp_size=2), config=SP | FULL),
+        "pp2": Setup(sizes=dict(pp_size=2)),
+        "pp2-vpp2-full": Setup(sizes=dict(pp_size=2, vpp_size=2), config=FULL),
         "pp2-shared-prompts": Setup(sizes=dict(pp_size=2), config=SHARED),
-        "cp2": Setup(sizes=dict(cp_size=2)), "cp2-full": Setup(sizes=dict(cp_size=2), config=FULL),
-        "dp2": Setup(), "dp2-replicated": Setup(config=dict(use_distributed_optimizer=False)),
+        "cp2": Setup(sizes=dict(cp_size=2)),
+        "cp2-full": Setup(sizes=dict(cp_size=2), config=FULL),
+        "dp2": Setup(),
+        "dp2-replicated": Setup(config=dict(use_distributed_optimizer=False)),
     },
     4: {
         "tp2-pp2-sp": Setup(sizes=dict(tp_size=2, pp_size=2), config=SP),
         "cp2-tp2-sp-full": Setup(sizes=dict(cp_size=2, tp_size=2), config=SP | FULL),
-        "cp2-pp2": Setup(sizes=dict(cp_size=2, pp_size=2)), "tp2-dp2": Setup(sizes=dict(tp_size=2)),
+        "cp2-pp2": Setup(sizes=dict(cp_size=2, pp_size=2)),
+        "tp2-dp2": Setup(sizes=dict(tp_size=2)),
     },
 }
 ROLES = ("actor", "critic")
@@ -75,8 +83,12 @@ def test_static_equals_eager_for_twenty_steps(role: str, path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_static_equals_eager_in_every_layout(world_size: int, path: Path) -> None:
-    setups = {f"{role}-{name}": replace(setup, role=role) for name, setup in SETUPS[world_size].items()
-              for role in ROLES if role == "actor" or name in ("shared-prompts", "tp2-sp-full", "pp2", "cp2")}
+    setups = {
+        f"{role}-{name}": replace(setup, role=role)
+        for name, setup in SETUPS[world_size].items()
+        for role in ROLES
+        if role == "actor" or name in ("shared-prompts", "tp2-sp-full", "pp2", "cp2")
+    }
     assert_equal_to_eager(world_size, setups, path, 2)
 
 
@@ -85,7 +97,8 @@ def test_static_equals_eager_in_every_layout(world_size: int, path: Path) -> Non
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_static_equals_eager_for_twenty_steps_in_every_layout(world_size: int, role: str, path: Path) -> None:
     assert_equal_to_eager(
-        world_size, {name: replace(setup, role=role) for name, setup in SETUPS[world_size].items()}, path, 20)
+        world_size, {name: replace(setup, role=role) for name, setup in SETUPS[world_size].items()}, path, 20
+    )
 
 
 def _measure_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path: Path) -> Any:
@@ -95,8 +108,12 @@ def _measure_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_padding_changes_nothing(world_size: int, path: Path) -> None:
     """Scores, metrics and gradients of a step in which all rollouts are padded to buckets, against none padded."""
-    setups = {f"{role}-{name}": replace(setup, role=role) for name, setup in SETUPS[world_size].items()
-              for role in ROLES if setup.dtype == "float32"}
+    setups = {
+        f"{role}-{name}": replace(setup, role=role)
+        for name, setup in SETUPS[world_size].items()
+        for role in ROLES
+        if setup.dtype == "float32"
+    }
     for found in run_ranks(_measure_on_rank, world_size, setups, path, timeout=300):
         gaps = {(name, what): gap for name, all_gaps in found.items() for what, gap in all_gaps.items()}
         assert max(gaps.values()) <= PADDING_TOLERANCE, {k: v for k, v in gaps.items() if v > PADDING_TOLERANCE}
@@ -108,8 +125,7 @@ def _load_on_rank(rank: int, world_size: int, path: Path) -> None:
     batch = build_ragged_batch(model, model.buckets, 0, shares_prompts=True)
     microbatches, inputs = batch.microbatches(), StaticInputs()
     by_shape: dict[Any, list[Any]] = {}
-    for microbatch in [*microbatches, *build_ragged_batch(
-            model, model.buckets, 1, shares_prompts=True).microbatches()]:
+    for microbatch in [*microbatches, *build_ragged_batch(model, model.buckets, 1, shares_prompts=True).microbatches()]:
         by_shape.setdefault(find_shape(microbatch), []).append(microbatch)
         static = inputs.load(microbatch)
         assert static.slices[0].cu_seqlens.tolist() == microbatch.slices[0].cu_seqlens.tolist()
@@ -146,8 +162,10 @@ def _raise_on_rank(rank: int, world_size: int, path: Path, bad: float) -> Any:
     return None
 
 
-@pytest.mark.parametrize(("bad", "message"), [
-    (float("nan"), "the loss of optimizer step 2 is nan"), (-1e38, "the gradient norm of optimizer step 2 is inf")])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [(float("nan"), "the loss of optimizer step 2 is nan"), (-1e38, "the gradient norm of optimizer step 2 is inf")],
+)
 def test_an_unsound_step_changes_neither_weights_nor_states(bad: float, message: str, path: Path) -> None:
     """The decision is made on the device, after which Adam leaves everything as it was."""
     for found in run_ranks(_raise_on_rank, 2, path, bad, timeout=60):

@@ -66,17 +66,24 @@ def make_prompts() -> list[Prompt]:
     return [Prompt(i, t.astype(np.int32), "", "") for i, t in enumerate(tokens)]
 
 
-def make_config(path: Path, layout: dict[str, int], rollout_tp: int, engine: str,
-                hybrid: dict[str, Any] | None = None) -> RunConfig:
+def make_config(
+    path: Path, layout: dict[str, int], rollout_tp: int, engine: str, hybrid: dict[str, Any] | None = None
+) -> RunConfig:
     tp = layout.get("tp_size", 1)
     return RunConfig(
         model=ModelConfig(path=str(path), dtype="float32"),
         data=DataConfig(train_files=[], train_batch_size=5, max_prompt_length=80, max_response_length=12),
-        actor=ActorConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, lr=1e-2,
-                          pipeline_model_parallel_size=layout.get("pp_size", 1),
-                          expert_model_parallel_size=layout.get("ep_size", 1)),
+        actor=ActorConfig(
+            tensor_model_parallel_size=tp,
+            sequence_parallel=tp > 1,
+            lr=1e-2,
+            pipeline_model_parallel_size=layout.get("pp_size", 1),
+            expert_model_parallel_size=layout.get("ep_size", 1),
+        ),
         rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, max_num_seqs=16, n=2),
-        hybrid=HybridConfig(**{"verify": "full", **(hybrid or {})}), trainer=TrainerConfig(seed=3))
+        hybrid=HybridConfig(**{"verify": "full", **(hybrid or {})}),
+        trainer=TrainerConfig(seed=3),
+    )
 
 
 def reference_tokens(directory: Path) -> list[list[int]]:
@@ -85,9 +92,10 @@ def reference_tokens(directory: Path) -> list[list[int]]:
     results = []
     for prompt in make_prompts():
         ids = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
-                             eos_token_id=2, pad_token_id=0)
-        results.append(out[0, ids.shape[1]:].tolist())
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0
+        )
+        results.append(out[0, ids.shape[1] :].tolist())
     return results
 
 
@@ -103,8 +111,15 @@ def count_equal_elements(path: Path, hybrid: HybridEngine) -> tuple[int, int]:
     return equal, placed
 
 
-def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], rollout_tp: int,
-         engine: str, hybrid_options: dict[str, Any] | None = None) -> dict[str, Any]:
+def work(
+    rank: int,
+    world_size: int,
+    path: Path,
+    layout_sizes: dict[str, int],
+    rollout_tp: int,
+    engine: str,
+    hybrid_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Reshard, generate, take an optimizer step, reshard, generate again."""
     config = make_config(path, layout_sizes, rollout_tp, engine, hybrid_options)
     process, layout = init_distributed(2), ParallelLayout(world_size, **layout_sizes)
@@ -116,8 +131,7 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
 
     def generate(sampling: SamplingConfig, group_size: int = 1) -> list[Rollout]:
         with hybrid.rollout_mode():
-            return gather_rollouts(
-                generator.generate(prompts, group_size=group_size, sampling=sampling, step=1))
+            return gather_rollouts(generator.generate(prompts, group_size=group_size, sampling=sampling, step=1))
 
     hybrid.reshard()
     result["bit_equal"] = count_equal_elements(path, hybrid)
@@ -128,10 +142,20 @@ def work(rank: int, world_size: int, path: Path, layout_sizes: dict[str, int], r
     result["sampled"] = [r.response_tokens.tolist() for r in sampled]
 
     sequences = [branch for r in sampled for branch in r.branches]
-    plan = plan_microbatches([len(s.tokens) for s in sequences], dp_size=layout.dp_size, max_tokens=200,
-                             count_multiple=actor.model.microbatch_count_multiple)
-    batch = build_train_batch(sequences, np.full(10, 0.01), [(range(10), plan)], dp_rank=groups.at.dp,
-                              padding=Padding(actor.model.pad_multiple), device=process.device)
+    plan = plan_microbatches(
+        [len(s.tokens) for s in sequences],
+        dp_size=layout.dp_size,
+        max_tokens=200,
+        count_multiple=actor.model.microbatch_count_multiple,
+    )
+    batch = build_train_batch(
+        sequences,
+        np.full(10, 0.01),
+        [(range(10), plan)],
+        dp_rank=groups.at.dp,
+        padding=Padding(actor.model.pad_multiple),
+        device=process.device,
+    )
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     result["gap"] = float((batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
     batch = replace(batch, advantages=torch.where(batch.sequence_ids % 2 == 0, 1.0, -1.0))
@@ -168,7 +192,12 @@ CASES = [
 
 @pytest.mark.parametrize(("engine", "family", "world", "layout", "rollout_tp"), CASES)
 def test_engine_speaks_for_the_actor(
-    tmp_path: Path, vllm_imported: None, engine: str, family: str, world: int, layout: dict[str, int],
+    tmp_path: Path,
+    vllm_imported: None,
+    engine: str,
+    family: str,
+    world: int,
+    layout: dict[str, int],
     rollout_tp: int,
 ) -> None:
     """Greedy tokens equal transformers' before and after an optimizer step (a stale cache or bucket shows)."""
@@ -203,8 +232,12 @@ def test_samples_do_not_depend_on_the_layout(tmp_path: Path, vllm_imported: None
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, int], int, str]] = [
-    ({"transport": "buckets", "bucket_bytes": 1 << 16, "alias_weights": False}, {"tp_size": 2, "pp_size": 2}, 1,
-     "buckets"),
+    (
+        {"transport": "buckets", "bucket_bytes": 1 << 16, "alias_weights": False},
+        {"tp_size": 2, "pp_size": 2},
+        1,
+        "buckets",
+    ),
     ({"transport": "buckets"}, {"tp_size": 2, "pp_size": 2}, 2, "buckets"),
     ({"transport": "pull", "alias_weights": False}, {"pp_size": 2}, 1, "pull"),
     ({"transport": "auto"}, {"tp_size": 2}, 2, "pull"),
@@ -213,7 +246,11 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, int], int, str]] = [
 
 @pytest.mark.parametrize(("options", "layout", "rollout_tp", "transport"), OPTIONS)
 def test_every_road_of_the_weights(
-    tmp_path: Path, vllm_imported: None, options: dict[str, Any], layout: dict[str, int], rollout_tp: int,
+    tmp_path: Path,
+    vllm_imported: None,
+    options: dict[str, Any],
+    layout: dict[str, int],
+    rollout_tp: int,
     transport: str,
 ) -> None:
     """Buckets, pull and aliasing bring the same weights; every tensor is certified; bytes add up.

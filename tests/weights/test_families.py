@@ -21,8 +21,14 @@ from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 
 SIZES: dict[str, Any] = dict(
-    num_hidden_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2,
-    vocab_size=70, max_position_embeddings=48, rms_norm_eps=1e-5,
+    num_hidden_layers=2,
+    hidden_size=24,
+    intermediate_size=40,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    vocab_size=70,
+    max_position_embeddings=48,
+    rms_norm_eps=1e-5,
 )
 EXPERT_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
@@ -37,12 +43,22 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("family", "changes"), [
-    ("llama", {}), ("llama", dict(head_dim=8)), ("llama", dict(num_key_value_heads=6)),
-    ("qwen2", {}), ("qwen3", dict(head_dim=16)), ("qwen3", dict(num_key_value_heads=1, head_dim=4)),
-    ("mistral", dict(sliding_window=None)), ("mistral", dict(sliding_window=48, head_dim=8)),
-    ("gemma", dict(head_dim=8)), ("qwen3_moe", dict(head_dim=8)), ("mixtral", {}),
-])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", dict(head_dim=8)),
+        ("llama", dict(num_key_value_heads=6)),
+        ("qwen2", {}),
+        ("qwen3", dict(head_dim=16)),
+        ("qwen3", dict(num_key_value_heads=1, head_dim=4)),
+        ("mistral", dict(sliding_window=None)),
+        ("mistral", dict(sliding_window=48, head_dim=8)),
+        ("gemma", dict(head_dim=8)),
+        ("qwen3_moe", dict(head_dim=8)),
+        ("mixtral", {}),
+    ],
+)
 def test_logical_tensors_are_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, int], tied: bool
 ) -> None:
@@ -52,8 +68,7 @@ def test_logical_tensors_are_those_of_transformers(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = load_model_shape(tmp_path)
-    expected = {
-        name: tuple(x.shape) for name, x in split_huggingface_experts(shape, model.state_dict()).items()}
+    expected = {name: tuple(x.shape) for name, x in split_huggingface_experts(shape, model.state_dict()).items()}
     if tied:
         del expected["lm_head.weight"]  # the embedding under another name; not in checkpoints
     assert shape.logical_tensors() == expected
@@ -108,20 +123,28 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
     assert shape.rope_theta == 5e5
-    assert (shape.qkv_bias, shape.qk_norm) == {"llama": (False, False), "qwen2": (True, False),
-                                               "qwen3": (False, True), "qwen3_moe": (False, True),
-                                               "mistral": (False, False), "mixtral": (False, False),
-                                               "gemma": (False, False)}[family]
+    assert (shape.qkv_bias, shape.qk_norm) == {
+        "llama": (False, False),
+        "qwen2": (True, False),
+        "qwen3": (False, True),
+        "qwen3_moe": (False, True),
+        "mistral": (False, False),
+        "mixtral": (False, False),
+        "gemma": (False, False),
+    }[family]
 
 
-@pytest.mark.parametrize(("family", "change", "expected"), [
-    ("qwen3_moe", dict(norm_topk_prob=True), (3, 2, True)),
-    ("qwen3_moe", dict(norm_topk_prob=False), (3, 2, False)),
-    ("qwen3_moe", dict(num_experts=8, num_local_experts=None), (8, 2, False)),  # as published
-    ("qwen3_moe", dict(num_experts_per_tok=1), (3, 1, False)),
-    ("mixtral", dict(num_experts_per_tok=3), (3, 3, True)),
-    ("llama", {}, (0, 0, False)),
-])
+@pytest.mark.parametrize(
+    ("family", "change", "expected"),
+    [
+        ("qwen3_moe", dict(norm_topk_prob=True), (3, 2, True)),
+        ("qwen3_moe", dict(norm_topk_prob=False), (3, 2, False)),
+        ("qwen3_moe", dict(num_experts=8, num_local_experts=None), (8, 2, False)),  # as published
+        ("qwen3_moe", dict(num_experts_per_tok=1), (3, 1, False)),
+        ("mixtral", dict(num_experts_per_tok=3), (3, 3, True)),
+        ("llama", {}, (0, 0, False)),
+    ],
+)
 def test_routing_numbers(family: str, change: dict[str, Any], expected: tuple[int, int, bool]) -> None:
     shape = model_shape_from_config(make_config(family) | change, source="here")
     assert (shape.num_experts, shape.experts_per_token, shape.normalizes_shares) == expected
@@ -132,14 +155,18 @@ def test_a_single_expert_per_token_with_normalised_shares_is_refused() -> None:
         model_shape_from_config(make_config("mixtral") | dict(num_experts_per_tok=1), source="here")
 
 
-@pytest.mark.parametrize(("spelling", "expected"), [
-    ({"rope_theta": 1e6}, 1e6),
-    ({"rope_theta": 1e6, "rope_scaling": None}, 1e6),
-    ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6),
-    ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 2.0}, 1e6),
-    ({"rope_theta": 1e6, "rope_scaling": {"type": "default"}}, 1e6),
-    ({}, 1e4),
-], ids=["transformers 4", "null scaling", "transformers 5", "both", "default scaling", "neither"])
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        ({"rope_theta": 1e6}, 1e6),
+        ({"rope_theta": 1e6, "rope_scaling": None}, 1e6),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 2.0}, 1e6),
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "default"}}, 1e6),
+        ({}, 1e4),
+    ],
+    ids=["transformers 4", "null scaling", "transformers 5", "both", "default scaling", "neither"],
+)
 def test_rope_theta_of_transformers_4_and_5(spelling: dict[str, Any], expected: float) -> None:
     config = make_config()
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
@@ -159,22 +186,25 @@ def test_rope_scaling_of_llama_3(key: str) -> None:
         model_shape_from_config(config | {key: scaling | {"rope_type": "llama3"}}, source="here")
 
 
-@pytest.mark.parametrize(("family", "change", "named"), [
-    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
-    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
-    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
-    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
-    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-    ("mistral", {"sliding_window": 47}, "sliding_window=47"),
-    ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
-    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}}, "linear"),
-    ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-])
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("mistral", {"sliding_window": 47}, "sliding_window=47"),
+        ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}}, "linear"),
+        ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
 def test_options_that_are_not_served_are_refused(family: str, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named) as caught:
         model_shape_from_config(make_config(family) | change, source="dir/config.json")
@@ -227,12 +257,15 @@ def test_training_layouts_that_hold_the_model() -> None:
         shape.check_training_layout(*sizes)
 
 
-@pytest.mark.parametrize(("sizes", "found", "expected"), [
-    ((8, 1, 1), "tensor_model_parallel_size 8 does not divide the 4 KV heads", r"one of \[1, 2, 4\]"),
-    ((3, 1, 1), "tensor_model_parallel_size 3 does not divide the 8 attention heads", r"one of \[1, 2, 4\]"),
-    ((1, 3, 1), r"pp \* vpp = 3 \* 1 = 3 does not divide the 4 layers", r"one of \[1, 2, 4\]"),
-    ((1, 2, 4), r"pp \* vpp = 2 \* 4 = 8 does not divide", r"one of \[1, 2, 4\]"),
-])
+@pytest.mark.parametrize(
+    ("sizes", "found", "expected"),
+    [
+        ((8, 1, 1), "tensor_model_parallel_size 8 does not divide the 4 KV heads", r"one of \[1, 2, 4\]"),
+        ((3, 1, 1), "tensor_model_parallel_size 3 does not divide the 8 attention heads", r"one of \[1, 2, 4\]"),
+        ((1, 3, 1), r"pp \* vpp = 3 \* 1 = 3 does not divide the 4 layers", r"one of \[1, 2, 4\]"),
+        ((1, 2, 4), r"pp \* vpp = 2 \* 4 = 8 does not divide", r"one of \[1, 2, 4\]"),
+    ],
+)
 def test_training_layouts_that_do_not_fit_name_those_that_do(
     sizes: tuple[int, int, int], found: str, expected: str
 ) -> None:
@@ -266,12 +299,15 @@ def test_rollout_layouts_may_replicate_kv_heads() -> None:
         make_shape(num_kv_heads=1).check_rollout_layout(tp_size)
 
 
-@pytest.mark.parametrize(("changes", "tp_size", "valid"), [
-    ({}, 3, [1, 2, 4, 8]),
-    ({}, 16, [1, 2, 4, 8]),
-    (dict(ffn_hidden_size=42), 4, [1, 2]),
-    (dict(num_heads=12, num_kv_heads=4, ffn_hidden_size=48), 6, [1, 2, 4, 12]),
-])
+@pytest.mark.parametrize(
+    ("changes", "tp_size", "valid"),
+    [
+        ({}, 3, [1, 2, 4, 8]),
+        ({}, 16, [1, 2, 4, 8]),
+        (dict(ffn_hidden_size=42), 4, [1, 2]),
+        (dict(num_heads=12, num_kv_heads=4, ffn_hidden_size=48), 6, [1, 2, 4, 12]),
+    ],
+)
 def test_rollout_layouts_that_do_not_fit_name_those_that_do(
     changes: dict[str, int], tp_size: int, valid: list[int]
 ) -> None:

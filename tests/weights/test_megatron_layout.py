@@ -27,8 +27,13 @@ from shards import count_writes, cut_shards, make_full_tensors, make_shape, plac
 
 ROUTERS = ("mlp.gate.weight", "moe.gate.weight")
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}), ("qwen2", dict(tied_embeddings=True)), ("qwen3", dict(head_dim=6, tied_embeddings=True)),
-    ("qwen3", dict(num_kv_heads=8)), ("mistral", {}), ("qwen3_moe", dict(num_experts=8)), ("mixtral", {}),
+    ("llama", {}),
+    ("qwen2", dict(tied_embeddings=True)),
+    ("qwen3", dict(head_dim=6, tied_embeddings=True)),
+    ("qwen3", dict(num_kv_heads=8)),
+    ("mistral", {}),
+    ("qwen3_moe", dict(num_experts=8)),
+    ("mixtral", {}),
     ("qwen2", dict(has_score_head=True)),
 ]
 
@@ -37,8 +42,12 @@ def place_replica(
     shape: ModelShape, tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1
 ) -> list[list[ShardBox]]:
     """Placements of all ranks that hold the experts once (and everything else `ep_size` times)."""
-    return place_megatron(shape, ParallelLayout(
-        tp_size * pp_size * ep_size, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size))
+    return place_megatron(
+        shape,
+        ParallelLayout(
+            tp_size * pp_size * ep_size, tp_size=tp_size, pp_size=pp_size, vpp_size=vpp_size, ep_size=ep_size
+        ),
+    )
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILY_CHANGES)
@@ -85,8 +94,10 @@ def test_expert_parallel_ranks_share_the_experts(
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])
 def test_experts_are_small_dense_layers_in_order(tp_size: int, ep_size: int) -> None:
     """Against shards put together by index and chunk; two families with different names for the same."""
-    for family, block, names in (("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
-                                 ("mixtral", "block_sparse_moe", ("w1", "w3", "w2"))):
+    for family, block, names in (
+        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+    ):
         shape = make_shape(family)
         full = make_full_tensors(shape)
         for rank, table in enumerate(place_replica(shape, tp_size, 1, 1, ep_size)):
@@ -134,9 +145,16 @@ def test_fused_parameters_have_the_engines_order(tp_size: int) -> None:
     for tp_rank in range(tp_size):
         shards = cut_shards(megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), tp_rank), full)
         for layer in range(shape.num_layers):
-            hf = {name: full[f"model.layers.{layer}.{name}"] for name in (
-                *(f"self_attn.{x}_proj.{what}" for x in "qkv" for what in ("weight", "bias")),
-                "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")}
+            hf = {
+                name: full[f"model.layers.{layer}.{name}"]
+                for name in (
+                    *(f"self_attn.{x}_proj.{what}" for x in "qkv" for what in ("weight", "bias")),
+                    "self_attn.o_proj.weight",
+                    "mlp.gate_proj.weight",
+                    "mlp.up_proj.weight",
+                    "mlp.down_proj.weight",
+                )
+            }
             for what in ("weight", "bias"):
                 q, k, v = (hf[f"self_attn.{x}_proj.{what}"] for x in "qkv")
                 expected = torch.cat([x.chunk(tp_size)[tp_rank] for x in (q, k, v)])
@@ -155,7 +173,9 @@ def test_stage_layers_partition_and_interleave(pp_size: int, vpp_size: int, per_
     """Walking the chunks as the interleaved schedule does visits the layers in order."""
     num_layers = pp_size * vpp_size * per_chunk
     walked = [
-        layer for chunk in range(vpp_size) for stage in range(pp_size)
+        layer
+        for chunk in range(vpp_size)
+        for stage in range(pp_size)
         for layer in stage_layers(num_layers, pp_size, vpp_size, stage, chunk)
     ]
     assert walked == list(range(num_layers))
@@ -189,19 +209,22 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
     return messages
 
 
-@pytest.mark.parametrize(("family", "changes", "sizes", "world_size"), [
-    ("llama", {}, {}, 1),
-    ("qwen2", dict(tied_embeddings=True), {}, 1),
-    ("qwen2", {}, dict(tp_size=4), 4),
-    ("qwen3", dict(tied_embeddings=True, head_dim=6), dict(tp_size=2, pp_size=2), 4),
-    ("qwen3", {}, dict(pp_size=2, vpp_size=2), 2),
-    ("llama", dict(tied_embeddings=True), dict(pp_size=4), 4),
-    ("qwen3", dict(has_score_head=True), {}, 1),
-    ("llama", dict(has_score_head=True), dict(tp_size=2, pp_size=2), 4),
-    ("qwen3_moe", {}, {}, 1),
-    ("qwen3_moe", {}, dict(ep_size=2, tp_size=2), 4),
-    ("mixtral", {}, dict(ep_size=2, pp_size=2), 4),
-])
+@pytest.mark.parametrize(
+    ("family", "changes", "sizes", "world_size"),
+    [
+        ("llama", {}, {}, 1),
+        ("qwen2", dict(tied_embeddings=True), {}, 1),
+        ("qwen2", {}, dict(tp_size=4), 4),
+        ("qwen3", dict(tied_embeddings=True, head_dim=6), dict(tp_size=2, pp_size=2), 4),
+        ("qwen3", {}, dict(pp_size=2, vpp_size=2), 2),
+        ("llama", dict(tied_embeddings=True), dict(pp_size=4), 4),
+        ("qwen3", dict(has_score_head=True), {}, 1),
+        ("llama", dict(has_score_head=True), dict(tp_size=2, pp_size=2), 4),
+        ("qwen3_moe", {}, {}, 1),
+        ("qwen3_moe", {}, dict(ep_size=2, tp_size=2), 4),
+        ("mixtral", {}, dict(ep_size=2, pp_size=2), 4),
+    ],
+)
 def test_real_models_have_exactly_these_parameters(
     family: str, changes: dict[str, Any], sizes: dict[str, int], world_size: int
 ) -> None:

@@ -78,8 +78,10 @@ def test_shape_and_volume_are_those_of_the_slice(box: Box) -> None:
     assert box_volume(box) == piece.size
 
 
-@given(st.integers(1, 3).flatmap(lambda n: st.tuples(boxes(n, 1), boxes(n, 1))), st.lists(
-    st.integers(0, 3), min_size=3, max_size=3))
+@given(
+    st.integers(1, 3).flatmap(lambda n: st.tuples(boxes(n, 1), boxes(n, 1))),
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+)
 def test_localize_finds_the_same_elements_in_the_parameter(pair: tuple[Box, Box], offsets: list[int]) -> None:
     hf_box, other = pair
     part = intersect(hf_box, other)
@@ -127,8 +129,18 @@ def test_a_table_that_fits_is_accepted() -> None:
         ([place("a", 0, 4), place("a", 2, 4)], r"rank 3: \[\(2, 4\), \(0, 2\)\] of a is placed twice"),
         ([place("a", 0, 3), place("a", 2, 3)], "rank 3: .* of a is placed twice"),
     ],
-    ids=["unknown too", "unknown", "missing", "incomplete", "too large", "negative", "sizes", "dims", "twice",
-         "twice and incomplete"],
+    ids=[
+        "unknown too",
+        "unknown",
+        "missing",
+        "incomplete",
+        "too large",
+        "negative",
+        "sizes",
+        "dims",
+        "twice",
+        "twice and incomplete",
+    ],
 )
 def test_a_table_that_does_not_fit_is_refused(table: list[ShardBox], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -16,9 +16,13 @@ from megatron_rl.weights.shard_box import box_shape, check_placements
 from shards import count_writes, cut_shards, find_differences, make_full_tensors, make_shape
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", dict(num_kv_heads=8)), ("llama", {}), ("qwen2", dict(num_kv_heads=2)),
-    ("qwen3", dict(num_kv_heads=1, head_dim=6, tied_embeddings=True)), ("mistral", dict(head_dim=6)),
-    ("qwen3_moe", {}), ("mixtral", dict(num_experts=3)),
+    ("llama", dict(num_kv_heads=8)),
+    ("llama", {}),
+    ("qwen2", dict(num_kv_heads=2)),
+    ("qwen3", dict(num_kv_heads=1, head_dim=6, tied_embeddings=True)),
+    ("mistral", dict(head_dim=6)),
+    ("qwen3_moe", {}),
+    ("mixtral", dict(num_experts=3)),
 ]
 EXPERT_MATRICES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 
@@ -41,7 +45,8 @@ def fuse_experts(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, r: i
         shards[router] = full[router]
         block = router.removesuffix("gate.weight") + "experts."
         gate, up, down = (
-            torch.stack([full[f"{block}{e}.{name}.weight"] for e in range(shape.num_experts)]) for name in names)
+            torch.stack([full[f"{block}{e}.{name}.weight"] for e in range(shape.num_experts)]) for name in names
+        )
         shards[f"{block}routed_experts.w13_weight"] = torch.cat([gate.chunk(tp, 1)[r], up.chunk(tp, 1)[r]], 1)
         shards[f"{block}routed_experts.w2_weight"] = down.chunk(tp, 2)[r]
     return split_experts(shards)
@@ -81,7 +86,8 @@ def test_vllm_shards_are_as_documented(family: str, changes: dict[str, Any], tp_
         expected = make_vllm_shards(shape, full, tp_size, tp_rank)
         table = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank)
         check_placements(
-            table, {name: tuple(x.shape) for name, x in expected.items()}, where="vllm", padded=VLLM_PADDED_PARAMETERS)
+            table, {name: tuple(x.shape) for name, x in expected.items()}, where="vllm", padded=VLLM_PADDED_PARAMETERS
+        )
         actual = cut_shards(table, full)
         for name in VLLM_PADDED_PARAMETERS[: 1 if shape.tied_embeddings else 2]:
             missing = len(expected[name]) - len(actual[name])

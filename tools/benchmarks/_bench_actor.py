@@ -39,25 +39,41 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
     generator = torch.Generator().manual_seed(0)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    save_file({
-        name: torch.ones(size) if name.endswith("norm.weight") else 0.02 * torch.randn(size, generator=generator)
-        for name, size in shape.logical_tensors().items()
-    }, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {
+            name: torch.ones(size) if name.endswith("norm.weight") else 0.02 * torch.randn(size, generator=generator)
+            for name, size in shape.logical_tensors().items()
+        },
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return directory
 
 
 def build_bench_actor(path: Path, groups: ParallelGroups, dtype: str = "float32", **settings: Any) -> Actor:
     """An actor on the model in `path`, with `settings` of `ActorConfig`; collective."""
     config = ActorConfig(**(dict(lr=1e-5, weight_decay=0.0) | settings))
-    spec = RoleSpec(
-        name="actor", path=str(path), section="actor", layout=config, head="logprob", trainable=True)
-    return Actor(RoleSetup(
-        spec=spec, model=ModelConfig(path=str(path), dtype=dtype), shape=load_model_shape(path), groups=groups, seed=1,
-        total_optimizer_steps=10**6))
+    spec = RoleSpec(name="actor", path=str(path), section="actor", layout=config, head="logprob", trainable=True)
+    return Actor(
+        RoleSetup(
+            spec=spec,
+            model=ModelConfig(path=str(path), dtype=dtype),
+            shape=load_model_shape(path),
+            groups=groups,
+            seed=1,
+            total_optimizer_steps=10**6,
+        )
+    )
 
 
 def build_bench_batch(
-    actor: Actor, work: Workload, *, max_tokens: int, share_prompts: bool, device: torch.device, pad_to: int = 0,
+    actor: Actor,
+    work: Workload,
+    *,
+    max_tokens: int,
+    share_prompts: bool,
+    device: torch.device,
+    pad_to: int = 0,
     buckets: Buckets | None = None,
 ) -> TrainBatch:
     """This rank's part of one minibatch of a workload, packed as the main loop does it.
@@ -74,20 +90,32 @@ def build_bench_batch(
     sequences = [_join(prompt, response, pad_to) for prompt, response in pairs]
     groups, group_of = actor.model.groups, work.group_of if share_prompts else None
     plan = plan_microbatches(
-        [len(s.tokens) for s in sequences], dp_size=groups.layout.dp_size, max_tokens=max_tokens,
-        count_multiple=actor.model.microbatch_count_multiple, attention_ratio=actor.model.attention_ratio,
-        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]) if share_prompts else None)
+        [len(s.tokens) for s in sequences],
+        dp_size=groups.layout.dp_size,
+        max_tokens=max_tokens,
+        count_multiple=actor.model.microbatch_count_multiple,
+        attention_ratio=actor.model.attention_ratio,
+        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]) if share_prompts else None,
+    )
     mode = ALGORITHM.loss_agg_mode
     batch = build_train_batch(
-        sequences, aggregate(mode, responses, work.longest_response).weights, [(range(len(sequences)), plan)],
-        dp_rank=groups.at.dp, device=device, group_of=group_of,
-        padding=Padding(actor.model.pad_multiple, buckets or actor.model.buckets))
+        sequences,
+        aggregate(mode, responses, work.longest_response).weights,
+        [(range(len(sequences)), plan)],
+        dp_rank=groups.at.dp,
+        device=device,
+        group_of=group_of,
+        padding=Padding(actor.model.pad_multiple, buckets or actor.model.buckets),
+    )
     if pad_to:
         ends = torch.tensor([*work.lengths, 0], device=device)
         batch.loss_mask.logical_and_(batch.position_ids < ends[batch.sequence_ids])
         batch.loss_weights.mul_(batch.loss_mask)
-    return replace(batch, ledgers=[build_ledger(mode, responses, work.longest_response)],
-                   advantages=_estimate_advantages(actor, work, batch))
+    return replace(
+        batch,
+        ledgers=[build_ledger(mode, responses, work.longest_response)],
+        advantages=_estimate_advantages(actor, work, batch),
+    )
 
 
 def _join(prompt: np.ndarray, response: np.ndarray, pad_to: int) -> Branch:
@@ -98,10 +126,19 @@ def _join(prompt: np.ndarray, response: np.ndarray, pad_to: int) -> Branch:
 
 def _estimate_advantages(actor: Actor, work: Workload, batch: TrainBatch) -> torch.Tensor:
     rewards, mask, ids = work.draw_rewards(), batch.loss_mask, batch.sequence_ids
-    return compute_advantages(AdvantageInputs(
-        scores=rewards, group_sizes=np.array([len(lengths) for lengths in work.response_lengths]), baselines=None,
-        token_rewards=compute_token_rewards(rewards, None, 0.0, mask, ids), values=None, loss_mask=mask,
-        sequence_ids=ids, group=actor.model.groups.dp), ALGORITHM).advantages
+    return compute_advantages(
+        AdvantageInputs(
+            scores=rewards,
+            group_sizes=np.array([len(lengths) for lengths in work.response_lengths]),
+            baselines=None,
+            token_rewards=compute_token_rewards(rewards, None, 0.0, mask, ids),
+            values=None,
+            loss_mask=mask,
+            sequence_ids=ids,
+            group=actor.model.groups.dp,
+        ),
+        ALGORITHM,
+    ).advantages
 
 
 def measure_peak(device: torch.device, function: Callable[[], Any]) -> int:

@@ -52,7 +52,8 @@ def list_length_cases(options: argparse.Namespace, world_size: int) -> Iterator[
         work = Workload([_PROMPT] * 4, lengths, options.seed)
         for cp_size in (size for size in options.cp if world_size % size == 0):
             for arm, settings in (
-                ("packed, chunked", {}), ("padded, chunked", {"is_padded": True}),
+                ("packed, chunked", {}),
+                ("padded, chunked", {"is_padded": True}),
                 ("packed, full logits", {"chunk_tokens": None}),
             ):
                 yield Case("lengths", arm, length, work, length + _PROMPT, options.vocab, cp_size, **settings)
@@ -73,8 +74,9 @@ def list_context_cases(options: argparse.Namespace, world_size: int) -> Iterator
         replicas = world_size // cp_size
         work = Workload([1] * replicas, [[length // 4 - 1] * 4] * replicas, options.seed)
         for recompute in ("none", "selective", "full"):
-            yield Case("context", recompute, length, work, length, 1024, cp_size, 256, recompute=recompute,
-                       is_timed=False)
+            yield Case(
+                "context", recompute, length, work, length, 1024, cp_size, 256, recompute=recompute, is_timed=False
+            )
 
 
 def list_packing_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
@@ -84,7 +86,9 @@ def list_packing_cases(options: argparse.Namespace, world_size: int) -> Iterator
     work = Workload([_PROMPT] * prompts, lengths, options.seed)
     longest = _PROMPT + work.longest_response
     for arm, settings in (
-        ("padded", {"is_padded": True}), ("packed", {}), ("packed, shared prompts", {"shares_prompts": True}),
+        ("padded", {"is_padded": True}),
+        ("packed", {}),
+        ("packed, shared prompts", {"shares_prompts": True}),
     ):
         yield Case("packing", arm, longest, work, max(4096, longest), 1024, **settings)
 
@@ -98,5 +102,9 @@ def list_linear_cases(options: argparse.Namespace, world_size: int) -> Iterator[
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, int], Iterator[Case]]] = {
-    "lengths": list_length_cases, "logits": list_logits_cases, "context": list_context_cases,
-    "packing": list_packing_cases, "linear": list_linear_cases}
+    "lengths": list_length_cases,
+    "logits": list_logits_cases,
+    "context": list_context_cases,
+    "packing": list_packing_cases,
+    "linear": list_linear_cases,
+}

@@ -53,8 +53,13 @@ def take_step(actor: Actor, options: argparse.Namespace, step: int, device: torc
     packing, logprobs, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
     sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding
     sums.index_add_(0, batch.sequence_ids % len(sums), batch.old_logprobs.double())
-    return {"packing": packing, "logprobs": logprobs, "update": statistics.mean(updates),
-            "logprob_sums": sums[:-1].tolist(), "tokens_computed": len(batch.tokens)}
+    return {
+        "packing": packing,
+        "logprobs": logprobs,
+        "update": statistics.mean(updates),
+        "logprob_sums": sums[:-1].tolist(),
+        "tokens_computed": len(batch.tokens),
+    }
 
 
 def main() -> None:

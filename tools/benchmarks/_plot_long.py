@@ -27,8 +27,7 @@ def plot_long(rows: Sequence[Row], path: Path) -> None:
     panels = [(draw, by_part[part]) for part, draw in _PANELS if part in by_part]
     columns = min(len(panels), 3)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(
-            figsize=(5 * columns, 3.8 * -(-len(panels) // columns)), dpi=110, layout="constrained")
+        figure = Figure(figsize=(5 * columns, 3.8 * -(-len(panels) // columns)), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
         for (draw, found), panel in zip(panels, axes):
@@ -45,9 +44,15 @@ def _draw_lines(axes: Any, rows: list[Row], value: Callable[[Row], float], has_c
         for cp_size in sizes:
             points = [(row["length"], value(row)) for row in rows if (row["arm"], row["cp"]) == (arm, cp_size)]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", ms=4, lw=1.8, color=_COLOURS[arms.index(arm)],
-                          ls=_STYLES[sizes.index(cp_size) % len(_STYLES)],
-                          label=f"{arm}, cp={cp_size}" if has_cp else arm)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker="o",
+                    ms=4,
+                    lw=1.8,
+                    color=_COLOURS[arms.index(arm)],
+                    ls=_STYLES[sizes.index(cp_size) % len(_STYLES)],
+                    label=f"{arm}, cp={cp_size}" if has_cp else arm,
+                )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
     axes.legend(loc="best", fontsize=7)
@@ -90,8 +95,11 @@ def _draw_context(axes: Any, rows: list[Row]) -> None:
 
 def _draw_packing(axes: Any, rows: list[Row]) -> None:
     axes.set_title("Long-tailed batch: tokens per second of a rank")
-    axes.bar([row["arm"].replace(", ", ",\n") for row in rows], [row["tokens_per_second"] for row in rows],
-             color=_COLOURS[: len(rows)])
+    axes.bar(
+        [row["arm"].replace(", ", ",\n") for row in rows],
+        [row["tokens_per_second"] for row in rows],
+        color=_COLOURS[: len(rows)],
+    )
 
 
 def _draw_linear(axes: Any, rows: list[Row]) -> None:
@@ -102,5 +110,10 @@ def _draw_linear(axes: Any, rows: list[Row]) -> None:
 
 
 _PANELS: tuple[tuple[str, Callable[[Any, list[Row]], None]], ...] = (
-    ("lengths", _draw_speed), ("lengths", _draw_memory), ("logits", _draw_logits), ("context", _draw_context),
-    ("packing", _draw_packing), ("linear", _draw_linear))
+    ("lengths", _draw_speed),
+    ("lengths", _draw_memory),
+    ("logits", _draw_logits),
+    ("context", _draw_context),
+    ("packing", _draw_packing),
+    ("linear", _draw_linear),
+)

@@ -28,10 +28,20 @@ _WARM_UPS = 2
 
 def _qwen(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
     return {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "intermediate_size": ffn,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "vocab_size": vocab, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 2**17,
-        "rope_theta": 1e6, "hidden_act": "silu"}
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2**17,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+    }
 
 
 SHAPES = {
@@ -77,7 +87,14 @@ class Contestant:
     """
 
     def __init__(
-        self, mode: str, path: Path, groups: ParallelGroups, draw: Draw, *, dtype: str, recompute: str,
+        self,
+        mode: str,
+        path: Path,
+        groups: ParallelGroups,
+        draw: Draw,
+        *,
+        dtype: str,
+        recompute: str,
         device: torch.device,
     ) -> None:
         self.mode, self._path, self._groups, self._draw = mode, path, groups, draw
@@ -92,8 +109,15 @@ class Contestant:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._actor = build_bench_actor(
-            self._path, self._groups, self._dtype, step_mode=self.mode, share_prompts=False,
-            max_tokens_per_microbatch=self._draw.size, recompute_granularity=self._recompute, **fixed)
+            self._path,
+            self._groups,
+            self._dtype,
+            step_mode=self.mode,
+            share_prompts=False,
+            max_tokens_per_microbatch=self._draw.size,
+            recompute_granularity=self._recompute,
+            **fixed,
+        )
         self._batch = self._build_batch()
         for _ in range(_WARM_UPS):
             self._update()
@@ -106,10 +130,10 @@ class Contestant:
         work = Workload([_PROMPT] * draw.microbatches, [[n - _PROMPT for n in lengths]] * draw.microbatches)
         self.real_tokens = sum(lengths)
         batch = build_bench_batch(
-            actor, work, max_tokens=draw.size, share_prompts=False, device=self._device, buckets=buckets)
+            actor, work, max_tokens=draw.size, share_prompts=False, device=self._device, buckets=buckets
+        )
         assert len(batch.slices) == draw.microbatches and len(batch.tokens) == draw.size * draw.microbatches
-        return replace(
-            batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(actor.model.shape.vocab_size)))
+        return replace(batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(actor.model.shape.vocab_size)))
 
     def _update(self) -> None:
         self._actor.forward_backward(self._batch, ALGORITHM)
@@ -140,9 +164,12 @@ class Contestant:
 
     def close(self) -> None:
         """Take the fingerprint and give all memory back."""
-        self.fingerprint.append([
-            int(p.view(torch.int32 if p.element_size() == 4 else torch.int16).long().sum())
-            for p in self._actor.model.params.values()])
+        self.fingerprint.append(
+            [
+                int(p.view(torch.int32 if p.element_size() == 4 else torch.int16).long().sum())
+                for p in self._actor.model.params.values()
+            ]
+        )
         self._shape = self._actor.model.shape
         if self.mode == "graph":
             self._found |= {"graph_bytes": self._actor.step.memory_bytes, "graphs": self._actor.step.num_graphs}
@@ -163,10 +190,14 @@ class Contestant:
         lengths, tp_size = self._draw.lengths(), self._groups.layout.tp_size
         flops = count_flops(self._shape, lengths) / tp_size
         return self._found | {
-            "milliseconds": 1e3 * median, "tokens_per_second": self.real_tokens / median,
+            "milliseconds": 1e3 * median,
+            "tokens_per_second": self.real_tokens / median,
             "mfu": flops / median / ceiling,
-            "tflops": flops / median / 1e12, "real_tokens": self.real_tokens, "sequences": len(lengths),
-            "seconds": self.seconds}
+            "tflops": flops / median / 1e12,
+            "real_tokens": self.real_tokens,
+            "sequences": len(lengths),
+            "seconds": self.seconds,
+        }
 
 
 def count_flops(shape: ModelShape, lengths: list[int]) -> float:
@@ -191,4 +222,3 @@ def measure_matmul_ceiling(device: torch.device, dtype: str) -> float:
         wall, cpu = watch.read()
         best = max(best, 5 * 2 * size**3 / (wall if device.type == "cuda" else cpu))
     return best
-

@@ -16,13 +16,29 @@ from typing import Any
 from tools.benchmarks._scripted_workloads import Workload, draw_geometric_lengths
 
 MODEL: dict[str, Any] = {
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e4,
-    "hidden_act": "silu", "dtype": "float32", "pad_token_id": 0, "eos_token_id": 1}
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "hidden_act": "silu",
+    "dtype": "float32",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 # Prompt tokens, longest response, and the mean of the geometric distribution that is cut there (None: all longest).
 WORKLOADS: dict[str, tuple[int, int, float | None]] = {
-    "ragged": (32, 128, 49.0), "prompt": (256, 64, 40.0), "fixed": (32, 128, None)}
+    "ragged": (32, 128, 49.0),
+    "prompt": (256, 64, 40.0),
+    "fixed": (32, 128, None),
+}
 LEARNING_RATE = 1e-4
 NUM_UPDATES = 2  # per step; with one, TRL does without a pass of log-probs
 MARK = "ANSWER "

@@ -72,8 +72,11 @@ def _roll_out(prompts: list[str], trainer: ScriptedTrainer) -> dict[str, Any]:
     wait_for_step()
     trainer.work = draw_workload(trainer.options, trainer.contest_step)
     trainer.pairs = trainer.work.draw_tokens(MODEL["vocab_size"])
-    return {"prompt_ids": [prompt.tolist() for prompt, _ in trainer.pairs],
-            "completion_ids": [response.tolist() for _, response in trainer.pairs], "logprobs": None}
+    return {
+        "prompt_ids": [prompt.tolist() for prompt, _ in trainer.pairs],
+        "completion_ids": [response.tolist() for _, response in trainer.pairs],
+        "logprobs": None,
+    }
 
 
 class _Clock(TrainerCallback):
@@ -89,9 +92,15 @@ class _Clock(TrainerCallback):
         trainer = self._trainer
         trainer.update_seconds.append(time.process_time() - self._start - trainer.seconds["prepare"])
         if len(trainer.update_seconds) == NUM_UPDATES:
-            answer({"packing": 0.0, "logprobs": trainer.seconds["logprobs"],
-                    "update": statistics.mean(trainer.update_seconds), "logprob_sums": trainer.logprob_sums,
-                    "tokens_computed": trainer.tokens_computed})
+            answer(
+                {
+                    "packing": 0.0,
+                    "logprobs": trainer.seconds["logprobs"],
+                    "update": statistics.mean(trainer.update_seconds),
+                    "logprob_sums": trainer.logprob_sums,
+                    "tokens_computed": trainer.tokens_computed,
+                }
+            )
             trainer.contest_step += 1
             trainer.seconds["logprobs"] = 0.0
             trainer.update_seconds.clear()
@@ -101,15 +110,31 @@ def build_trainer(options: argparse.Namespace) -> ScriptedTrainer:
     """TRL with our side's settings of the algorithm, and its own for everything else."""
     words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, MODEL["vocab_size"])}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>")
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
     config = GRPOConfig(
-        output_dir=str(options.model / "trl"), per_device_train_batch_size=options.trl_micro_batch,
+        output_dir=str(options.model / "trl"),
+        per_device_train_batch_size=options.trl_micro_batch,
         gradient_accumulation_steps=options.prompts * options.samples // options.trl_micro_batch,
-        num_generations=options.samples, max_completion_length=WORKLOADS[options.workload][1],
-        num_iterations=NUM_UPDATES, beta=0.0, max_steps=NUM_UPDATES * options.num_steps, learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, disable_tqdm=True,
-        dataloader_pin_memory=False, seed=0)
+        num_generations=options.samples,
+        max_completion_length=WORKLOADS[options.workload][1],
+        num_iterations=NUM_UPDATES,
+        beta=0.0,
+        max_steps=NUM_UPDATES * options.num_steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+    )
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     prompts = Dataset.from_dict({"prompt": [f"t{2 + i}" for i in range(options.prompts)] * options.num_steps})
     return ScriptedTrainer(options, model=model, args=config, train_dataset=prompts, processing_class=tokenizer)

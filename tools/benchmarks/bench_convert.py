@@ -77,8 +77,9 @@ def run_tool(name: str, *arguments: object) -> dict[str, float]:
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise UserError(f"{name} ended with {child.returncode}", source=str(arguments), expected="0",
-                        hint="see its error above")
+        raise UserError(
+            f"{name} ended with {child.returncode}", source=str(arguments), expected="0", hint="see its error above"
+        )
     return {"seconds": time.monotonic() - begun, "peak_rss_bytes": usage.ru_maxrss * 1024}
 
 
@@ -94,13 +95,18 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     files = write_random_model(work / "hf", config, DTYPES[options.dtype], int(options.file_gib * 2**30))
     output = (f"--file-gib={options.file_gib}", f"--processes={options.processes}")
     found: dict[str, Any] = {
-        "hf_config": str(options.hf_config), "dtype": options.dtype, "processes": options.processes,
+        "hf_config": str(options.hf_config),
+        "dtype": options.dtype,
+        "processes": options.processes,
         "model_bytes": sum(file.stat().st_size for file in files),
-        "largest_shard_bytes": max(file.stat().st_size for file in files)}
+        "largest_shard_bytes": max(file.stat().st_size for file in files),
+    }
     found["to_megatron"] = run_tool(
-        "convert_hf_to_megatron.py", "--hf", work / "hf", "--out", work / "megatron", *output)
+        "convert_hf_to_megatron.py", "--hf", work / "hf", "--out", work / "megatron", *output
+    )
     found["to_huggingface"] = run_tool(
-        "convert_megatron_to_hf.py", "--checkpoint", work / "megatron", "--out", work / "back", *output)
+        "convert_megatron_to_hf.py", "--checkpoint", work / "megatron", "--out", work / "back", *output
+    )
     for direction in ("to_megatron", "to_huggingface"):
         peak = found[direction]["peak_rss_bytes"]
         found[direction]["peak_rss_per_largest_shard"] = peak / found["largest_shard_bytes"]

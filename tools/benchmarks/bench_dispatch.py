@@ -54,12 +54,20 @@ def draw_lengths(args: argparse.Namespace, seed: int) -> np.ndarray:
 def make_requests(args: argparse.Namespace, seed: int) -> list[Request]:
     """One per sample, in order; prompts differ in length."""
     rng = np.random.default_rng(seed + 1000)
-    prompts = [rng.integers(0, VOCAB_SIZE, int(size), dtype=np.int32)
-               for size in rng.integers(args.prompt // 2, args.prompt * 3 // 2, args.prompts)]
+    prompts = [
+        rng.integers(0, VOCAB_SIZE, int(size), dtype=np.int32)
+        for size in rng.integers(args.prompt // 2, args.prompt * 3 // 2, args.prompts)
+    ]
     sampling = SamplingConfig(temperature=1.0, max_tokens=args.longest, stop_token_ids=())
-    return [Request(index, prompts[index // args.group_size],
-                    derive_seed(seed, 1, index // args.group_size, index % args.group_size), sampling)
-            for index in range(args.prompts * args.group_size)]
+    return [
+        Request(
+            index,
+            prompts[index // args.group_size],
+            derive_seed(seed, 1, index // args.group_size, index % args.group_size),
+            sampling,
+        )
+        for index in range(args.prompts * args.group_size)
+    ]
 
 
 def simulate(args: argparse.Namespace, seed: int, dispatch: str) -> tuple[float, list[Sampled]]:
@@ -80,7 +88,9 @@ def is_same(one: list[Sampled], other: list[Sampled]) -> bool:
     """True if responses are equal to the last bit."""
     return len(one) == len(other) and all(
         (a.key, a.finish_reason, a.tokens.tobytes(), a.logprobs.tobytes())
-        == (b.key, b.finish_reason, b.tokens.tobytes(), b.logprobs.tobytes()) for a, b in zip(one, other, strict=True))
+        == (b.key, b.finish_reason, b.tokens.tobytes(), b.logprobs.tobytes())
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def compare(
@@ -90,10 +100,20 @@ def compare(
     rows = []
     for seed in range(seeds):
         (slow, one), (fast, other) = (run(seed, way) for way in WAYS)
-        rows.append({"seed": seed, "seconds_groups": slow, "seconds_samples": fast, "ratio": slow / fast,
-                     "same_samples": same(one, other)})
-    return {"ratio": statistics.median(row["ratio"] for row in rows),
-            "same_samples": all(row["same_samples"] for row in rows), "runs": rows}
+        rows.append(
+            {
+                "seed": seed,
+                "seconds_groups": slow,
+                "seconds_samples": fast,
+                "ratio": slow / fast,
+                "same_samples": same(one, other),
+            }
+        )
+    return {
+        "ratio": statistics.median(row["ratio"] for row in rows),
+        "same_samples": all(row["same_samples"] for row in rows),
+        "runs": rows,
+    }
 
 
 def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float, Any]]:
@@ -110,21 +130,31 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     def run(seed: int, dispatch: str) -> tuple[float, Any]:
         lengths = np.maximum(1, draw_lengths(args, seed).reshape(-1) * SLEEP_SHARE).astype(int)
         requests = make_requests(args, seed)
-        prompts = [Prompt(number, request.tokens, "", "")
-                   for number, request in enumerate(requests[:: args.group_size])]
+        prompts = [
+            Prompt(number, request.tokens, "", "") for number, request in enumerate(requests[:: args.group_size])
+        ]
         engine = ScriptedEngine(dict(enumerate(lengths.tolist())), args.slots, COST, time.sleep)
         generator = RolloutGenerator(
-            BuiltEngine(engine, None, "ScriptedEngine"), weights, Channel(), config=RolloutConfig(dispatch=dispatch),
-            run_seed=seed, group=dist.group.WORLD, progress=RolloutProgress())
+            BuiltEngine(engine, None, "ScriptedEngine"),
+            weights,
+            Channel(),
+            config=RolloutConfig(dispatch=dispatch),
+            run_seed=seed,
+            group=dist.group.WORLD,
+            progress=RolloutProgress(),
+        )
         dist.barrier()
         start = time.perf_counter()
-        generated = generator.generate(
-            prompts, group_size=args.group_size, sampling=requests[0].sampling, step=1)
+        generated = generator.generate(prompts, group_size=args.group_size, sampling=requests[0].sampling, step=1)
         seconds = time.perf_counter() - start  # ends with a collective: of the slowest rank
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, {
-            index: (rollout.response_tokens.tobytes(), rollout.rollout_logprobs.tobytes())
-            for index, rollout in generated.items()})
+        dist.all_gather_object(
+            parts,
+            {
+                index: (rollout.response_tokens.tobytes(), rollout.rollout_logprobs.tobytes())
+                for index, rollout in generated.items()
+            },
+        )
         return seconds, {index: found for part in parts for index, found in part.items()}
 
     return run
@@ -151,16 +181,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Compare both ways; 1 if they sample differently."""
     args = parse(arguments)
     settings = {name: value for name, value in vars(args).items() if name != "json"}
-    found: dict[str, Any] = {"settings": settings, "simulated": compare(
-        lambda seed, way: simulate(args, seed, way), is_same, args.seeds)}
+    found: dict[str, Any] = {
+        "settings": settings,
+        "simulated": compare(lambda seed, way: simulate(args, seed, way), is_same, args.seeds),
+    }
     is_writer = True
     if "RANK" in os.environ:
         from megatron_rl.parallel.collectives import init_distributed
 
         process = init_distributed(5)
         is_writer = process.rank == 0
-        found["measured"] = {"ranks": process.world_size} | compare(
-            make_real_run(args), operator.eq, args.seeds)
+        found["measured"] = {"ranks": process.world_size} | compare(make_real_run(args), operator.eq, args.seeds)
     if is_writer:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
         for name in ("simulated", "measured"):

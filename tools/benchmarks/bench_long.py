@@ -56,10 +56,20 @@ from tools.benchmarks._long_cases import PARTS, Case
 from tools.benchmarks._plot_long import plot_long
 
 MODEL: dict[str, Any] = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 2**20, "rope_theta": 1e6,
-    "hidden_act": "silu"}
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2**20,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+}
 
 
 class Bench:
@@ -71,7 +81,8 @@ class Bench:
         self.rank, self._directory = process.rank, Path(share_object(str(directory), dist.group.WORLD, 0))
         self.rows: list[dict[str, Any]] = []
         self._groups: Callable[[int], ParallelGroups] = cache(
-            lambda cp_size: build_groups(ParallelLayout(self.world_size, cp_size=cp_size)))
+            lambda cp_size: build_groups(ParallelLayout(self.world_size, cp_size=cp_size))
+        )
 
     def run_part(self, part: str) -> None:
         """All rows of a part; an arm ends at the length whose successor would not fit into memory."""
@@ -99,15 +110,24 @@ class Bench:
 
         actor.optimizer.zero_grad()
         peak = measure_peak(
-            self.device, lambda: actor.model.run_microbatches(largest.microbatches(), actor.head, loss_function))
+            self.device, lambda: actor.model.run_microbatches(largest.microbatches(), actor.head, loss_function)
+        )
         sums = self._reduce({"tokens_computed": len(batch.tokens)}, dist.ReduceOp.SUM)
         highs = self._reduce({"peak_bytes": peak, "microbatch_tokens": len(largest.tokens)}, dist.ReduceOp.MAX)
         computed = sums["tokens_computed"] / case.cp_size
         return {
-            "part": case.part, "arm": case.arm, "cp": case.cp_size, "length": case.length,
-            "tokens": sum(case.work.lengths), "tokens_computed": int(computed),
-            "microbatches": len(batch.slices), "microbatch_tokens": int(highs["microbatch_tokens"]),
-            "peak_bytes": int(highs["peak_bytes"]), "imbalance": self._measure_imbalance(actor, batch), "seconds": []}
+            "part": case.part,
+            "arm": case.arm,
+            "cp": case.cp_size,
+            "length": case.length,
+            "tokens": sum(case.work.lengths),
+            "tokens_computed": int(computed),
+            "microbatches": len(batch.slices),
+            "microbatch_tokens": int(highs["microbatch_tokens"]),
+            "peak_bytes": int(highs["peak_bytes"]),
+            "imbalance": self._measure_imbalance(actor, batch),
+            "seconds": [],
+        }
 
     def measure_seconds(self, case: Case) -> float:
         """Seconds of one update, summed over ranks, after one of a single microbatch that is not measured."""
@@ -124,12 +144,21 @@ class Bench:
 
     def _build(self, case: Case) -> tuple[Actor, TrainBatch]:
         actor = build_bench_actor(
-            self._model(case.vocab_size), self._groups(case.cp_size), self.options.dtype,
-            context_parallel_size=case.cp_size, logprob_chunk_tokens=case.chunk_tokens or case.max_tokens,
-            recompute_granularity=case.recompute)
+            self._model(case.vocab_size),
+            self._groups(case.cp_size),
+            self.options.dtype,
+            context_parallel_size=case.cp_size,
+            logprob_chunk_tokens=case.chunk_tokens or case.max_tokens,
+            recompute_granularity=case.recompute,
+        )
         batch = build_bench_batch(
-            actor, case.work, max_tokens=case.max_tokens, share_prompts=case.shares_prompts, device=self.device,
-            pad_to=max(case.work.lengths) if case.is_padded else 0)
+            actor,
+            case.work,
+            max_tokens=case.max_tokens,
+            share_prompts=case.shares_prompts,
+            device=self.device,
+            pad_to=max(case.work.lengths) if case.is_padded else 0,
+        )
         return actor, batch
 
     def _model(self, vocab_size: int) -> Path:
@@ -169,8 +198,11 @@ class Bench:
         if self.rank > 0:
             return
         seconds = "".join(f" {s:8.2f} s" for s in row["seconds"])
-        print(f"{row['part']:8} {row['arm']:24} cp={row['cp']} {row['length']:>7}: {row['tokens']:>8} tokens of "
-              f"{row['tokens_computed']:>8}, peak {row['peak_bytes'] / 2**20:8.1f} MiB{seconds}", flush=True)
+        print(
+            f"{row['part']:8} {row['arm']:24} cp={row['cp']} {row['length']:>7}: {row['tokens']:>8} tokens of "
+            f"{row['tokens_computed']:>8}, peak {row['peak_bytes'] / 2**20:8.1f} MiB{seconds}",
+            flush=True,
+        )
         if self.options.json:
             self.options.json.write_text(json.dumps({"ranks": self.world_size, "rows": self.rows}, indent=2) + "\n")
 

@@ -57,15 +57,30 @@ def main(arguments: list[str] | None = None) -> int:
 
     planner, plan = measure(seconds, "plan", make_plan)
     planned_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    measure(seconds, "count", lambda: summarize(
-        planner.flows(), num_ranks=layout.world_size, itemsize=2, ranks_per_node=options.ranks_per_node,
-        bucket_bytes=16 << 20))
+    measure(
+        seconds,
+        "count",
+        lambda: summarize(
+            planner.flows(),
+            num_ranks=layout.world_size,
+            itemsize=2,
+            ranks_per_node=options.ranks_per_node,
+            bucket_bytes=16 << 20,
+        ),
+    )
     result = {
-        "source": layout.describe(), "destination": f"tp={rollout_tp}", "num_ranks": layout.world_size,
-        "num_tensors": len(shape.logical_tensors()), "rank": options.rank,
-        "operations": {"local": len(plan.local), "receives": sum(map(len, plan.receives.values())),
-                       "sends": sum(map(len, plan.sends.values()))},
-        "seconds": seconds, "process_mib": planned_mib,
+        "source": layout.describe(),
+        "destination": f"tp={rollout_tp}",
+        "num_ranks": layout.world_size,
+        "num_tensors": len(shape.logical_tensors()),
+        "rank": options.rank,
+        "operations": {
+            "local": len(plan.local),
+            "receives": sum(map(len, plan.receives.values())),
+            "sends": sum(map(len, plan.sends.values())),
+        },
+        "seconds": seconds,
+        "process_mib": planned_mib,
     }
     print(json.dumps(result, indent=2))
     if options.json:

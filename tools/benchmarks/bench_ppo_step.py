@@ -54,8 +54,12 @@ class Bench:
         self.is_gpu = process.device.type == "cuda"
         self.modes = options.modes or [mode for mode in MODES if self.is_gpu or mode != "graph"]
         if "graph" in self.modes and not self.is_gpu:
-            raise UserError("--modes graph, but there is no CUDA device", source="--modes", expected="eager, static",
-                            hint="leave graph out on a CPU")
+            raise UserError(
+                "--modes graph, but there is no CUDA device",
+                source="--modes",
+                expected="eager, static",
+                hint="leave graph out on a CPU",
+            )
         self.dtype = options.dtype or ("bfloat16" if self.is_gpu else "float32")
         torch.use_deterministic_algorithms(options.deterministic, warn_only=True)
         self.ceiling = measure_matmul_ceiling(self.device, self.dtype)
@@ -82,7 +86,8 @@ class Bench:
 
     def _build(self, mode: str, path: Path, draw: Draw) -> Contestant:
         return Contestant(
-            mode, path, self.groups, draw, dtype=self.dtype, recompute=self.options.recompute, device=self.device)
+            mode, path, self.groups, draw, dtype=self.dtype, recompute=self.options.recompute, device=self.device
+        )
 
     def _take_rounds(self, contestants: list[Contestant]) -> None:
         """On a CPU in turns and in changing order; on a GPU each alone, its memory given back afterwards."""
@@ -105,15 +110,16 @@ class Bench:
 
     def _reduce(self, row: dict[str, Any]) -> dict[str, float]:
         """The slowest rank's times."""
-        return reduce_scalars(
-            {"milliseconds": row["milliseconds"]}, dist.ReduceOp.MAX, dist.group.WORLD, self.device)
+        return reduce_scalars({"milliseconds": row["milliseconds"]}, dist.ReduceOp.MAX, dist.group.WORLD, self.device)
 
     def _print(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
             shown = ("milliseconds", "tokens_per_second", "mfu", "busy", "speedup", "equal_to_eager")
             numbers = "  ".join(
                 f"{key} {row[key]:.4g}" if isinstance(row[key], float) else f"{key} {row[key]}"
-                for key in shown if row.get(key) is not None)
+                for key in shown
+                if row.get(key) is not None
+            )
             print(f"{row['shape']:>5} {row['size']:>6} {row['mode']:<6} {numbers}", flush=True)
 
 
@@ -154,8 +160,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             rows += bench.run_model(name, path)
             dist.barrier()
     device = torch.cuda.get_device_name() if bench.is_gpu else "cpu"
-    return {"device": device, "torch": torch.__version__, "ranks": dist.get_world_size(), "dtype": bench.dtype,
-            "matmul_tflops": bench.ceiling / 1e12, "rank": bench.rank, "rows": rows}
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "dtype": bench.dtype,
+        "matmul_tflops": bench.ceiling / 1e12,
+        "rank": bench.rank,
+        "rows": rows,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

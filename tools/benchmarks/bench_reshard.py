@@ -49,18 +49,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Bench:
     """One rank's parameters on both sides, and the three ways to fill the destination."""
 
-    def __init__(self, shape: ModelShape, layout: ParallelLayout, rollout_tp: int, dtype: torch.dtype, alias: bool,
-                 bucket_bytes: int, transport: str) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        rollout_tp: int,
+        dtype: torch.dtype,
+        alias: bool,
+        bucket_bytes: int,
+        transport: str,
+    ) -> None:
         self.shape, self.layout, self.tp, self.dtype = shape, layout, rollout_tp, dtype
         self.rank, self.world = dist.get_rank(), layout.world_size
         self.at, self.bucket_bytes = layout.coordinates(self.rank), bucket_bytes
         self._tensors = shape.logical_tensors()
-        self._stage_tables = {
-            stage: self.source_table(layout.rank(pp=stage)) for stage in range(layout.pp_size)}
+        self._stage_tables = {stage: self.source_table(layout.rank(pp=stage)) for stage in range(layout.pp_size)}
         whole_layers = ParallelLayout(layout.tp_size, tp_size=layout.tp_size)
         self._shard_sizes = [
             {p.hf_name: box_shape(p.hf_box) for p in megatron_placements(shape, whole_layers, r)}
-            for r in range(layout.tp_size)]
+            for r in range(layout.tp_size)
+        ]
         self._owners = {name: self._owner_stage(name) for name in self._tensors}
         self.source = _allocate(self.source_table(self.rank), dtype)
         self.write_weights(step=0)
@@ -98,15 +106,24 @@ class Bench:
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, aliased)
         source = group_shards(
-            self.source_table, lambda r: (self.layout.coordinates(r).tp, self.layout.coordinates(r).pp), self.world)
+            self.source_table, lambda r: (self.layout.coordinates(r).tp, self.layout.coordinates(r).pp), self.world
+        )
         destination = group_shards(
             lambda r: [p for p in self.destination_table(r) if p.param not in everyone[r]],
-            lambda r: (r % self.tp, everyone[r]), self.world)
+            lambda r: (r % self.tp, everyone[r]),
+            self.world,
+        )
         start = time.perf_counter()
         self.plan = plan_rank(self.rank, source, destination, ranks_per_node=self.world)
         self.seconds_plan = time.perf_counter() - start
-        return Resharder(self.plan, self.source, self.destination, dist.group.WORLD,
-                         Transport(self.bucket_bytes, transport, self.world), dtype=self.dtype)
+        return Resharder(
+            self.plan,
+            self.source,
+            self.destination,
+            dist.group.WORLD,
+            Transport(self.bucket_bytes, transport, self.world),
+            dtype=self.dtype,
+        )
 
     @torch.no_grad()
     def gather_and_load(self) -> None:
@@ -187,8 +204,10 @@ class Bench:
 
     def p2p_floor(self) -> Callable[[], None]:
         """Send as many bytes to the same peers in the same turns, without packing or scattering."""
-        sends, receives = ({peer: sum(op.num_elements for op in ops) for peer, ops in side.items()}
-                           for side in (self.plan.sends, self.plan.receives))
+        sends, receives = (
+            {peer: sum(op.num_elements for op in ops) for peer, ops in side.items()}
+            for side in (self.plan.sends, self.plan.receives)
+        )
         size = max(1, self.bucket_bytes // 2 // self.dtype.itemsize)
         out, into = torch.zeros(size, dtype=self.dtype), torch.zeros(size, dtype=self.dtype)
 
@@ -211,31 +230,55 @@ class Bench:
         """Totals over ranks and medians over repeats; collective."""
         stats = self.resharder.stats
         totals = reduce_scalars(
-            {"bytes_moved": stats.bytes_moved, "bytes_copied": stats.bytes_copied,
-             "bytes_aliased": self.bytes_aliased, "wrong_elements": wrong}, dist.ReduceOp.SUM, dist.group.WORLD,
-            torch.device("cpu"))
+            {
+                "bytes_moved": stats.bytes_moved,
+                "bytes_copied": stats.bytes_copied,
+                "bytes_aliased": self.bytes_aliased,
+                "wrong_elements": wrong,
+            },
+            dist.ReduceOp.SUM,
+            dist.group.WORLD,
+            torch.device("cpu"),
+        )
         peaks = reduce_scalars(
-            {"peak_transient_bytes": self.resharder.transient_bytes, "measured_peak_bytes": self.measured_peak,
-             "seconds_plan": self.seconds_plan},
-            dist.ReduceOp.MAX, dist.group.WORLD, torch.device("cpu"))
+            {
+                "peak_transient_bytes": self.resharder.transient_bytes,
+                "measured_peak_bytes": self.measured_peak,
+                "seconds_plan": self.seconds_plan,
+            },
+            dist.ReduceOp.MAX,
+            dist.group.WORLD,
+            torch.device("cpu"),
+        )
         total = totals["bytes_moved"] + totals["bytes_copied"] + totals["bytes_aliased"]
         ours, floor = statistics.median(seconds["ours"]), statistics.median(seconds["floor"])
         gather = statistics.median(seconds["gather"]) if seconds["gather"] else None
         return {
-            "transport": self.resharder.transport, "source": self.layout.describe(), "destination_tp": self.tp,
-            "dtype": options.dtype, "bytes_total": int(total), **{k: int(v) for k, v in totals.items()},
-            "aliased_share": totals["bytes_aliased"] / total, "seconds": ours, "seconds_gather_load": gather,
-            "seconds_floor": floor, "speedup_vs_gather": gather / ours if gather else None,
-            "fraction_of_floor": floor / ours, "bucket_bytes": options.bucket_bytes,
+            "transport": self.resharder.transport,
+            "source": self.layout.describe(),
+            "destination_tp": self.tp,
+            "dtype": options.dtype,
+            "bytes_total": int(total),
+            **{k: int(v) for k, v in totals.items()},
+            "aliased_share": totals["bytes_aliased"] / total,
+            "seconds": ours,
+            "seconds_gather_load": gather,
+            "seconds_floor": floor,
+            "speedup_vs_gather": gather / ours if gather else None,
+            "fraction_of_floor": floor / ours,
+            "bucket_bytes": options.bucket_bytes,
             "peak_transient_bytes": int(peaks["peak_transient_bytes"]),
-            "measured_peak_bytes": int(peaks["measured_peak_bytes"]), "seconds_plan": peaks["seconds_plan"],
+            "measured_peak_bytes": int(peaks["measured_peak_bytes"]),
+            "seconds_plan": peaks["seconds_plan"],
             "all_seconds": seconds,
         }
 
     def count_wrong(self, step: int) -> int:
         """Elements of the destination that are not the source's."""
-        return sum(int((self.destination[p.param][box_slices(p.local_box)] != self._value(p, step)).sum())
-                   for p in self.destination_table(self.rank))
+        return sum(
+            int((self.destination[p.param][box_slices(p.local_box)] != self._value(p, step)).sum())
+            for p in self.destination_table(self.rank)
+        )
 
 
 def _status_bytes(key: str) -> int:
@@ -268,10 +311,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shape = read_shape(options.hf_config)
     layout, rollout_tp = read_layouts(shape, options.source, options.destination, process.world_size)
     if layout.ep_size > 1:
-        raise UserError(f"--source {options.source}", source="command line", expected="ep=1: models without experts",
-                        hint="tools/plan_reshard.py counts the bytes of experts")
-    bench = Bench(shape, layout, rollout_tp, DTYPES[options.dtype], not options.no_alias, options.bucket_bytes,
-                  options.transport)
+        raise UserError(
+            f"--source {options.source}",
+            source="command line",
+            expected="ep=1: models without experts",
+            hint="tools/plan_reshard.py counts the bytes of experts",
+        )
+    bench = Bench(
+        shape, layout, rollout_tp, DTYPES[options.dtype], not options.no_alias, options.bucket_bytes, options.transport
+    )
     floor = bench.memcpy_floor() if bench.resharder.transport == "pull" else bench.p2p_floor()
     seconds: dict[str, list[float]] = {"ours": [], "gather": [], "floor": []}
     wrong = 0

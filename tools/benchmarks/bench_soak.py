@@ -47,9 +47,14 @@ def measure() -> dict[str, float]:
     """What this process holds now, and the host's shared memory."""
     process, shared = psutil.Process(), [p.stat().st_size for p in Path("/dev/shm").rglob("*") if p.is_file()]
     return {
-        "seconds": time.monotonic(), "resident_mib": process.memory_info().rss / 2**20, "open_files": process.num_fds(),
-        "threads": process.num_threads(), "children": len(process.children(recursive=True)),
-        "shm_files": len(shared), "shm_mib": sum(shared) / 2**20}
+        "seconds": time.monotonic(),
+        "resident_mib": process.memory_info().rss / 2**20,
+        "open_files": process.num_fds(),
+        "threads": process.num_threads(),
+        "children": len(process.children(recursive=True)),
+        "shm_files": len(shared),
+        "shm_mib": sum(shared) / 2**20,
+    }
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -73,9 +78,13 @@ def soak(recipe: Path, overrides: Sequence[str], steps: int) -> dict[str, Any]:
     ranks = [{name: summarize([s[name] for s in mine]) for name in mine[0]} for mine in samples]
     seconds = [rank.pop("seconds") for rank in ranks][0]
     return {
-        "recipe": recipe.name, "overrides": list(overrides), "steps": len(samples[0]),
-        "seconds_per_step": (seconds["last"] - seconds["first"]) / max(1, steps - 1), "ranks": ranks,
-        "resident_mib_of_ranks": [[round(sample["resident_mib"], 3) for sample in mine] for mine in samples]}
+        "recipe": recipe.name,
+        "overrides": list(overrides),
+        "steps": len(samples[0]),
+        "seconds_per_step": (seconds["last"] - seconds["first"]) / max(1, steps - 1),
+        "ranks": ranks,
+        "resident_mib_of_ranks": [[round(sample["resident_mib"], 3) for sample in mine] for mine in samples],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
         for rank, figures in enumerate(found["ranks"]):
             for name, figure in figures.items():
-                print(f"rank {rank} {name:12} {figure['first']:10.1f} -> {figure['last']:10.1f}, "
-                      f"slope of the last half {figure['slope_per_step']:+z.5f} per step")
+                print(
+                    f"rank {rank} {name:12} {figure['first']:10.1f} -> {figure['last']:10.1f}, "
+                    f"slope of the last half {figure['slope_per_step']:+z.5f} per step"
+                )
     return 0
 
 

@@ -48,8 +48,14 @@ class Side:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, str(SIDES[name]), *arguments], env=environment, text=True, bufsize=1,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+                [python, str(SIDES[name]), *arguments],
+                env=environment,
+                text=True,
+                bufsize=1,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
 
     def take_step(self) -> dict[str, Any]:
         """Have it take its next step; its measurements."""
@@ -62,8 +68,12 @@ class Side:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
         lines = self._log.read_text().strip().splitlines()[-8:]
-        raise UserError(f"the process of {self.name} ended", source="\n".join(lines) or "it said nothing",
-                        expected="an answer per step", hint="--trl-python must have TRL with rollout_func (1.16.0)")
+        raise UserError(
+            f"the process of {self.name} ended",
+            source="\n".join(lines) or "it said nothing",
+            expected="an answer per step",
+            hint="--trl-python must have TRL with rollout_func (1.16.0)",
+        )
 
     def end(self) -> None:
         """Reap it."""
@@ -74,9 +84,18 @@ class Side:
 def run_workload(options: argparse.Namespace, workload: str, directory: Path) -> dict[str, Any]:
     """All rounds of a workload; the first step of each side is a warm-up."""
     steps = options.warmup_steps + options.steps
-    arguments = ["--model", str(directory / "model"), "--workload", workload, "--num-steps", str(steps),
-                 *(f"--{name}={getattr(options, name.replace('-', '_'))}"
-                   for name in ("prompts", "samples", "max-tokens", "trl-micro-batch"))]
+    arguments = [
+        "--model",
+        str(directory / "model"),
+        "--workload",
+        workload,
+        "--num-steps",
+        str(steps),
+        *(
+            f"--{name}={getattr(options, name.replace('-', '_'))}"
+            for name in ("prompts", "samples", "max-tokens", "trl-micro-batch")
+        ),
+    ]
     pythons = {"ours": sys.executable, "trl": options.trl_python}
     rounds = []
     for _ in range(options.rounds):
@@ -90,8 +109,12 @@ def run_workload(options: argparse.Namespace, workload: str, directory: Path) ->
                 side.end()
     options.workload = workload
     works = [draw_workload(options, step) for step in range(options.warmup_steps, steps)]
-    return summarize(workload, rounds, [len(work.lengths) * work.prompt_lengths[0] for work in works],
-                     [sum(work.lengths) for work in works])
+    return summarize(
+        workload,
+        rounds,
+        [len(work.lengths) * work.prompt_lengths[0] for work in works],
+        [sum(work.lengths) for work in works],
+    )
 
 
 def _take_turns(sides: list[Side], step: int) -> dict[str, Any]:
@@ -107,28 +130,39 @@ def summarize(
     table = []
     for steps in rounds:
         sums = {name: statistics.median(sum(step[name][part] for part in PARTS) for step in steps) for name in SIDES}
-        table.append({
-            name: {part: statistics.median(step[name][part] for step in steps) for part in PARTS}
-            | {"total": sums[name], "tokens_computed": statistics.median(s[name]["tokens_computed"] for s in steps)}
-            for name in SIDES
-        } | {"ratio": sums["trl"] / sums["ours"]})
+        table.append(
+            {
+                name: {part: statistics.median(step[name][part] for step in steps) for part in PARTS}
+                | {"total": sums[name], "tokens_computed": statistics.median(s[name]["tokens_computed"] for s in steps)}
+                for name in SIDES
+            }
+            | {"ratio": sums["trl"] / sums["ours"]}
+        )
     return {
-        "workload": workload, "rounds": table, "ratio": min(row["ratio"] for row in table),
+        "workload": workload,
+        "rounds": table,
+        "ratio": min(row["ratio"] for row in table),
         "response_tokens": statistics.median(a - b for a, b in zip(tokens, prompt_tokens, strict=True)),
         "tokens": statistics.median(tokens),
-        "max_logprob_gap": max(step["logprob_gap"] for steps in rounds for step in steps)}
+        "max_logprob_gap": max(step["logprob_gap"] for steps in rounds for step in steps),
+    }
 
 
 def format_result(result: dict[str, Any]) -> str:
     """A table for people: CPU-seconds of each part in each round."""
-    lines = [f"{result['workload']}: {result['response_tokens']:.0f} response tokens of {result['tokens']:.0f}; "
-             f"log-probs differ by {result['max_logprob_gap']:.1e} (relative)",
-             f"  {'round':>5} {'side':5}" + "".join(f"{part:>10}" for part in (*PARTS, "total")) + f"{'computed':>10}"]
+    lines = [
+        f"{result['workload']}: {result['response_tokens']:.0f} response tokens of {result['tokens']:.0f}; "
+        f"log-probs differ by {result['max_logprob_gap']:.1e} (relative)",
+        f"  {'round':>5} {'side':5}" + "".join(f"{part:>10}" for part in (*PARTS, "total")) + f"{'computed':>10}",
+    ]
     for number, row in enumerate(result["rounds"], 1):
         for name in SIDES:
             found = row[name]
-            lines.append(f"  {number:>5} {name:5}" + "".join(f"{found[part]:10.3f}" for part in (*PARTS, "total"))
-                         + f"{found['tokens_computed']:10.0f}")
+            lines.append(
+                f"  {number:>5} {name:5}"
+                + "".join(f"{found[part]:10.3f}" for part in (*PARTS, "total"))
+                + f"{found['tokens_computed']:10.0f}"
+            )
         lines.append(f"        TRL takes {row['ratio']:.2f} times as long")
     return "\n".join(lines)
 

@@ -116,8 +116,10 @@ def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -
     if alias.closed:
         known = ", ".join(repr(theirs) for theirs, _ in alias.values)
         raise UserError(
-            f"{setting.name} = {setting.value!r} is not known", source=setting.source,
-            expected=f"one of {known} (read as {alias.target})", hint=f"set {alias.target} instead, see --help",
+            f"{setting.name} = {setting.value!r} is not known",
+            source=setting.source,
+            expected=f"one of {known} (read as {alias.target})",
+            hint=f"set {alias.target} instead, see --help",
         )
     return [replace(setting, name=alias.target)]
 
@@ -131,23 +133,30 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
         return []
     accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))
     raise UserError(
-        f"{setting.name} = {setting.value!r} is not supported", source=setting.source,
-        expected=f"{accepted}: {alias.reason}", hint=f"remove {setting.name}",
+        f"{setting.name} = {setting.value!r} is not supported",
+        source=setting.source,
+        expected=f"{accepted}: {alias.reason}",
+        hint=f"remove {setting.name}",
     )
 
 
 def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> list[str]:
     """Accept a repetition; refuse a contradiction."""
     value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
-    strongest = max((other for other in translated if other.name == alias.target),
-                    key=lambda other: (other.layer, not other.weak), default=None)
+    strongest = max(
+        (other for other in translated if other.name == alias.target),
+        key=lambda other: (other.layer, not other.weak),
+        default=None,
+    )
     if value is None or (strongest is not None and _same(value, strongest.value)):
         return []
     if strongest is None or strongest.layer != setting.layer:
         return [note(setting, f"{alias.target} decides")]
     raise UserError(
-        f"{setting.name} = {setting.value!r}, but {describe(strongest)}", source=setting.source,
-        expected=f"the value of {alias.target}: both mean the same here", hint=f"remove {setting.name}",
+        f"{setting.name} = {setting.value!r}, but {describe(strongest)}",
+        source=setting.source,
+        expected=f"the value of {alias.target}: both mean the same here",
+        hint=f"remove {setting.name}",
     )
 
 
@@ -165,13 +174,19 @@ def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
         return []
     if critic is not None and critic.value is False:
         sign = f"{describe(critic)} switches it off"
-    elif n is not None and isinstance(n.value, int) and n.value > 1 and not any(
-            name.startswith("critic.") for name in values):
+    elif (
+        n is not None
+        and isinstance(n.value, int)
+        and n.value > 1
+        and not any(name.startswith("critic.") for name in values)
+    ):
         sign = f"{describe(n)} asks for groups, as runs without a critic do"
     else:
         return []
-    return [f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
-            "run without a critic, or critic.enable=true to train one (the default with gae)"]
+    return [
+        f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
+        "run without a critic, or critic.enable=true to train one (the default with gae)"
+    ]
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -52,15 +52,20 @@ class AliasGroup:
 def _combine_reward(parts: Parts) -> Combined:
     path, name = parts.get(_REWARD_PATH), parts.get(_REWARD_NAME)
     if path is None or path.value is None:
-        yield from (note(setting, "no custom_reward_function.path is given") for setting in parts.values()
-                    if setting.value is not None)
+        yield from (
+            note(setting, "no custom_reward_function.path is given")
+            for setting in parts.values()
+            if setting.value is not None
+        )
         return
     function = _VERL_REWARD_NAME if name is None else name.value
     for setting, value in ((path, path.value), (name, function)):
         if not isinstance(value, str):
             assert setting is not None  # the default name is text
             raise UserError(
-                f"{setting.name} = {value!r} is not accepted", source=setting.source, expected="text",
+                f"{setting.name} = {value!r} is not accepted",
+                source=setting.source,
+                expected="text",
                 hint="give the file in custom_reward_function.path and the function in custom_reward_function.name",
             )
     latest = path if name is None else max(path, name, key=lambda setting: setting.layer)
@@ -77,8 +82,10 @@ def _combine_reward_model(parts: Parts) -> Combined:
         return
     if path is None:
         raise UserError(
-            f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}", source=enable.source,
-            expected="the directory of a reward model in HF format", hint=f"give {_MODEL_REWARD_PATH}",
+            f"{_MODEL_REWARD} = true without {_MODEL_REWARD_PATH}",
+            source=enable.source,
+            expected="the directory of a reward model in HF format",
+            hint=f"give {_MODEL_REWARD_PATH}",
         )
     yield replace(path, name="reward_model.path")
     yield replace(enable, name="reward.components", value=["1.0 model"], text=None, weak=True)
@@ -95,8 +102,10 @@ def _combine_overlong(parts: Parts) -> Combined:
         policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
         if truncation.value not in policies:
             raise UserError(
-                f"{_TRUNCATION} = {truncation.value!r} is not known", source=truncation.source,
-                expected="error, left, right or middle", hint="set data.overlong_prompts, see --help",
+                f"{_TRUNCATION} = {truncation.value!r} is not known",
+                source=truncation.source,
+                expected="error, left, right or middle",
+                hint="set data.overlong_prompts, see --help",
             )
         yield replace(truncation, name="data.overlong_prompts", value=policies[truncation.value], text=None)
 
@@ -108,8 +117,11 @@ def _combine_reward_key(parts: Parts) -> Combined:
         yield replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)
     elif key.value is not None:
         raise UserError(
-            f"{_REWARD_KEY} = {key.value!r} is not supported", source=key.source,
-            expected="'data_source': it names the column that chooses the reward", hint="rename the column")
+            f"{_REWARD_KEY} = {key.value!r} is not supported",
+            source=key.source,
+            expected="'data_source': it names the column that chooses the reward",
+            hint="rename the column",
+        )
 
 
 def _combine_validation_sampling(parts: Parts) -> Combined:
@@ -135,8 +147,12 @@ def _combine_resume(parts: Parts) -> Combined:
         path = None
     if mode is not None and mode.value == "resume_path":
         if path is None:
-            raise UserError(f"{_RESUME_MODE} = 'resume_path' without {_RESUME_PATH}", source=mode.source,
-                            expected="the directory of a checkpoint", hint=f"give {_RESUME_PATH}")
+            raise UserError(
+                f"{_RESUME_MODE} = 'resume_path' without {_RESUME_PATH}",
+                source=mode.source,
+                expected="the directory of a checkpoint",
+                hint=f"give {_RESUME_PATH}",
+            )
         yield replace(path, name="checkpoint.resume")
         return
     if path is not None:
@@ -144,8 +160,12 @@ def _combine_resume(parts: Parts) -> Combined:
     if mode is not None:
         modes = {"auto": "auto", "disable": "never"}
         if mode.value not in modes:
-            raise UserError(f"{_RESUME_MODE} = {mode.value!r} is not known", source=mode.source,
-                            expected="auto, disable or resume_path", hint="set checkpoint.resume instead, see --help")
+            raise UserError(
+                f"{_RESUME_MODE} = {mode.value!r} is not known",
+                source=mode.source,
+                expected="auto, disable or resume_path",
+                hint="set checkpoint.resume instead, see --help",
+            )
         yield replace(mode, name="checkpoint.resume", value=modes[mode.value], text=None)
 
 
@@ -164,23 +184,32 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
                 yield note(given[sequences], f"{dynamic} is true")
             return
         count = given[sequences]
-        lengths = [parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2])
-                   for name in (_PROMPT, _RESPONSE)]
+        lengths = [
+            parts[name].value if name in parts else getattr(DataConfig, name.partition(".")[2])
+            for name in (_PROMPT, _RESPONSE)
+        ]
         if not all(isinstance(number, int) and number > 0 for number in (count.value, *lengths)):
             raise UserError(
                 f"{sequences} = {count.value!r} with {_PROMPT} = {lengths[0]!r} and {_RESPONSE} = {lengths[1]!r}",
-                source=count.source, expected="integers of 1 or more", hint=f"set {target} instead")
+                source=count.source,
+                expected="integers of 1 or more",
+                hint=f"set {target} instead",
+            )
         budget = count.value * sum(lengths)
         yield replace(count, name=target, value=budget, text=None, weak=True)
-        yield (f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
-               f"{describe(count)} of the longest sequences")
+        yield (
+            f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
+            f"{describe(count)} of the longest sequences"
+        )
         if tokens in given:
             yield note(given[tokens], f"{dynamic} is not true")
 
     return AliasGroup(
         (tokens, dynamic, sequences),
         f"{target}: the number of tokens, or that of sequences times the longest prompt and response",
-        combine, reads=(_PROMPT, _RESPONSE))
+        combine,
+        reads=(_PROMPT, _RESPONSE),
+    )
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
@@ -194,8 +223,9 @@ def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
         is_alone = read_boolean(given) and (size is None or size.value == 1)
         yield note(given, "there is one tensor parallel rank") if is_alone else replace(given, name=target)
 
-    return AliasGroup((name,), f"{target}, where there is tensor parallelism", combine, reads=sizes,
-                      targets={name: target})
+    return AliasGroup(
+        (name,), f"{target}, where there is tensor parallelism", combine, reads=sizes, targets={name: target}
+    )
 
 
 def _betas_group(prefix: str, role: str) -> AliasGroup:
@@ -204,8 +234,12 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
     def combine(parts: Parts) -> Combined:
         given = parts[name]
         if not isinstance(given.value, list) or len(given.value) != 2:
-            raise UserError(f"{name} = {given.value!r}", source=given.source, expected="two numbers",
-                            hint=f"set {role}.adam_beta1 and {role}.adam_beta2")
+            raise UserError(
+                f"{name} = {given.value!r}",
+                source=given.source,
+                expected="two numbers",
+                hint=f"set {role}.adam_beta1 and {role}.adam_beta2",
+            )
         for i, beta in enumerate(given.value, start=1):
             yield replace(given, name=f"{role}.adam_beta{i}", value=beta, text=None)
 
@@ -219,35 +253,51 @@ def _overlong_buffer_group(prefix: str) -> AliasGroup:
     def combine(parts: Parts) -> Combined:
         is_on = enable in parts and read_boolean(parts[enable])
         if is_on and length not in parts:
-            raise UserError(f"{enable} = true without {length}", source=parts[enable].source,
-                            expected="the tokens before max_response_length that are punished", hint=f"give {length}")
+            raise UserError(
+                f"{enable} = true without {length}",
+                source=parts[enable].source,
+                expected="the tokens before max_response_length that are punished",
+                hint=f"give {length}",
+            )
         for name, target in ((length, "reward.overlong_buffer_length"), (penalty, "reward.overlong_penalty")):
             if name in parts:
                 yield replace(parts[name], name=target) if is_on else note(parts[name], f"{enable} is not true")
         if log in parts:
             yield note(parts[log], "the reward lost is always logged")
 
-    return AliasGroup((enable, length, penalty, log), "reward.overlong_buffer_length and reward.overlong_penalty",
-                      combine)
+    return AliasGroup(
+        (enable, length, penalty, log), "reward.overlong_buffer_length and reward.overlong_penalty", combine
+    )
 
 
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
-    AliasGroup(KL_NAMES, "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target (with kl_target_per=token) and "
-               "kl_horizon", combine_kl),
-    AliasGroup(LOSS_NAMES, "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
-               "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
-               combine_policy_loss, reads=LOSS_READS, targets={AGGREGATION: "algorithm.loss_agg_mode"}),
+    AliasGroup(
+        KL_NAMES,
+        "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target (with kl_target_per=token) and kl_horizon",
+        combine_kl,
+    ),
+    AliasGroup(
+        LOSS_NAMES,
+        "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
+        "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
+        combine_policy_loss,
+        reads=LOSS_READS,
+        targets={AGGREGATION: "algorithm.loss_agg_mode"},
+    ),
     AliasGroup((_CLIP_RATIO,), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_clip),
     AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
-    AliasGroup((_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'",
-               _combine_reward_model),
+    AliasGroup(
+        (_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'", _combine_reward_model
+    ),
     AliasGroup((_REWARD_KEY,), "reward.rule=by_data_source, unless the recipe says otherwise", _combine_reward_key),
     AliasGroup((_TRUNCATION, _FILTER), "data.overlong_prompts", _combine_overlong),
     AliasGroup((_DO_SAMPLE, _VAL_TEMPERATURE), "rollout.validation_temperature", _combine_validation_sampling),
     AliasGroup((_RESUME_MODE, _RESUME_PATH), "checkpoint.resume", _combine_resume),
-    *(_overlong_buffer_group(f"reward_model.{place}")
-      for place in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")),
+    *(
+        _overlong_buffer_group(f"reward_model.{place}")
+        for place in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
+    ),
     *(_budget_group(prefix, role) for prefix, role in _ROLES),
     *(_betas_group(prefix, role) for prefix, role in _ROLES),
     *(_sequence_parallel_group(prefix, role) for prefix, role in (*_ROLES, ("reward_model", "reward_model"))),

@@ -22,8 +22,10 @@ _USE_KL_LOSS, _KL_LOSS_COEF = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"
 _KL_LOSS_TYPE = f"{_ACTOR}.kl_loss_type"
 _USE_KL_IN_REWARD, _KL_PENALTY = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
 _CONTROLLER = {
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef", "algorithm.kl_ctrl.type": "algorithm.kl_controller",
-    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target", "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
+    "algorithm.kl_ctrl.type": "algorithm.kl_controller",
+    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
+    "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
 }
 _KL_CTRL_COEF = "algorithm.kl_ctrl.kl_coef"
 KL_NAMES = (_USE_KL_LOSS, _KL_LOSS_COEF, _KL_LOSS_TYPE, _USE_KL_IN_REWARD, _KL_PENALTY, *_CONTROLLER)
@@ -37,8 +39,10 @@ def combine_kl(parts: Parts) -> Combined:
     in_loss, in_reward = (name in parts and read_boolean(parts[name]) for name in (_USE_KL_LOSS, _USE_KL_IN_REWARD))
     if in_loss and in_reward:
         raise UserError(
-            f"{_USE_KL_LOSS} and {_USE_KL_IN_REWARD} are both true", source=parts[_USE_KL_IN_REWARD].source,
-            expected="one KL term, in the loss or in the reward", hint=f"set {_USE_KL_IN_REWARD}=false",
+            f"{_USE_KL_LOSS} and {_USE_KL_IN_REWARD} are both true",
+            source=parts[_USE_KL_IN_REWARD].source,
+            expected="one KL term, in the loss or in the reward",
+            hint=f"set {_USE_KL_IN_REWARD}=false",
         )
     if in_reward:
         yield from _combine_kl_in_reward(parts)
@@ -58,8 +62,10 @@ def combine_kl(parts: Parts) -> Combined:
 def _combine_kl_in_reward(parts: Parts) -> Combined:
     switch = parts[_USE_KL_IN_REWARD]
     yield replace(switch, name="algorithm.kl_in", value="reward", text=None)
-    for name, target, assumed in ((_KL_CTRL_COEF, "algorithm.kl_coef", _VERL_KL_COEF),
-                                  (_KL_PENALTY, "algorithm.kl_type", _VERL_KL_PENALTY)):
+    for name, target, assumed in (
+        (_KL_CTRL_COEF, "algorithm.kl_coef", _VERL_KL_COEF),
+        (_KL_PENALTY, "algorithm.kl_type", _VERL_KL_PENALTY),
+    ):
         if name not in parts:
             yield replace(switch, name=target, value=assumed, layer=ASSUMED, text=None)
     if _KL_PENALTY in parts:
@@ -90,10 +96,11 @@ def _combine_kl_loss(use_loss: Setting | None, coef: Setting | None) -> Combined
 def _read_kl_type(setting: Setting) -> Setting:
     if setting.value == "full":
         raise UserError(
-            f"{setting.name} = 'full' is not supported", source=setting.source,
+            f"{setting.name} = 'full' is not supported",
+            source=setting.source,
             expected=f"an estimate from the sampled tokens, one of {', '.join(map(repr, KL_TYPES))}",
             hint="it would sum over the vocabulary, with the logits of policy and reference side by side; verl has the "
-                 "name and no code for it (NotImplementedError). k3 has the same expectation",
+            "name and no code for it (NotImplementedError). k3 has the same expectation",
         )
     return look_up(setting, "algorithm.kl_type", KL_TYPES, "set algorithm.kl_type: k1, k2, k3 or abs")
 
@@ -102,8 +109,11 @@ def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str)
     """Our setting `target`, whose value stands for verl's in a table that has all of verl's."""
     if not isinstance(setting.value, str) or setting.value not in values:
         raise UserError(
-            f"{setting.name} = {setting.value!r} is not known", source=setting.source,
-            expected=f"one of {', '.join(map(repr, values))} (read as {target})", hint=hint)
+            f"{setting.name} = {setting.value!r} is not known",
+            source=setting.source,
+            expected=f"one of {', '.join(map(repr, values))} (read as {target})",
+            hint=hint,
+        )
     return replace(setting, name=target, value=values[setting.value], text=None)
 
 
@@ -116,8 +126,10 @@ def read_boolean(setting: Setting) -> bool:
     if setting.value is None or isinstance(setting.value, bool):
         return bool(setting.value)
     raise UserError(
-        f"{setting.name} = {setting.value!r} is not accepted", source=setting.source,
-        expected="true or false", hint=f"write {setting.name}=true",
+        f"{setting.name} = {setting.value!r} is not accepted",
+        source=setting.source,
+        expected="true or false",
+        hint=f"write {setting.name}=true",
     )
 
 

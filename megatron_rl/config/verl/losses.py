@@ -21,17 +21,35 @@ _COV_RATIOS = {mode: f"{_ACTOR}.policy_loss.{mode}_ratio" for mode in ("clip_cov
 LOSS_NAMES = (_LOSS_MODE, _DUAL_CLIP, AGGREGATION, *_COV_RATIOS.values())
 LOSS_READS = (_MICRO_BATCH, "algorithm.policy_loss")
 LOSS_MODES = {
-    "vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "policy_gradient", "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov", "geo_mean": "geo_mean", "sapo": "sapo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl",
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "gpg": "policy_gradient",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "geo_mean": "geo_mean",
+    "sapo": "sapo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
 }
 AGGREGATIONS = (
-    ("token-mean", "token-mean"), ("seq-mean-token-mean", "seq-mean-token-mean"),
-    ("seq-mean-token-sum", "seq-mean-token-sum"), ("seq-mean-token-sum-norm", "constant"),
+    ("token-mean", "token-mean"),
+    ("seq-mean-token-mean", "seq-mean-token-mean"),
+    ("seq-mean-token-sum", "seq-mean-token-sum"),
+    ("seq-mean-token-sum-norm", "constant"),
 )
 ESTIMATORS = (
-    ("gae", "gae"), ("grpo", "grpo"), ("grpo_vectorized", "grpo"), ("rloo", "rloo"), ("rloo_vectorized", "rloo"),
-    ("reinforce_plus_plus", "reinforce_plus_plus"), ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
-    ("remax", "remax"), ("grpo_passk", "grpo_passk"), ("opo", "opo"), ("gpg", "gpg"),
+    ("gae", "gae"),
+    ("grpo", "grpo"),
+    ("grpo_vectorized", "grpo"),
+    ("rloo", "rloo"),
+    ("rloo_vectorized", "rloo"),
+    ("reinforce_plus_plus", "reinforce_plus_plus"),
+    ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
+    ("remax", "remax"),
+    ("grpo_passk", "grpo_passk"),
+    ("opo", "opo"),
+    ("gpg", "gpg"),
     ("optimal_token_baseline", "optimal_token_baseline"),
 )
 _DUAL_CLIPPED = ("vanilla", "dppo_tv", "dppo_kl")
@@ -54,8 +72,12 @@ def combine_policy_loss(parts: Parts) -> Combined:
     """The loss, with the dual clip and the aggregation that verl gives it."""
     mode = parts.get(_LOSS_MODE)
     if mode is not None and mode.layer != ASSUMED:
-        yield look_up(mode, "algorithm.policy_loss", LOSS_MODES,
-                      "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss")
+        yield look_up(
+            mode,
+            "algorithm.policy_loss",
+            LOSS_MODES,
+            "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss",
+        )
     for rule in (_combine_dual_clip, _combine_aggregation, _combine_covariance):
         yield from rule(parts, mode)
 
@@ -69,27 +91,40 @@ def _combine_dual_clip(parts: Parts, mode: Setting | None) -> Combined:
         yield replace(dual_clip, name="algorithm.dual_clip")
     elif mode is not None and has_clip and not (own_loss and own_loss.value != LOSS_MODES[mode.value]):
         yield Setting("algorithm.dual_clip", _VERL_DUAL_CLIP, mode.source, ASSUMED)
-        yield (f"assumed: {_DUAL_CLIP}={_VERL_DUAL_CLIP} unless algorithm.dual_clip is given, because verl's "
-               f"loss {mode.value!r} always has a dual clip")
+        yield (
+            f"assumed: {_DUAL_CLIP}={_VERL_DUAL_CLIP} unless algorithm.dual_clip is given, because verl's "
+            f"loss {mode.value!r} always has a dual clip"
+        )
 
 
 def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
     given = parts.get(AGGREGATION)
-    settings = [] if given is None else [look_up(
-        given, "algorithm.loss_agg_mode", dict(AGGREGATIONS), "set algorithm.loss_agg_mode instead, see --help")]
+    settings = (
+        []
+        if given is None
+        else [
+            look_up(
+                given, "algorithm.loss_agg_mode", dict(AGGREGATIONS), "set algorithm.loss_agg_mode instead, see --help"
+            )
+        ]
+    )
     if mode is not None and mode.value in _BY_SEQUENCE and (given is None or given.value != _SEQUENCE_MEAN):
         yield Setting("algorithm.loss_agg_mode", _SEQUENCE_MEAN, mode.source, ASSUMED)
-        why = (f"verl's loss {mode.value!r} is always averaged over the tokens of a sequence, then over sequences; the "
-               "KL and entropy terms are here as well, and by loss_agg_mode in verl")
+        why = (
+            f"verl's loss {mode.value!r} is always averaged over the tokens of a sequence, then over sequences; the "
+            "KL and entropy terms are here as well, and by loss_agg_mode in verl"
+        )
         yield note(given, why) if given else f"read as algorithm.loss_agg_mode={_SEQUENCE_MEAN}: {why}"
         return
     yield from settings
     if given is not None and given.value == "seq-mean-token-sum-norm":
         count = parts[_MICRO_BATCH].value if _MICRO_BATCH in parts else None
         factor = f"{_MICRO_BATCH} = {count}" if count else "the sequences of a micro batch"
-        yield (f"read as algorithm.loss_agg_mode=constant: {describe(given)}; constant divides by the number of "
-               "sequences too (as Dr. GRPO and TRL do) and verl does not, which makes its loss and gradients larger by "
-               f"the factor {factor}")
+        yield (
+            f"read as algorithm.loss_agg_mode=constant: {describe(given)}; constant divides by the number of "
+            "sequences too (as Dr. GRPO and TRL do) and verl does not, which makes its loss and gradients larger by "
+            f"the factor {factor}"
+        )
 
 
 def _combine_covariance(parts: Parts, mode: Setting | None) -> Combined:

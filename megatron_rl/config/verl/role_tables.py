@@ -31,7 +31,8 @@ def megatron_names(role: str) -> dict[str, Alias]:
         "megatron.seed": Ignored("trainer.seed decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
         "megatron.override_transformer_config.recompute_granularity": Renamed(
-            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True),
+            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
+        ),
         "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
         "megatron.override_transformer_config.recompute_method": Ignored("full recomputes every layer"),
         "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),

@@ -80,8 +80,14 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
 }
 
 _ROLLOUT: dict[str, Alias] = {
-    leaf: Renamed(f"rollout.{leaf}") for leaf in (
-        "n", "temperature", "top_p", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager",
+    leaf: Renamed(f"rollout.{leaf}")
+    for leaf in (
+        "n",
+        "temperature",
+        "top_p",
+        "tensor_model_parallel_size",
+        "gpu_memory_utilization",
+        "enforce_eager",
         "max_num_seqs",
     )
 } | {
@@ -110,12 +116,30 @@ _ROLLOUT: dict[str, Alias] = {
     "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
     "multi_turn.enable": Only((False,), "a prompt gets one response"),
     **dict.fromkeys(
-        ("free_cache_engine", "disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching",
-         "max_num_batched_tokens", "cudagraph_capture_sizes", "multi_stage_wake_up", "layered_summon",
-         "skip_tokenizer_init", "skip_dump_dir", "use_block_quant_rollout"), Ignored(_ENGINE)),
+        (
+            "free_cache_engine",
+            "disable_log_stats",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "max_num_batched_tokens",
+            "cudagraph_capture_sizes",
+            "multi_stage_wake_up",
+            "layered_summon",
+            "skip_tokenizer_init",
+            "skip_dump_dir",
+            "use_block_quant_rollout",
+        ),
+        Ignored(_ENGINE),
+    ),
     **dict.fromkeys(
-        ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu",
-         "log_prob_use_dynamic_bsz"), Ignored(_SCORING)),
+        (
+            "log_prob_micro_batch_size",
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu",
+            "log_prob_use_dynamic_bsz",
+        ),
+        Ignored(_SCORING),
+    ),
 }
 
 _REF: dict[str, Alias] = {
@@ -124,11 +148,27 @@ _REF: dict[str, Alias] = {
     **dict.fromkeys(("fsdp_config.param_offload", "megatron.param_offload"), Renamed("reference.offload")),
     "sync_actor": Only((False,), "the reference stays as it is"),
     **dict.fromkeys(
-        ("strategy", "ulysses_sequence_parallel_size", "use_torch_compile", "entropy_from_logits_with_chunking",
-         "entropy_checkpointing", "load_weight", "sync_actor_alpha", "sync_steps"), Ignored(_REFERENCE)),
+        (
+            "strategy",
+            "ulysses_sequence_parallel_size",
+            "use_torch_compile",
+            "entropy_from_logits_with_chunking",
+            "entropy_checkpointing",
+            "load_weight",
+            "sync_actor_alpha",
+            "sync_steps",
+        ),
+        Ignored(_REFERENCE),
+    ),
     **dict.fromkeys(
-        ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu",
-         "log_prob_use_dynamic_bsz"), Ignored(_SCORING)),
+        (
+            "log_prob_micro_batch_size",
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu",
+            "log_prob_use_dynamic_bsz",
+        ),
+        Ignored(_SCORING),
+    ),
     **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
 }
 
@@ -156,7 +196,8 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     **dict.fromkeys(("megatron.grad_offload", "megatron.optimizer_offload"), Ignored("this role has no optimizer")),
     "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
     "reward_manager": Only(
-        ("naive", "dapo", "prime"), "rewards are made one by one; reward.workers computes them beside generation"),
+        ("naive", "dapo", "prime"), "rewards are made one by one; reward.workers computes them beside generation"
+    ),
     "launch_reward_fn_async": Ignored("reward.workers decides"),
     "max_length": Ignored("the longest prompt and response decide"),
     "sandbox_fusion.url": Only((), "give reward.service_url"),
@@ -182,13 +223,27 @@ _DATA: dict[str, Alias] = {
     "validation_shuffle": Only((False,), "validation prompts keep their order"),
     "tool_config_path": Only((), "a prompt gets one response"),
     **dict.fromkeys(
-        ("return_raw_input_ids", "return_full_prompt", "filter_overlong_prompts_workers", "use_shm",
-         "dataloader_num_workers"), Ignored("prompts are read once, at the start")),
+        (
+            "return_raw_input_ids",
+            "return_full_prompt",
+            "filter_overlong_prompts_workers",
+            "use_shm",
+            "dataloader_num_workers",
+        ),
+        Ignored("prompts are read once, at the start"),
+    ),
+    **dict.fromkeys(("image_key", "video_key", "image_patch_size", "return_multi_modal_inputs"), Ignored(_TEXT)),
     **dict.fromkeys(
-        ("image_key", "video_key", "image_patch_size", "return_multi_modal_inputs"), Ignored(_TEXT)),
-    **dict.fromkeys(
-        ("custom_cls.path", "custom_cls.name", "sampler.class_path", "sampler.class_name", "datagen.path",
-         "datagen.name"), Only((), "prompts come from JSONL and parquet files")),
+        (
+            "custom_cls.path",
+            "custom_cls.name",
+            "sampler.class_path",
+            "sampler.class_name",
+            "datagen.path",
+            "datagen.name",
+        ),
+        Only((), "prompts come from JSONL and parquet files"),
+    ),
 }
 
 _ALGORITHM: dict[str, Alias] = {
@@ -199,11 +254,13 @@ _ALGORITHM: dict[str, Alias] = {
     "filter_groups.enable": Renamed("algorithm.dynamic_sampling"),
     "filter_groups.max_num_gen_batches": Renamed("algorithm.max_sampling_rounds", ((0, 1_000_000),)),
     "filter_groups.metric": Renamed(
-        "algorithm.dynamic_sampling_metric",
-        (("score", None), ("seq_reward", "reward"), ("seq_final_reward", "reward"))),
+        "algorithm.dynamic_sampling_metric", (("score", None), ("seq_reward", "reward"), ("seq_final_reward", "reward"))
+    ),
     "rollout_correction.rollout_is": Renamed(
         "algorithm.importance_sampling",
-        ((None, "none"), ("token", "token-truncate"), ("sequence", "product-truncate")), closed=True),
+        ((None, "none"), ("token", "token-truncate"), ("sequence", "product-truncate")),
+        closed=True,
+    ),
     "rollout_correction.rollout_is_threshold": Renamed("algorithm.importance_high"),
     "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
     "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
@@ -231,17 +288,25 @@ _TRAINER: dict[str, Alias] = {
     "project_name": Renamed("observability.wandb_project"),
     "experiment_name": Renamed("observability.wandb_name"),
     **dict.fromkeys(
-        ("log_val_generations", "rollout_data_dir", "validation_data_dir"), Ignored("trainer.log_rollouts decides")),
+        ("log_val_generations", "rollout_data_dir", "validation_data_dir"), Ignored("trainer.log_rollouts decides")
+    ),
     **dict.fromkeys(
         ("del_local_ckpt_after_load", "max_critic_ckpt_to_keep", "max_ref_ckpt_to_keep"),
-        Ignored("checkpoint.keep_last decides for all roles")),
+        Ignored("checkpoint.keep_last decides for all roles"),
+    ),
     "max_actor_ckpt_to_keep": Renamed("checkpoint.keep_last"),
 }
 
 _SECTIONS: dict[str, dict[str, Alias]] = {
-    "actor_rollout_ref.model": _MODEL, "actor_rollout_ref.actor": _ACTOR, "actor_rollout_ref.rollout": _ROLLOUT,
-    "actor_rollout_ref.ref": _REF, "critic": _CRITIC, "reward_model": _REWARD_MODEL, "data": _DATA,
-    "algorithm": _ALGORITHM, "trainer": _TRAINER,
+    "actor_rollout_ref.model": _MODEL,
+    "actor_rollout_ref.actor": _ACTOR,
+    "actor_rollout_ref.rollout": _ROLLOUT,
+    "actor_rollout_ref.ref": _REF,
+    "critic": _CRITIC,
+    "reward_model": _REWARD_MODEL,
+    "data": _DATA,
+    "algorithm": _ALGORITHM,
+    "trainer": _TRAINER,
 }
 
 ALIASES: Mapping[str, Alias] = {
@@ -254,7 +319,8 @@ ALIASES: Mapping[str, Alias] = {
 PATTERNS: Mapping[str, Ignored] = {
     "*._target_": Ignored("it names a class of verl"),
     **dict.fromkeys(
-        ("*.profiler.*", "*.profile.*", "global_profiler.*"), Ignored("there is nothing to configure about profiling")),
+        ("*.profiler.*", "*.profile.*", "global_profiler.*"), Ignored("there is nothing to configure about profiling")
+    ),
     **dict.fromkeys(("ray_init.*", "ray_kwargs.*"), Ignored("there is no Ray in a run")),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
