@@ -9,6 +9,8 @@ package, so a broken module cannot hide a broken rule. Not covered: what a docst
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -209,6 +211,13 @@ def read_tree() -> house_figures.Tree:
 def short(name: str) -> str:
     """The name of a module without the package's."""
     return name.removeprefix(f"{PACKAGE}.")
+
+
+@pytest.mark.parametrize("command", [("format", "--check"), ("check",)], ids=" ".join)
+def test_ruff_has_nothing_to_say(command: tuple[str, ...]) -> None:
+    ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "."]
+    result = subprocess.run(ruff, cwd=house_figures.ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_functions_take_few_parameters() -> None:
