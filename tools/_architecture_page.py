@@ -28,9 +28,9 @@ _ROADS = """
   |
  rollout       asks an engine (engines, through weight_sync) and scores what it answers (rewards)
   |
- experience    the rollouts of the step, packed to a token budget for each role (packing)
+ experience    headers of the step on every rank; a role fetches its share of the tokens and packs it (packing)
   |
- training      old log-probs, reference log-probs, values
+ training      old log-probs, reference log-probs, values: columns, which other roles fetch (roles)
   |
  algorithms    advantages and the loss, as sums over tokens with global denominators
   |
