@@ -8,17 +8,19 @@ are brought into that order by one gather when there are prefixes. Every backend
 * flash-attn, torch-varlen: one kernel over all segments, CUDA with 16-bit types;
 * efficient: the same with torch's memory-efficient kernel, which takes float32 as well; it wants as many heads of keys
   and values as of queries, so they are repeated;
-* sdpa: one `scaled_dot_product_attention` per segment, everywhere. A segment without a prefix needs no mask; the
-  others share one [longest, keys] mask per microbatch, of which each takes a corner. It reads lengths on the host.
+* sdpa: one `scaled_dot_product_attention` per size of segments, everywhere: segments of one size are one batch, which
+  computes the bits of one call for each. A segment without a prefix needs no mask; the others share one [longest, keys]
+  mask per microbatch, of which each takes a corner. It reads lengths on the host.
 
 The memory of the kernels is linear in the tokens. A kernel is chosen after it has been tried here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,9 @@ class Segments:
         max_seqlen_q, max_seqlen_k: the longest of each.
         key_index: [k] int64, rows whose keys and values are read, in order; None: all rows as they are.
         key_is_real: [k] bool, where `key_index` is padded: elsewhere keys and values are 0.
-        lengths: queries and keys of each segment on the host (sdpa only).
+        batches: (segments, queries, keys): equal segments, in the order of the rows, on the host (sdpa only).
+        order, key_order, places: int64, rows of queries and of keys by batch, and where each row of queries is there;
+            None: as they are (sdpa only).
         mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes).
     """
 
@@ -53,7 +57,10 @@ class Segments:
     max_seqlen_k: int
     key_index: torch.Tensor | None = None
     key_is_real: torch.Tensor | None = None
-    lengths: tuple[tuple[int, int], ...] = ()
+    batches: tuple[tuple[int, int, int], ...] = ()
+    order: torch.Tensor | None = None
+    key_order: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
 
 
@@ -131,15 +138,33 @@ def build_segments(
 
 
 def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
-    pairs = zip(segments.cu_seqlens_q.diff().tolist(), segments.cu_seqlens_k.diff().tolist(), strict=True)
-    lengths = tuple(pair for pair in pairs if any(pair))  # bucketed microbatches have empty segments
+    sizes = [segments.cu_seqlens_q.diff().tolist(), segments.cu_seqlens_k.diff().tolist()]
+    lengths = list(zip(*sizes, strict=True))
     mask, behind_prefix = None, [(n, k - n) for n, k in lengths if k > n > 0]
     if behind_prefix:
         rows, prefix = (max(sizes) for sizes in zip(*behind_prefix, strict=True))
         # Row i sees the prefix and i + 1 own keys. Other sizes are a corner: fewer rows, and a prefix cut off its left.
         hidden = torch.full((rows, prefix + rows), float("-inf"), dtype=dtype, device=segments.cu_seqlens_q.device)
         mask = hidden.triu(prefix + 1)
-    return replace(segments, lengths=lengths, mask=mask)
+    segments = replace(segments, mask=mask)
+    members: dict[tuple[int, int], list[int]] = {}
+    for index, pair in enumerate(lengths):
+        if any(pair):  # bucketed microbatches have empty segments
+            members.setdefault(pair, []).append(index)
+    num_segments = sum(map(len, members.values()))
+    if 2 * len(members) > num_segments:  # few are equal: moving rows would cost more than it saves
+        return replace(segments, batches=tuple((1, *pair) for pair in lengths if any(pair)))
+    by_batch = [index for group in members.values() for index in group]
+    order, key_order = (_order_rows(part, by_batch, segments.cu_seqlens_q.device) for part in sizes)
+    batches = tuple((len(group), *pair) for pair, group in members.items())
+    return replace(segments, batches=batches, order=order, key_order=key_order, places=order.argsort())
+
+
+def _order_rows(lengths: Sequence[int], segments: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The rows of these segments, one segment after the other."""
+    starts = [0, *accumulate(lengths)]
+    rows = [row for segment in segments for row in range(starts[segment], starts[segment + 1])]
+    return torch.tensor(rows, device=device)
 
 
 def attend(
@@ -205,22 +230,26 @@ def _attend_torch_varlen(
 def _attend_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    num_queries, num_keys = zip(*segments.lengths, strict=True)
+    if segments.order is not None and segments.key_order is not None:
+        query = query.index_select(0, segments.order)
+        key, value = (x.index_select(0, segments.key_order) for x in (key, value))
+    rows, keys = ([count * size[i] for count, *size in segments.batches] for i in (0, 1))
     outputs = []
     # One split, not slices: the gradient of a slice is as large as the whole row.
-    for q, k, v in zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True):
-        if len(q) == 0:
+    parts = zip(segments.batches, query.split(rows), key.split(keys), value.split(keys), strict=True)
+    for (count, n, k), *qkv in parts:
+        if n == 0:
             continue
-        outputs.append(
-            F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q, k, v)),  # [1, heads, s, d]
-                attn_mask=_cut_mask(segments.mask, len(q), len(k)),
-                is_causal=len(q) == len(k),
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )[0].transpose(0, 1)
+        output = F.scaled_dot_product_attention(
+            *(x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv),  # [segments, heads, s, d]
+            attn_mask=_cut_mask(segments.mask, n, k),
+            is_causal=n == k,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-    return torch.cat(outputs)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    output = torch.cat(outputs)
+    return output if segments.places is None else output.index_select(0, segments.places)
 
 
 def _attend_efficient(

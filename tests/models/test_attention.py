@@ -104,7 +104,7 @@ def test_rotary_table_is_that_of_the_shard() -> None:
     parts = [make_packed(None, cp_size=3, cp_rank=rank)[0] for rank in range(3)]
     for i in range(2):
         assert torch.equal(torch.cat([p.rotary_table[i] for p in parts]), whole.rotary_table[i])
-    assert all(p.segments.lengths == whole.segments.lengths == ((5, 5), (7, 7)) for p in parts)
+    assert all(p.segments.batches == whole.segments.batches == ((1, 5, 5), (1, 7, 7)) for p in parts)
 
 
 def test_parameters_of_megatron_core_are_filled_in() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ LAYOUTS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     # Prompt of 4 with responses of 3, 5 and 1; a sequence of its own; prompt of 1 with responses of 2 and 6; padding.
     "shared": ([7, 5, 1, 4, 3, 6, 2], [NONE, (0, 4), (0, 4), NONE, NONE, (17, 18), NONE]),
     "long prefix": ([40, 2, 30], [NONE, (0, 37), (0, 37)]),
+    "of two sizes": ([5, 2, 5, 2, 0, 5, 5], [NONE] * 7),
+    # Two prompts of 4, each with a response of 3, three of 2 and two of 3.
+    "shared, of few sizes": (
+        [7, 2, 2, 2, 3, 3, 7, 2, 2, 2, 3, 3],
+        [NONE, *[(0, 4)] * 5, NONE, *[(19, 23)] * 5],
+    ),
+    "many": ([7 + i * i % 8 for i in range(64)], [NONE] * 64),
 }
 HEADS = [(4, 4), (4, 2), (6, 1)]
 GPU_BACKENDS = [
@@ -104,6 +112,22 @@ def test_equals_the_masked_softmax(name: str, heads: int, kv_heads: int) -> None
     expected = run_backward(attend_with_mask(*inputs, make_visible(name), 0.3), inputs)
     for got, want in zip(found, expected, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("name", ["of two sizes", "shared, of few sizes", "many"])
+def test_a_batch_of_equal_segments_has_the_bits_of_one_after_the_other(name: str, heads: int, kv_heads: int) -> None:
+    """Output and gradients; rows move only where few sizes serve many segments."""
+    inputs = [x.requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
+    batched = make_segments(name)
+    lengths = zip(batched.cu_seqlens_q.diff().tolist(), batched.cu_seqlens_k.diff().tolist(), strict=True)
+    single = replace(
+        batched, batches=tuple((1, n, k) for n, k in lengths if k), order=None, key_order=None, places=None
+    )
+    assert 2 * len(batched.batches) <= len(single.batches) and make_segments("ragged").order is None
+    found, expected = (run_backward(attend(*inputs, segments, 0.3), inputs) for segments in (batched, single))
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_comparison_sees_a_wrong_prefix() -> None:
