@@ -17,9 +17,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import share_object
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.types import UserError
@@ -50,6 +52,7 @@ class StepLoss:
         self.settings: Any = None
         self.metric_names: tuple[str, ...] = ()
         self.num_sums = 0
+        self._are_names_shared = False
         self.is_pulled = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, microbatch: TrainBatch, *found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,11 +71,16 @@ class StepLoss:
                 expected="the same metrics in each microbatch",
                 hint="report a tensor of zeros where a metric has nothing to say",
             )
-        self.set_names(names)
+        self._set_names(names)
         return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
 
-    def set_names(self, names: tuple[str, ...]) -> None:
-        """What the packed metrics are called."""
+    def share_names(self, group: dist.ProcessGroup, source: int) -> None:
+        """Tell the other stages what the packed metrics are called, once for these settings; collective."""
+        if not self._are_names_shared:
+            self._set_names(share_object(self.metric_names, group, source))
+            self._are_names_shared = True
+
+    def _set_names(self, names: tuple[str, ...]) -> None:
         self.metric_names = names
         self.num_sums = sum(not name.startswith("max/") for name in names)
 
@@ -80,6 +88,7 @@ class StepLoss:
         """For the steps that follow; another loss reports other metrics."""
         if settings != self.settings:
             self.settings, self.metric_names, self.num_sums = settings, (), 0
+            self._are_names_shared = False
 
     def _note_gradient(self, gradient: torch.Tensor) -> None:
         self.is_pulled.logical_or_(gradient.any())  # on the device, and part of a captured step

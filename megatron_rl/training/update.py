@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms.ledger import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.parallel.collectives import broadcast_tensors, share_object
+from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import Optimizer
@@ -135,7 +135,7 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
                 dist.all_reduce(highs, op=dist.ReduceOp.MAX, group=groups.dp)
         totals = torch.cat([sums, highs])
     if groups.pp.size() > 1:
-        loss.set_names(share_object(loss.metric_names, groups.pp, groups.last_stage_rank))
+        loss.share_names(groups.pp, groups.last_stage_rank)
         if not groups.is_last_stage:
             totals = torch.empty(len(loss.metric_names), dtype=torch.float64, device=device)
         broadcast_tensors([totals], groups.last_stage_rank, groups.pp)

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from role_setups import take_step
 
+import megatron_rl.training.step as step_module
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.step import StaticInputs, check_step_mode, describe_shape, find_shape
+from megatron_rl.training.step import StaticInputs, StepLoss, check_step_mode, describe_shape, find_shape
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, measure_padding
 from tiny_models import save_tiny_model
@@ -179,3 +181,22 @@ def test_graph_without_cuda_says_to_use_static() -> None:
         check_step_mode(ActorConfig(step_mode="graph"), "actor")
     assert caught.value.source == "actor.step_mode"
     check_step_mode(ActorConfig(step_mode="static"), "actor")
+
+
+def _name_metrics(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], int]:
+    """What a rank knows after each of three steps, the third with other settings, and the messages that it took."""
+    messages, share_object = [], step_module.share_object
+    step_module.share_object = lambda *arguments: messages.append(1) or share_object(*arguments)
+    loss = StepLoss("any", lambda name, microbatch: (torch.ones(()), {name: torch.ones(())}), torch.device("cpu"))
+    known = []
+    for name in ("loss", "loss", "max/loss"):
+        loss.set_settings(name)
+        if rank == 1:  # the last stage
+            loss(None)
+        loss.share_names(dist.group.WORLD, 1)
+        known.append((*loss.metric_names, loss.num_sums))
+    return known, len(messages)
+
+
+def test_stages_hear_of_names_once() -> None:
+    assert run_ranks(_name_metrics, 2) == [([("loss", 1), ("loss", 1), ("max/loss", 0)], 2)] * 2
