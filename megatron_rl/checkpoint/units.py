@@ -213,7 +213,7 @@ def _write_all(units: Sequence[Unit], write: WriteUnit, partial: Path, processes
                         source=f"--processes {processes}",
                         expected="processes that live",
                         hint="if it was for lack of memory, use fewer of them; what is "
-                        "finished is kept, and the same command goes on from there",
+                        "finished is kept, and the same command continues from there",
                     ) from None
 
 

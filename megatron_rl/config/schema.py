@@ -97,7 +97,7 @@ class TrainedConfig(LayoutConfig):
         "Keep optimizer states, and the float32 weights of a bfloat16 model, on the host while the engine generates.",
     )
     overlap_grad_reduce: bool = option(
-        False, "Reduce gradients over DP while the backward of the last microbatch goes on (step_mode eager, dense)."
+        False, "Reduce gradients over DP during the backward of the last microbatch (step_mode eager, dense)."
     )
     step_mode: Literal["eager", "static", "graph"] = option(
         "eager",

@@ -173,7 +173,7 @@ class Experience:
 
     @property
     def rewards(self) -> np.ndarray:
-        """The reward of each rollout, [num_rollouts] float64; those of one prompt follow each other."""
+        """The reward of each rollout, [num_rollouts] float64; rollouts of one prompt are adjacent."""
         return self.headers.rollouts["reward"]
 
     def count_bytes(self) -> int:

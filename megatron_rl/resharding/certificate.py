@@ -124,7 +124,7 @@ class Certificate:
         self._rotation = _split_by_share(self._shapes, sample_share)
 
     def verify(self, turn: int | None = None) -> int:
-        """Compare all tensors, or those of one turn of a rotating selection; returns how many.
+        """Compare all tensors, or one turn of a rotating selection; returns how many.
 
         Raises:
             CertificateError: on every rank.

@@ -63,7 +63,7 @@ class Bandwidths:
                 f"bandwidths {self.within_node} and {self.across_nodes} bytes/s",
                 source="link bandwidths",
                 expected="numbers greater than 0",
-                hint="400e9 and 50e9 are those of NVLink and of a 400 Gb/s NIC",
+                hint="NVLink has about 400e9, a 400 Gb/s NIC 50e9",
             )
 
 

@@ -76,7 +76,7 @@ class Actor:
     def optim_step(self) -> dict[str, float]:
         """Use these gradients; returns metrics, the same on every rank.
 
-        Those of a function are the loss and means over the tokens of what it reports, `<its name>/<metric>`.
+        For a function: its loss and the mean per token of each metric it reports, as `<its name>/<metric>`.
         """
         result = self._update.optim_step()
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
