@@ -89,7 +89,10 @@ class Policy(ActorOnSamples):
             if prompts is None:
                 return self._collector.collect(step)
             return self._collector.generate(
-                prompts, n or rollout.n, rollout.temperature if temperature is None else temperature, step
+                prompts,
+                rollout.n if n is None else n,
+                rollout.temperature if temperature is None else temperature,
+                step,
             )
 
     def validate(self, validation: Mapping[str, PromptSet]) -> dict[str, float]:

@@ -66,7 +66,18 @@ class OptimizerStep:
         self._pending: tuple[TrainBatch, StepLoss, list[torch.Tensor], torch.Tensor] | None = None
 
     def forward_backward(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Leave the gradients of a loss over a minibatch in the gradient buffers, in place of any that are there."""
+        """Leave the gradients of a loss over a minibatch in the gradient buffers.
+
+        Raises:
+            UserError: gradients are there that `optim_step` has not used; on every rank.
+        """
+        if self._pending is not None:
+            raise UserError(
+                "a second forward_backward before optim_step",
+                source=f"{self._role}.forward_backward()",
+                expected="optim_step() after each forward_backward(minibatch, loss)",
+                hint="gradients are not summed over minibatches: raise actor.ppo_mini_batch_size",
+            )
         step, optimizer = self._step, self._step.optimizer
         optimizer.restore()
         step.prepare(minibatch, loss)

@@ -78,6 +78,9 @@ def learn(policy: Any, samples: Experience, loss: Any) -> list[dict[str, float]]
     updates = []
     for minibatch in policy.minibatches(samples):
         policy.forward_backward(minibatch, loss)
+        if not updates:
+            with pytest.raises(UserError, match="a second forward_backward before optim_step"):
+                policy.forward_backward(minibatch, loss)
         updates.append(policy.optim_step())
     return updates
 
