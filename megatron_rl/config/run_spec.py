@@ -23,6 +23,7 @@ class RoleSpec:
         trainable: whether it has an optimizer; `layout` is a `TrainedConfig` then.
         offload: keep its weights on the host except while it works.
         may_lack: tensors that are zero where the files do not have them.
+        batch_invariant: the bits of a token do not depend on what is computed beside it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RoleSpec:
     trainable: bool = False
     offload: bool = False
     may_lack: tuple[str, ...] = ()
+    batch_invariant: bool = False
 
     @property
     def training(self) -> TrainedConfig:

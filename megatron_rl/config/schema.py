@@ -160,6 +160,11 @@ class RolloutConfig:
     engine: str = option("vllm", "Rollout engine: vllm, or hf (transformers; slow, for debugging and parity).")
     tensor_model_parallel_size: int = option(1, "Ranks per engine; world / this = number of engines.", "ranks")
     n: int = option(8, "Responses per prompt (group size).", "responses")
+    bitwise: bool = option(
+        False,
+        "Engine and trainer compute the same bits of every log-prob, and a step in which they do not ends the run "
+        "(CPU, float32, at most 2 TP ranks, as many in the engine as in the actor).",
+    )
     dispatch: Literal["auto", "groups", "samples"] = option(
         "auto",
         "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
@@ -25,14 +26,15 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 class _SeededGumbel(LogitsProcessor):
     """Turn greedy decoding into sampling with one random stream per row; records the log-probs."""
 
-    def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
-        self._temperature = temperature
+    def __init__(self, temperature: float, seeds: Sequence[int], bitwise: bool = False) -> None:
+        self._temperature, self._bitwise = temperature, bitwise
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scaled = scores.float() / (self._temperature or 1.0)
-        self.logprobs.append(scaled.log_softmax(-1))
+        exact = compute_all_logprobs(scaled, scaled.shape[1]) if self._bitwise else None
+        self.logprobs.append(scaled.log_softmax(-1) if exact is None else exact)
         if self._temperature == 0.0:
             return scaled
         noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in self._generators])
@@ -50,8 +52,13 @@ class HuggingFaceEngine(WaitingRequests):
         self._model.to(spec.process.device).requires_grad_(False)
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
+        self._bitwise = spec.config.bitwise
         self.shared_params = share_params(dict(self._model.named_parameters()), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
+        if spec.config.bitwise:
+            from megatron_rl.engines.transformers_bitwise import make_batch_invariant
+
+            make_batch_invariant(self._model)
         self.params = split_huggingface_experts(
             spec.shape, {name: p.data for name, p in self._model.named_parameters()}
         )
@@ -88,7 +95,7 @@ class HuggingFaceEngine(WaitingRequests):
         for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
-        sampler = _SeededGumbel(sampling.temperature, [request.seed for request in batch])
+        sampler = _SeededGumbel(sampling.temperature, [request.seed for request in batch], self._bitwise)
         output = self._model.generate(
             ids.to(self._device),
             attention_mask=mask.to(self._device),

@@ -10,7 +10,8 @@ are brought into that order by one gather when there are prefixes. Every backend
   and values as of queries, so they are repeated;
 * sdpa: one `scaled_dot_product_attention` per size of segments, everywhere: segments of one size are one batch, which
   computes the bits of one call for each. A segment without a prefix needs no mask; the others share one [longest, keys]
-  mask per microbatch, of which each takes a corner. It reads lengths on the host.
+  mask per microbatch, of which each takes a corner. It reads lengths on the host;
+* tiled: see `tiled_attention.py`. It is never chosen for its speed: a row's bits do not depend on its neighbors.
 
 The memory of the kernels is linear in the tokens. A kernel is chosen after it has been tried here.
 """
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalVariant
 
+from megatron_rl.models.tiled_attention import Tiles, attend_in_tiles, build_tiles
 from megatron_rl.models.trial import find_failure
 from megatron_rl.packing.prefix import SegmentKeys
 
@@ -48,6 +50,7 @@ class Segments:
         order, key_order, places: int64, rows of queries and of keys by batch, and where each row of queries is there;
             None: as they are (sdpa only).
         mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes).
+        tiles: of the row (tiled only).
     """
 
     backend: str
@@ -62,6 +65,7 @@ class Segments:
     key_order: torch.Tensor | None = None
     places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    tiles: Tiles | None = None
 
 
 @cache
@@ -134,6 +138,8 @@ def build_segments(
     )
     if keys is not None and is_bucketed:
         segments = replace(segments, key_index=keys.index.clamp(min=0), key_is_real=keys.index >= 0)
+    if backend == "tiled":
+        return replace(segments, tiles=build_tiles(cu_seqlens, cu_seqlens_k))
     return _prepare_for_sdpa(segments, dtype) if backend == "sdpa" else segments
 
 
@@ -252,6 +258,13 @@ def _attend_sdpa(
     return output if segments.places is None else output.index_select(0, segments.places)
 
 
+def _attend_tiled(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    assert segments.tiles is not None, "prepared for this backend"
+    return attend_in_tiles(query, key, value, segments.tiles, scale)
+
+
 def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
@@ -289,4 +302,5 @@ _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "torch-varlen": _attend_torch_varlen,
     "efficient": _attend_efficient,
     "sdpa": _attend_sdpa,
+    "tiled": _attend_tiled,
 }

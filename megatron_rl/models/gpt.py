@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.trial import find_failure
+from megatron_rl.parallel.batch_invariant import pad_rows
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
@@ -120,7 +121,27 @@ def find_transformer_engine_failure(has_cuda: bool) -> str | None:
     return find_failure("transformer_engine", call) if has_cuda else ""
 
 
-def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
+class PaddedColumnParallelLinear(ColumnParallelLinear):
+    """For experts, which get any number of tokens: a row keeps its bits (`parallel/batch_invariant.py`)."""
+
+    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        """[t, h] -> [t, n]."""
+        output, bias = super().forward(pad_rows(input_), *arguments, **options)
+        return output[: len(input_)], bias
+
+
+class PaddedRowParallelLinear(RowParallelLinear):
+    """The same."""
+
+    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        """[t, h] -> [t, n]."""
+        output, bias = super().forward(pad_rows(input_), *arguments, **options)
+        return output[: len(input_)], bias
+
+
+def build_layer_spec(
+    config: TransformerConfig, transformer_impl: str, batch_invariant: bool = False
+) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -132,6 +153,8 @@ def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> Module
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     if config.num_moe_experts:
         mlp = mlp.experts.submodules
+        if batch_invariant:
+            mlp.linear_fc1, mlp.linear_fc2 = PaddedColumnParallelLinear, PaddedRowParallelLinear
     layer.self_attention.module = BlockedSelfAttention
     norm, attention.core_attention = RMSNorm, PackedAttention
     if transformer_impl == "transformer_engine":
@@ -147,7 +170,11 @@ def build_layer_spec(config: TransformerConfig, transformer_impl: str) -> Module
 
 
 def build_gpt_stages(
-    shape: ModelShape, config: TransformerConfig, groups: ParallelGroups, transformer_impl: str = "local"
+    shape: ModelShape,
+    config: TransformerConfig,
+    groups: ParallelGroups,
+    transformer_impl: str = "local",
+    batch_invariant: bool = False,
 ) -> torch.nn.ModuleList:
     """Build the model chunks of this rank; their weights are undefined until they are loaded.
 
@@ -156,11 +183,12 @@ def build_gpt_stages(
         config: from `build_transformer_config` with the layout of `groups`.
         groups: process groups of the role.
         transformer_impl: "local" or "transformer_engine", see `choose_transformer_impl`.
+        batch_invariant: experts keep the bits of a token whatever else they get.
 
     Returns:
         `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
-    layout, layer_spec = groups.layout, build_layer_spec(config, transformer_impl)
+    layout, layer_spec = groups.layout, build_layer_spec(config, transformer_impl, batch_invariant)
     layer: Any = layer_spec.submodules
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
     chunks = []

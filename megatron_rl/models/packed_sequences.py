@@ -40,6 +40,7 @@ def build_packed_sequences(
     dtype: torch.dtype,
     cp_size: int = 1,
     cp_rank: int = 0,
+    backend: str | None = None,
 ) -> PackedSequences:
     """Describe a microbatch to the layers of a stage.
 
@@ -49,9 +50,10 @@ def build_packed_sequences(
         shape: of the model.
         dtype: of the activations.
         cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
+        backend: of attention; None: the fastest.
     """
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
-    segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, is_bucketed=piece.is_bucketed)
+    segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
     return PackedSequences(
         qkv_format="thd",
         segments=segments,

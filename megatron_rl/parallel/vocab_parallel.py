@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel.batch_invariant import pad_rows
 from megatron_rl.parallel.collectives import gather_rows
 
 
@@ -84,12 +85,38 @@ def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torc
     return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
 
 
+def _merge_totals(highs: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[tp, t] each -> the maximum [t], the scale of each shard [tp, t], and the sum of exponentials [t]."""
+    high = highs.amax(0)
+    scale = (highs - high).exp()
+    return high, scale, (totals * scale).sum(0)
+
+
+def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Log-probs of the whole vocabulary where one process has it, with the bits that TP ranks compute together.
+
+    Args:
+        z: [t, v] temperature-scaled logits, without padding of the vocabulary.
+        num_columns: of each TP rank, padding included.
+
+    Returns:
+        [t, v].
+    """
+    rows, vocab_size = pad_rows(z), z.shape[1]
+    summaries = []
+    for rank in range(-(-vocab_size // num_columns)):
+        shard = find_vocab_shard(vocab_size, num_columns, rank)
+        part = rows[:, shard.start : shard.start + shard.width].clone(memory_format=torch.contiguous_format)
+        summaries.append(compute_summary(part, torch.zeros(len(rows), dtype=torch.int64, device=z.device), shard))
+    highs, totals, *_ = torch.stack(summaries, 1)
+    high, _, total = _merge_totals(highs, totals)
+    return (rows - high[:, None] - total.log()[:, None])[: len(z)]
+
+
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[tp, 4, t] -> logprobs, entropy and lse, [t] each."""
     highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
-    high = highs.amax(0)
-    scale = (highs - high).exp()
-    total = (totals * scale).sum(0)
+    high, scale, total = _merge_totals(highs, totals)
     # sum exp(z - high) (z - high), from sums that were taken about each shard's own maximum.
     weighted = ((weighted + totals * (highs - high)) * scale).sum(0)
     log_total = total.log()

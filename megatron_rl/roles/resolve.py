@@ -38,6 +38,7 @@ def resolve(config: RunConfig) -> RunSpec:
                 layout=config.actor,
                 head="logprob",
                 offload=config.reference.offload,
+                batch_invariant=config.rollout.bitwise,
             )
         )
     if estimator.needs_values if enable is None else enable:
@@ -78,5 +79,11 @@ def resolve_sft(config: RunConfig) -> RunSpec:
 
 def _make_actor(config: RunConfig) -> RoleSpec:
     return RoleSpec(
-        name="actor", path=config.model.path, section="actor", layout=config.actor, head="logprob", trainable=True
+        name="actor",
+        path=config.model.path,
+        section="actor",
+        layout=config.actor,
+        head="logprob",
+        trainable=True,
+        batch_invariant=config.rollout.bitwise,
     )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron_rl.models.gpt import HiddenStatesModel, ScoreModel
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
     compute_linear_logprobs_and_entropy,
@@ -34,20 +35,25 @@ class LogprobHead:
 
     def __init__(self, model: PackedModel, temperature: float = 1.0, chunk_tokens: int = 512) -> None:
         self._model = model
+        # Rows are padded below, so that in every chunk there are as many as a row needs to keep its bits.
+        self._multiple = MIN_ROWS if model.batch_invariant else 1
         self._softmax = OutputSoftmax(
             vocab_size=model.shape.vocab_size,
             temperature=temperature,
             tp_group=model.groups.tp,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=-(-chunk_tokens // self._multiple) * self._multiple,
         )
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere."""
         places, rows, targets = _find_predicted(self._model, microbatch)
-        found = compute_linear_logprobs_and_entropy(
-            self._gather(hidden)[rows], self._output_weight, targets, self._softmax
+        states, count = self._gather(hidden)[rows], len(targets)
+        if padding := -count % self._multiple:
+            states, targets = F.pad(states, (0, 0, 0, padding)), F.pad(targets, (0, padding))
+        found = compute_linear_logprobs_and_entropy(states, self._output_weight, targets, self._softmax)
+        logprobs, entropy = (
+            _combine(self._model, values[:count], places, microbatch) for values in found
         )
-        logprobs, entropy = (_combine(self._model, values, places, microbatch) for values in found)
         return logprobs, entropy
 
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:

@@ -7,6 +7,7 @@ a head (`heads.py`) says what is made of them, and only that stage ever has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from megatron_rl.models.transformer_config import DTYPES, build_transformer_conf
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio
+from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.training.host_memory import HostMemory
@@ -53,12 +55,13 @@ class PackedModel:
         stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
         params: this rank's parameters by name.
         buckets: the shapes that its training step takes; None: any.
+        batch_invariant: the bits of a token do not depend on what is computed beside it.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
         spec, groups = setup.spec, setup.groups
         assert setup.shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
-        self.shape, self.groups = setup.shape, groups
+        self.shape, self.groups, self.batch_invariant = setup.shape, groups, spec.batch_invariant
         at = groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
@@ -73,7 +76,9 @@ class PackedModel:
             recompute_granularity=spec.layout.recompute_granularity,
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
-        self.stages = build_gpt_stages(setup.shape, self.config, groups, self.transformer_impl)
+        self.stages = build_gpt_stages(
+            setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant
+        )
         self.device = next(self.stages.parameters()).device
         self._load(spec)
         self.buckets: Buckets | None = None
@@ -148,7 +153,8 @@ class PackedModel:
     def pad_multiple(self) -> int:
         """Every microbatch's token count is a multiple of this."""
         layout = self.groups.layout
-        return layout.cp_size * (layout.tp_size if self.config.sequence_parallel else 1)
+        per_shard = layout.tp_size if self.config.sequence_parallel else 1
+        return layout.cp_size * math.lcm(per_shard, MIN_ROWS if self.batch_invariant else 1)
 
     @property
     def attention_ratio(self) -> float:
@@ -267,6 +273,7 @@ class PackedModel:
             dtype=self.config.params_dtype,
             cp_size=self.groups.layout.cp_size,
             cp_rank=self.groups.at.cp,
+            backend="tiled" if self.batch_invariant else None,
         )
         mine = self.own_rows(microbatch)
         output = module(
