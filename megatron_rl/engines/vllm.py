@@ -36,10 +36,12 @@ import torch.nn.functional as F
 
 from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS, make_batch_invariant
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_experts
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
@@ -91,6 +93,9 @@ class VllmEngine:
         self.params: dict[str, torch.Tensor] = split_experts(
             {name: p.data for name, p in worker.get_model().named_parameters()}
         )
+        if spec.config.bitwise:
+            columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
+            make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
         self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank),
@@ -347,6 +352,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
         )
+        if config.bitwise:
+            arguments |= ENGINE_ARGUMENTS
     return arguments
 
 
