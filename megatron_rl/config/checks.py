@@ -97,6 +97,7 @@ _NOT_NEGATIVE = (
     "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
+_BITWISE_ENGINES = ("hf", "vllm", "megatron")
 _MAY_CHANGE = ("reference", "reward_model", "train_files", "reward", "plugins")  # see lifecycle/changes.py
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = ("algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
@@ -312,6 +313,41 @@ def _check_rollout(config: _Config) -> None:
             expected=repr(off),
             hint=f"set {name}={off}; rollout.temperature is applied on both sides",
         )
+    if config.get("rollout.bitwise"):
+        _check_bitwise(config)
+
+
+def _check_bitwise(config: _Config) -> None:
+    """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
+    engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
+    config.require(
+        engine in _BITWISE_ENGINES,
+        "rollout.engine",
+        "computes in its own way, and rollout.bitwise asks for the bits of the trainer",
+        expected=f"of {', '.join(_BITWISE_ENGINES)}",
+        hint="set rollout.bitwise=false",
+    )
+    config.require(
+        config.get("model.dtype") == "float32",
+        "model.dtype",
+        "with rollout.bitwise: only float32 is computed in the same order on both sides",
+        expected="float32",
+        hint="set model.dtype=float32, or rollout.bitwise=false",
+    )
+    config.require(
+        tp_size <= 2,
+        "actor.tensor_model_parallel_size",
+        "with rollout.bitwise: a sum over more than two ranks has an order, which depends on the number of tokens",
+        expected="1 or 2",
+        hint="set it to 2, with more pipeline stages, or set rollout.bitwise=false",
+    )
+    config.require(
+        engine == "megatron" or config.get("rollout.tensor_model_parallel_size") == tp_size,
+        "rollout.tensor_model_parallel_size",
+        "with rollout.bitwise: products that are cut in another number of parts have sums of other parts",
+        expected=f"{tp_size}, as actor.tensor_model_parallel_size",
+        hint="give actor and engine the same, or set rollout.bitwise=false",
+    )
 
 
 def _check_reward(config: _Config) -> None:

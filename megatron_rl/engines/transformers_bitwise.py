@@ -49,9 +49,7 @@ class _PaddedAttention:
 def _pack(mask: torch.Tensor, num_queries: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
     """Rows [t] of the queries and [k] of the keys that are no padding, and the segments that they make up."""
     is_key, is_query = mask.bool(), mask[:, -num_queries:].bool()
-    cu_q, cu_k = (
-        torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int() for real in (is_query, is_key)
-    )
+    cu_q, cu_k = (torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int() for real in (is_query, is_key))
     index = is_key.flatten().nonzero()[:, 0]
     keys = SegmentKeys(torch.arange(len(index)), cu_k, mask.shape[1])
     return is_query.flatten().nonzero()[:, 0], index, build_segments(cu_q, num_queries, keys, dtype, "tiled")
@@ -75,4 +73,5 @@ def make_batch_invariant(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.forward = partial(multiply, weight=module.weight, bias=module.bias)
+            linear: Any = module
+            linear.forward = partial(multiply, weight=linear.weight, bias=linear.bias)

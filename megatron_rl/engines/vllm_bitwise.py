@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM model that computes the trainer's bits on CPU (rollout.bitwise), by objects of vLLM that are handed in.
 
-Its products, its paged attention and its log-softmax are replaced; norms and activations have the same bits already, and
-so has the rotation without its C++ kernel (`ENGINE_ARGUMENTS`).
+Its products, its paged attention and its log-softmax are replaced. Norms and activations have the same bits already,
+and so has the rotation without its C++ kernel (`ENGINE_ARGUMENTS`).
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ class _PagedAttention:
 
     def attend(
         self,
-        scale: float,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Any,
-        output: torch.Tensor,
-        **_: Any,
+        **options: Any,
     ) -> torch.Tensor:
-        """query [t, n, d] -> output, likewise; key and value are read from the cache."""
+        """query [t, n, d] -> options["output"], likewise; keys and values are read from the cache."""
+        output: torch.Tensor = options["output"]
         if metadata is None:  # warming up
             return output
         if self._metadata is not metadata:
@@ -61,7 +60,7 @@ class _PagedAttention:
         block, place, segments = self._packed
         keys, values = kv_cache[block, :, place].chunk(2, -1)
         count = metadata.num_actual_tokens
-        output[:count].view(query[:count].shape).copy_(attend(query[:count], keys, values, segments, scale))
+        output[:count].view(query[:count].shape).copy_(attend(query[:count], keys, values, segments, layer.impl.scale))
         return output
 
 
@@ -104,10 +103,10 @@ def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: in
         found: Any = module
         if hasattr(found, "cpu_linear"):
             found.cpu_linear = multiply
-        implementation = getattr(found, "impl", None)
+        implementation: Any = getattr(found, "impl", None)
         if hasattr(implementation, "do_kv_cache_update"):
             implementation.do_kv_cache_update = attention.write
-            implementation.forward = partial(attention.attend, implementation.scale)
+            implementation.forward = attention.attend
     compute_logprobs = partial(compute_all_logprobs, num_columns=shard_columns)
     sampler.compute_logprobs = compute_logprobs
     sampler.topk_topp_sampler.forward = _sample_with(sampler.topk_topp_sampler.forward, compute_logprobs)

@@ -22,7 +22,8 @@ from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.experience import Experience
 from megatron_rl.experience.table import Headers
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.parallel.collectives import reduce_scalars
+from megatron_rl.parallel.collectives import raise_together, reduce_scalars
+from megatron_rl.types import UserError
 
 
 def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
@@ -111,6 +112,29 @@ def correct_mismatch(
         weights = normalize_weights(weights, counts)
     maxima = reduce_scalars({"max": maximum}, dist.ReduceOp.MAX, group, device)
     return weights, finish_mismatch(sums, maxima["max"]) | finish_importance_weights(counts)
+
+
+def check_bits(batch: TrainBatch, group: dist.ProcessGroup) -> None:
+    """Compare `old_logprobs` with the engine's log-probs, bit for bit (rollout.bitwise); collective over DP.
+
+    Raises:
+        UserError: on all ranks of the group; names the first token that has others.
+    """
+    ours, engine = batch.column("old_logprobs"), batch.rollout_logprobs
+    differs = (batch.loss_mask & (ours != engine)).nonzero()[:, 0].tolist()
+    error = None
+    if differs:
+        row = differs[0]
+        error = UserError(
+            f"{len(differs)} tokens whose log-probs are others in the engine than in the trainer: the first is token "
+            f"{int(batch.position_ids[row])} of {batch.name_sequence(int(batch.sequence_ids[row]))}, "
+            f"{float(engine[row])!r} in the engine and {float(ours[row])!r} in the trainer",
+            source="rollout.bitwise",
+            expected="the same bits",
+            hint="weights, masks, positions or one operation differ between the two (tools/check_parity.py finds the "
+            "layer); rollout.bitwise=false trains with the gap, which mismatch/max shows",
+        )
+    raise_together(error, group)
 
 
 def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:

@@ -139,9 +139,7 @@ class PaddedRowParallelLinear(RowParallelLinear):
         return output[: len(input_)], bias
 
 
-def build_layer_spec(
-    config: TransformerConfig, transformer_impl: str, batch_invariant: bool = False
-) -> ModuleSpec:
+def build_layer_spec(config: TransformerConfig, transformer_impl: str, batch_invariant: bool = False) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

@@ -19,6 +19,7 @@ causal attention.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,11 +28,17 @@ import numpy as np
 from megatron_rl.packing.balancing import balance_ranks
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.parallel.batch_invariant import MIN_ROWS
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
 
 _COST_SCALE = 1024  # costs are whole numbers of this fraction of a token's linear cost
 _GOOD_IMBALANCE = 1.05  # groups are taken apart to get below it
+
+
+def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
+    """What the rows of a microbatch are a multiple of: all shards are equal, and have the rows that a product needs."""
+    return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
 
 
 def compute_attention_ratio(

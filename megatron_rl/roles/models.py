@@ -49,6 +49,10 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         UserError: missing or mismatching files, a layout that the model does not fit.
     """
     actor = _read_role(config, spec.roles["actor"], world_size)
+    if actor.spec.batch_invariant and HAS_TORCH:
+        from megatron_rl.roles import bitwise
+
+        bitwise.check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
     tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
     _check_vocabulary(tokenizer, actor.shape, "model.tokenizer and model.path")
     found = {"actor": actor}

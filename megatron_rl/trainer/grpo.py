@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.algorithms.kl import measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.describe import describe_distributions, describe_rollouts, describe_updates, rollout_row
-from megatron_rl.experience.estimate import choose_tokens, compute_advantages, correct_mismatch, measure_kl
+from megatron_rl.experience.estimate import check_bits, choose_tokens, compute_advantages, correct_mismatch, measure_kl
 from megatron_rl.experience.experience import Column, Experience
 from megatron_rl.trainer.session import Session
 
@@ -79,6 +79,8 @@ class Trainer(Session):
         batch = self.policy.read(samples, "old_logprobs")
         weights, metrics = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
         self.run.count(metrics)
+        if self.config.rollout.bitwise:
+            check_bits(batch, self.policy.model.groups.dp)
         return self.policy.as_column(samples, weights)
 
     def estimate(self, samples: Experience) -> tuple[Column, Column | None]:

@@ -38,5 +38,9 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
         f"verify {config.hybrid.verify}"
     )
     yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
-    table = format_table(find_fast_paths(config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size))
+    table = format_table(
+        find_fast_paths(
+            config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size, config.rollout.bitwise
+        )
+    )
     yield from (f"  {line}" for line in (*table, *plan.formulas()))

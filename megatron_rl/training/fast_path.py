@@ -41,7 +41,7 @@ class FastPath:
 
 
 def find_fast_paths(
-    config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1
+    config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1, bitwise: bool = False
 ) -> list[FastPath]:
     """Look at everything that a role's step may use.
 
@@ -50,11 +50,12 @@ def find_fast_paths(
         dtype: model.dtype.
         transformer_impl: model.transformer_impl.
         dp_size: data parallel ranks, over which gradients are reduced.
+        bitwise: rollout.bitwise.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [
         *_find_arithmetic(dtype, device),
-        *find_kernels(dtype, transformer_impl, device),
+        *find_kernels(dtype, transformer_impl, device, bitwise),
         *_find_launches(config, device),
         *_find_overlaps(config, dp_size, device),
     ]
@@ -74,10 +75,10 @@ def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
         )
 
 
-def find_kernels(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
+def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
     """Those of the computation itself, whatever a role's settings are; arguments as in `find_fast_paths`."""
     is_cpu = device.type == "cpu"
-    attention = choose_attention_backend(device, DTYPES[dtype])
+    attention = "tiled" if bitwise else choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
     yield FastPath(
         "attention",

@@ -51,9 +51,7 @@ class LogprobHead:
         if padding := -count % self._multiple:
             states, targets = F.pad(states, (0, 0, 0, padding)), F.pad(targets, (0, padding))
         found = compute_linear_logprobs_and_entropy(states, self._output_weight, targets, self._softmax)
-        logprobs, entropy = (
-            _combine(self._model, values[:count], places, microbatch) for values in found
-        )
+        logprobs, entropy = (_combine(self._model, values[:count], places, microbatch) for values in found)
         return logprobs, entropy
 
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:

@@ -7,7 +7,6 @@ a head (`heads.py`) says what is made of them, and only that stage ever has it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,8 +27,7 @@ from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.packing.buckets import Buckets, build_buckets
-from megatron_rl.packing.microbatches import compute_attention_ratio
-from megatron_rl.parallel.batch_invariant import MIN_ROWS
+from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.training.host_memory import HostMemory
@@ -76,9 +74,7 @@ class PackedModel:
             recompute_granularity=spec.layout.recompute_granularity,
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
-        self.stages = build_gpt_stages(
-            setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant
-        )
+        self.stages = build_gpt_stages(setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant)
         self.device = next(self.stages.parameters()).device
         self._load(spec)
         self.buckets: Buckets | None = None
@@ -153,8 +149,8 @@ class PackedModel:
     def pad_multiple(self) -> int:
         """Every microbatch's token count is a multiple of this."""
         layout = self.groups.layout
-        per_shard = layout.tp_size if self.config.sequence_parallel else 1
-        return layout.cp_size * math.lcm(per_shard, MIN_ROWS if self.batch_invariant else 1)
+        sp_size = layout.tp_size if self.config.sequence_parallel else 1
+        return find_pad_multiple(layout.cp_size, sp_size, self.batch_invariant)
 
     @property
     def attention_ratio(self) -> float:

@@ -45,6 +45,22 @@ def test_defaults_pass() -> None:
         (["rollout.top_p=0.9"], "rollout.top_p", "would sample from a cut distribution"),
         (["rollout.top_k=50"], "rollout.top_k", "would sample from a cut distribution"),
         (["rollout.engine=hf", "rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", "'hf'"),
+        (["rollout.bitwise=true", "model.dtype=bfloat16"], "model.dtype", "only float32 is computed in the same order"),
+        (
+            ["rollout.bitwise=true", "model.dtype=float32", "actor.tensor_model_parallel_size=2"],
+            "rollout.tensor_model_parallel_size",
+            "cut in another number of parts",
+        ),
+        (
+            ["rollout.bitwise=true", "model.dtype=float32", "actor.tensor_model_parallel_size=4"],
+            "actor.tensor_model_parallel_size",
+            "a sum over more than two ranks has an order",
+        ),
+        (
+            ["rollout.bitwise=true", "model.dtype=float32", "rollout.engine=mine"],
+            "rollout.engine",
+            "computes in its own way",
+        ),
         (["algorithm.dual_clip=0.5"], "algorithm.dual_clip", "every negative advantage"),
         (["algorithm.importance_low=2.5"], "algorithm.importance_low", "is not below"),
         (["algorithm.gae_lambda=1.5"], "algorithm.gae_lambda", "too large"),
