@@ -10,19 +10,29 @@ from megatron_rl.engines.protocol import (
     ClosedBatches,
     EngineSpec,
     EngineWeights,
+    PlacedEngine,
     RolloutEngine,
     Sampled,
     find_engine,
 )
 from megatron_rl.engines.waiting import WaitingRequests
+from megatron_rl.parallel.layout import EngineRanks
 
 
 class BuiltEngine(NamedTuple):
-    """One rank's share of an engine: what serves requests, what holds the weights, and the name of its class."""
+    """One rank's share of an engine.
+
+    Attributes:
+        requests: what serves them.
+        weights: what holds them.
+        kind: the name of its class.
+        ranks: of every engine of the job.
+    """
 
     requests: RolloutEngine
     weights: EngineWeights
     kind: str
+    ranks: EngineRanks
 
 
 class OneTurn(WaitingRequests):
@@ -60,7 +70,13 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
         UserError: unknown name, or a layout that the model does not fit.
     """
     found = find_engine(spec.config.engine)
-    spec.shape.check_rollout_layout(spec.config.tensor_model_parallel_size)
+    tp_size = spec.config.tensor_model_parallel_size
+    spec.shape.check_rollout_layout(tp_size)
     engine = found(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
-    return BuiltEngine(requests, engine, type(engine).__name__)
+    ranks = (
+        engine.engine_ranks
+        if isinstance(engine, PlacedEngine)
+        else EngineRanks.consecutive(spec.process.world_size, tp_size)
+    )
+    return BuiltEngine(requests, engine, type(engine).__name__, ranks)

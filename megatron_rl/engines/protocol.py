@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rollout engine is, and the registry in which `rollout.engine` is looked up.
 
-An engine lives in the training processes: `tensor_model_parallel_size` consecutive ranks form one
-engine, and all engines together span the job. It has two sides. `RolloutEngine`: requests are added, and each step
-returns what is finished (`rollout.serving` is the only caller). `EngineWeights`: parameters and their placement table,
-so that the hybrid engine can write weights into it shard to shard.
+An engine lives in the training processes: `tensor_model_parallel_size` consecutive ranks form one engine (or the
+ranks that it names itself: `PlacedEngine`), and all engines together span the job. It has two sides. `RolloutEngine`:
+requests are added, and each step returns what is finished (`rollout.serving` is the only caller). `EngineWeights`:
+parameters and their placement table, so that the hybrid engine can write weights into it shard to shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
+from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
 
@@ -77,6 +78,7 @@ class EngineSpec:
         seed: of the engine's own random numbers (responses have seeds of their own).
         shareable: given the engine's placement table of this rank, tensors of the actor by the engine's names for
             them, which may be its parameters instead of storage of its own (they hold the same pieces).
+        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules; None: no actor.
     """
 
     model_path: str
@@ -88,6 +90,7 @@ class EngineSpec:
     process: Process
     seed: int
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
+    model: Any = None
 
 
 class AnyEngine(Protocol):
@@ -128,7 +131,7 @@ class EngineWeights(Protocol):
     shared_params: frozenset[str]  # parameters whose storage is the actor's
     padded_params: tuple[str, ...]  # parameters that may hold elements which no logical tensor fills
 
-    def shard_key(self, rank: int) -> int:
+    def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
         ...
 
@@ -144,6 +147,16 @@ class EngineWeights(Protocol):
 
     def sleep(self) -> None:
         """Give back memory until the next weight update."""
+
+
+@runtime_checkable
+class PlacedEngine(Protocol):
+    """What an engine has beside the rest whose ranks are not `rollout.tensor_model_parallel_size` neighbors."""
+
+    @property
+    def engine_ranks(self) -> EngineRanks:
+        """The ranks of every engine of the job."""
+        ...
 
 
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):

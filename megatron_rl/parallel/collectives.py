@@ -92,6 +92,31 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def make_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """The group of these ranks, which only they create; None where this rank is not one of them.
+
+    `align_group_names` comes first, once for all groups that are made together.
+    """
+    if len(ranks) == dist.get_world_size():
+        return world()
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def align_group_names() -> None:
+    """Bring all ranks to the same number of groups; collective over the job.
+
+    torch names a group that only its members create after its ranks and the number of groups that the process is in
+    (`_hash_ranks_to_str`). Members with other numbers would wait for each other under two names until the timeout.
+    Numbers differ where somebody made a group of some ranks, as the embedding group of a pipeline's two ends is.
+    """
+    count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
+    most = count.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    for _ in range(int(most - count)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Make messages from one rank of a group to another safe; collective over it.
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.parallel.collectives import connect, current_device, world
+from megatron_rl.parallel.collectives import align_group_names, connect, current_device, make_group, world
 from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 
@@ -96,14 +95,14 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     rank = dist.get_rank()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    _align_names(rank)
+    align_group_names()
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     of: dict[str, dist.ProcessGroup | None] = {}
     on_first = list_groups(layout, 0)  # names whose groups are the same there have the same groups on every rank
     for name, ranks in list_groups(layout, rank).items():
         key = tuple(on_first[name])
         if key not in made:
-            made[key] = _make_group(ranks, timeout)
+            made[key] = make_group(ranks, timeout)
         of[name] = made[key]
     connect(of["pp"], current_device())
     # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
@@ -128,25 +127,3 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         collection=collection,
         **{name: own[name] for name in ("tp", "pp", "cp", "dp")},
     )
-
-
-def _make_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The group of these ranks; None where this rank is not one of them."""
-    if len(ranks) == dist.get_world_size():
-        return world()
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def _align_names(rank: int) -> None:
-    """Bring all ranks to the same number of groups; collective.
-
-    torch names a group that only its members create after its ranks and the number of groups that the process is in
-    (`_hash_ranks_to_str`). Members with other numbers would wait for each other under two names until the timeout.
-    Numbers differ where somebody made a group of some ranks, as the embedding group of a pipeline's two ends is.
-    """
-    count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
-    most = count.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    for _ in range(int(most - count)):
-        dist.new_group([rank], use_local_synchronization=True)

@@ -105,11 +105,54 @@ class ParallelLayout:
         replicas = self.cp_size * self.dp_size // self.ep_size
         return _spread(rank, axes, dict(tp=self.tp_size, ep=self.ep_size, dp=replicas, pp=self.pp_size))
 
+    def model_copies(self) -> EngineRanks:
+        """The ranks that hold the model once: all of tp and pp, and with experts the ranks that share them."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rank in range(self.world_size):
+            if rank not in found:
+                ranks = tuple(self.expert_group_of(rank, "tp", "ep", "pp"))
+                found |= dict.fromkeys(ranks, ranks)
+        return EngineRanks(tuple(dict.fromkeys(found.values())))
+
     def describe(self) -> str:
         """`tp=2 pp=2 dp=1`, with vpp, cp and ep where they are larger than 1."""
         parts = [f"tp={self.tp_size}", f"pp={self.pp_size}", f"dp={self.dp_size}"]
         extra = {"vpp": self.vpp_size, "cp": self.cp_size, "ep": self.ep_size}
         return " ".join(parts + [f"{name}={size}" for name, size in extra.items() if size > 1])
+
+
+@dataclass(frozen=True)
+class EngineRanks:
+    """Which ranks form which rollout engine.
+
+    Attributes:
+        of: the ranks of each engine, ascending; all engines have equally many, and every rank of the job is in one.
+    """
+
+    of: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def consecutive(cls, world_size: int, width: int) -> EngineRanks:
+        """`width` neighbors each; `world_size` is a multiple of it."""
+        return cls(tuple(tuple(range(first, first + width)) for first in range(0, world_size, width)))
+
+    @property
+    def width(self) -> int:
+        """Ranks of one engine."""
+        return len(self.of[0])
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """The engine of a rank, and its place there."""
+        return next((engine, ranks.index(rank)) for engine, ranks in enumerate(self.of) if rank in ranks)
+
+    def describe(self, engine: int) -> str:
+        """`rank 3`, `ranks 2-3`, or `ranks 0, 2` where they are no neighbors."""
+        first, *others = ranks = self.of[engine]
+        if not others:
+            return f"rank {first}"
+        if others[-1] - first == len(others):
+            return f"ranks {first}-{others[-1]}"
+        return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _spread(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:

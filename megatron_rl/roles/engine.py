@@ -45,16 +45,17 @@ def build_rollout(
             process=process,
             seed=config.trainer.seed,
             shareable=find_shareable,
+            model=actor.model,
         )
     )
-    tp_size, group = config.rollout.tensor_model_parallel_size, world()
+    group, engines = world(), engine.ranks
     hybrid = HybridEngine(
-        actor, engine.weights, engine_tp_size=tp_size, process=process, group=group, config=config.hybrid, timers=timers
+        actor, engine.weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
     )
     return hybrid, RolloutGenerator(
         engine,
         hybrid,
-        open_channel(group, tp_size, group_timeout(config)),
+        open_channel(engines.of[engines.find(process.rank)[0]], group_timeout(config)),
         config=config.rollout,
         run_seed=config.trainer.seed,
         group=group,

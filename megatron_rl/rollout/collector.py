@@ -75,7 +75,6 @@ class Collector:
     ) -> None:
         self._generator, self._prompts, self._rewards, self._config = generator, prompts, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
-        self._tp_size = config.rollout.tensor_model_parallel_size
 
     def collect(self, step: int) -> Experience:
         """`train_batch_size` scored groups; collective.
@@ -177,11 +176,10 @@ class Collector:
                 round=round,
                 on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
             )
-        engine = self._group.rank() // self._tp_size
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
         with self._timers.phase("reward"):
-            headers, num_bytes = self._score(held, engine, step, with_answers)
-            ranks = np.arange(self._group.size()).reshape(-1, self._tp_size)
+            headers, num_bytes = self._score(held, step, with_answers)
+            ranks = np.array(self._generator.engines.of)
             samples = Experience(headers, prompts, hold(held, headers, ranks, num_bytes), self._group)
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)
@@ -190,19 +188,18 @@ class Collector:
                 samples = samples.rescore(rewards, MODEL, scores)
         return samples
 
-    def _score(
-        self, held: Sequence[tuple[int, Rollout]], engine: int, step: int, with_answers: bool
-    ) -> tuple[Headers, int]:
+    def _score(self, held: Sequence[tuple[int, Rollout]], step: int, with_answers: bool) -> tuple[Headers, int]:
         """Score a share of what this engine has generated, and tell all ranks the headers.
 
         Raises:
             UserError: a source failed on some rank; raised on all of them.
         """
-        scorer, place = self._rewards.scorer, self._group.rank() % self._tp_size
+        scorer, engines = self._rewards.scorer, self._generator.engines
+        engine, place = engines.find(self._group.rank())
         if scorer.is_concurrent:  # the engine's first rank has begun already
             mine = held if place == 0 else []
         else:
-            mine = held[place :: self._tp_size]
+            mine = held[place :: engines.width]
         scored, error = [], None
         try:
             scored = scorer.finish([rollout for _, rollout in mine], step)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import Request
+from megatron_rl.parallel.collectives import align_group_names, make_group
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,9 @@ class Channel:
         return message or pickle.loads(payload.numpy().tobytes())
 
 
-def open_channel(group: dist.ProcessGroup, ranks_per_engine: int, timeout: timedelta | None = None) -> Channel:
-    """The channel of this rank's engine; collective over `group`, whose consecutive ranks form the engines."""
-    if ranks_per_engine == 1:
+def open_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> Channel:
+    """The channel of this rank's engine, which these ranks form; collective over the job."""
+    if len(ranks) == 1:
         return Channel()
-    if ranks_per_engine == group.size():
-        return Channel(group)
-    ranks = dist.get_process_group_ranks(group)
-    first = group.rank() // ranks_per_engine * ranks_per_engine
-    mine = dist.new_group(ranks[first : first + ranks_per_engine], timeout=timeout, use_local_synchronization=True)
-    assert isinstance(mine, dist.ProcessGroup)
-    return Channel(mine)
+    align_group_names()
+    return Channel(make_group(ranks, timeout))

@@ -37,10 +37,13 @@ class RolloutGenerator:
         engine: this rank's share.
         weights: that it holds.
         channel: to the other ranks of the engine.
-        config: ranks per engine, and which samples go to which.
+        config: which samples go to which engine.
         run_seed: seed of the run, see `derive_seed`.
-        group: all ranks; consecutive ones are an engine.
+        group: all ranks.
         progress: counts the responses.
+
+    Attributes:
+        engines: the ranks of each.
     """
 
     def __init__(
@@ -55,9 +58,9 @@ class RolloutGenerator:
         progress: RolloutProgress,
     ) -> None:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
-        self._group, self._progress, self._tp_size = group, progress, config.tensor_model_parallel_size
-        self._num_engines, self._dispatch = group.size() // self._tp_size, config.dispatch
-        self._engine_index = group.rank() // self._tp_size
+        self._group, self._progress, self._dispatch = group, progress, config.dispatch
+        self.engines = engine.ranks
+        self._engine_index, _ = engine.ranks.find(group.rank())
 
     def generate(
         self,
@@ -89,7 +92,7 @@ class RolloutGenerator:
             self._dispatch,
             [len(prompt.tokens) for prompt in prompts],
             group_size,
-            self._num_engines,
+            len(self.engines.of),
             sampling.max_tokens,
         )
         # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
@@ -124,8 +127,7 @@ class RolloutGenerator:
         self, stream: _Stream, requests: Sequence[Request], prompts: Sequence[Prompt], group_size: int
     ) -> UserError | None:
         """What is wrong with the responses of this engine."""
-        first, unasked = self._engine_index * self._tp_size, dict(stream.sampled)
-        ranks = f"rank {first}" if self._tp_size == 1 else f"ranks {first}-{first + self._tp_size - 1}"
+        unasked = dict(stream.sampled)
         asked = [unasked.pop(request.key) for request in requests if request.key in unasked]
         names = [
             f"prompt_id {prompts[request.key // group_size].prompt_id}, sample {request.key % group_size}"
@@ -138,7 +140,8 @@ class RolloutGenerator:
                 names,
                 max_tokens=longest,
                 vocab_size=self._weights.shape.vocab_size,
-                engine=f"rollout engine {self._engine_index} ({self._engine.kind}, {ranks})",
+                engine=f"rollout engine {self._engine_index} ({self._engine.kind}, "
+                f"{self.engines.describe(self._engine_index)})",
             )
         except UserError as error:
             return error

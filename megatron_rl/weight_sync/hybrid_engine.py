@@ -23,6 +23,7 @@ from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import EngineWeights
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, reduce_scalars
+from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.classes import Shard
@@ -81,7 +82,7 @@ class HybridEngine:
     Args:
         actor: whose weights are used.
         engine: the weights of this rank's share of the engine.
-        engine_tp_size: ranks per engine.
+        engines: the ranks of each.
         process: this rank.
         group: all ranks of the job.
         config: transport, bucket size, verification.
@@ -99,7 +100,7 @@ class HybridEngine:
         actor: WeightSource,
         engine: EngineWeights,
         *,
-        engine_tp_size: int,
+        engines: EngineRanks,
         process: Process,
         group: dist.ProcessGroup,
         config: HybridConfig,
@@ -107,12 +108,9 @@ class HybridEngine:
     ) -> None:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
-        self._num_engines = process.world_size // engine_tp_size
-        self._engine_index, self._engine_rank = divmod(process.rank, engine_tp_size)
-        self._engine_tp_size = engine_tp_size
         source = group_shards(actor.model.placements, actor.model.shard_key, process.world_size)
         self._resharder = self._build_resharder(source, process, config)
-        self._certificate = self._build_certificate(source, process)
+        self._certificate = self._build_certificate(source, process, engines)
         self.reshard_stats = self._total_stats()
         self.policy_version = -1
         self._certificate_turn = 0
@@ -146,12 +144,11 @@ class HybridEngine:
         """How pieces cross between ranks: pull, buckets, or pull+buckets."""
         return self._resharder.transport
 
-    def _build_certificate(self, source: Sequence[Shard], process: Process) -> Certificate:
-        actor, engine, first = self._actor.model, self._engine, process.rank - self._engine_rank
+    def _build_certificate(self, source: Sequence[Shard], process: Process, engines: EngineRanks) -> Certificate:
+        actor, engine, (index, place) = self._actor.model, self._engine, engines.find(process.rank)
+        ranks = engines.of[index]
         destination = group_shards(
-            lambda rank: engine.placements(first + rank),
-            lambda rank: engine.shard_key(first + rank),
-            self._engine_tp_size,
+            lambda place: engine.placements(ranks[place]), lambda place: engine.shard_key(ranks[place]), len(ranks)
         )
         padded = [name for name in actor.params if name.endswith(PADDED_PARAMETERS)]
         return Certificate(
@@ -159,11 +156,11 @@ class HybridEngine:
             Side(actor.params, count_once(source, process.rank), padded),
             Side(
                 engine.params,
-                count_once(destination, self._engine_rank),
+                count_once(destination, place),
                 [name for name in engine.padded_params if name in engine.params],
             ),
-            num_engines=self._num_engines,
-            engine=self._engine_index,
+            num_engines=len(engines.of),
+            engine=index,
             group=self._group,
         )
 

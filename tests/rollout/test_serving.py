@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
@@ -26,7 +25,9 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.rollout.control import ControlMessage, open_channel
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.control import Channel, ControlMessage, open_channel
 from megatron_rl.rollout.serving import close_batch, generate, serve
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
@@ -76,6 +77,12 @@ def script(lengths: Sequence[int], slots: int = 4) -> ScriptedEngine:
     return ScriptedEngine(dict(enumerate(lengths)), slots, COST)
 
 
+def open_pair(rank: int) -> Channel:
+    """The channel of an engine of two neighbors."""
+    first = rank // 2 * 2
+    return open_channel([first, first + 1])
+
+
 def describe(sampled: Sampled) -> tuple[int, list[int], list[float], str]:
     return sampled.key, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finish_reason
 
@@ -90,7 +97,7 @@ def share_messages(rank: int, world_size: int) -> list[ControlMessage]:
             Request(-1, np.array([], np.int32), 0, SamplingConfig(0.0, 1, (2, 5))),
         ],
     )
-    channel = open_channel(dist.group.WORLD, 2)
+    channel = open_pair(rank)
     return [channel.share(sent if channel.is_first else None) for sent in (message, ControlMessage())]
 
 
@@ -251,7 +258,8 @@ def serve_late(rank: int, world_size: int) -> tuple[list[Any], float]:
     """Two engines of two ranks; what each rank hears, with the step in which it hears it."""
     lengths = np.random.default_rng(0).integers(1, 30, 300)
     engine, told = ScriptedEngine(dict(enumerate(lengths.tolist())), 6, COST), []
-    channel, inbox = open_channel(dist.group.WORLD, 2), Inbox()
+    build_groups(ParallelLayout(world_size, pp_size=world_size))  # the two ends of a pipeline have one group more
+    channel, inbox = open_pair(rank), Inbox()
     if channel.is_first:
         threading.Thread(target=put_late, args=(inbox, 100, rank), daemon=True).start()
     error = serve(engine, inbox.take, lambda s: told.append((engine.seconds, *describe(s))), channel)
@@ -270,7 +278,7 @@ def test_ranks_of_an_engine_hear_the_same() -> None:
 
 def fail_on_first(rank: int, world_size: int) -> str:
     """The first rank's listener fails while both wait for more."""
-    inbox, channel = Inbox(), open_channel(dist.group.WORLD, 2)
+    inbox, channel = Inbox(), open_pair(rank)
     inbox.put(ControlMessage(requests=[make_request(0)]))
 
     def listen(sampled: Sampled) -> None:
@@ -376,7 +384,7 @@ def test_a_resumed_response_is_the_uninterrupted_one(model: Path, vllm_imported:
 def serve_vllm_late(rank: int, world_size: int, model: Path) -> tuple[Stream, Stream]:
     """Two TP ranks, requests that come late at the first; and each request alone."""
     engine, requests = build_vllm(model, 2), vllm_requests(SamplingConfig(1.0, 24, tuple(range(0, 517, 9))))
-    inbox, told, channel = Inbox(), [], open_channel(dist.group.WORLD, 2)
+    inbox, told, channel = Inbox(), [], open_pair(rank)
 
     def put() -> None:
         for request in requests:

@@ -32,6 +32,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
+from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine, StepCost
@@ -135,7 +136,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
         ]
         engine = ScriptedEngine(dict(enumerate(lengths.tolist())), args.slots, COST, time.sleep)
         generator = RolloutGenerator(
-            BuiltEngine(engine, None, "ScriptedEngine"),
+            BuiltEngine(engine, None, "ScriptedEngine", EngineRanks.consecutive(dist.get_world_size(), 1)),
             weights,
             Channel(),
             config=RolloutConfig(dispatch=dispatch),
