@@ -23,7 +23,8 @@ class BatchPlan:
 
     Attributes:
         world_size, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
-        rollout_tp_size, num_engines: ranks per rollout engine, and engines.
+        engine_ranks, num_engines: ranks per rollout engine, and engines.
+        engine_is_actor: the engine runs the actor's modules, in the actor's layout.
         train_batch_size: prompts per step of the main loop.
         group_size: responses per prompt (`rollout.n`).
         rollouts_per_step: responses per step.
@@ -47,8 +48,9 @@ class BatchPlan:
     pp_size: int
     cp_size: int
     dp_size: int
-    rollout_tp_size: int
+    engine_ranks: int
     num_engines: int
+    engine_is_actor: bool
     train_batch_size: int
     group_size: int
     rollouts_per_step: int
@@ -86,12 +88,12 @@ class BatchPlan:
         for role in spec.laid_out:
             check_ranks(role.layout, world_size, role.section)
             check_longest_sequence(cfg.data, role.layout, role.section)
-        _check_engine_ranks(cfg, world_size)
+        engine_ranks = _count_engine_ranks(cfg, world_size)
+        num_engines = world_size // engine_ranks
         _check_batches(cfg, spec, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
         dp_size = world_size // (tp_size * pp_size * actor.context_parallel_size)
-        num_engines = world_size // cfg.rollout.tensor_model_parallel_size
         part = group_size if cfg.rollout.dispatch == "groups" else 1  # what stays together
         parts = data.train_batch_size * group_size // part
         mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
@@ -105,8 +107,9 @@ class BatchPlan:
             pp_size=pp_size,
             cp_size=actor.context_parallel_size,
             dp_size=dp_size,
-            rollout_tp_size=cfg.rollout.tensor_model_parallel_size,
+            engine_ranks=engine_ranks,
             num_engines=num_engines,
+            engine_is_actor=cfg.rollout.engine == "megatron",
             train_batch_size=data.train_batch_size,
             group_size=group_size,
             rollouts_per_step=data.train_batch_size * group_size,
@@ -135,7 +138,8 @@ class BatchPlan:
         lines = [
             f"dp_size = world_size / (tp * pp * cp) = {self.world_size} / "
             f"({self.tp_size} * {self.pp_size} * {self.cp_size}) = {self.dp_size}",
-            f"num_engines = world_size / rollout_tp = {self.world_size} / {self.rollout_tp_size} = {self.num_engines}",
+            f"num_engines = world_size / {'(tp * pp * ep)' if self.engine_is_actor else 'rollout_tp'} = "
+            f"{self.world_size} / {self.engine_ranks} = {self.num_engines}",
             f"rollouts_per_step = train_batch_size * n = {batch} * {n} = {self.rollouts_per_step}",
             self._engine_formula(),
             f"minibatches_per_epoch = train_batch_size / ppo_mini_batch_size = {batch} / {mini} = "
@@ -208,8 +212,12 @@ def check_ranks(layout: LayoutConfig, world_size: int, section: str) -> int:
     return world_size // model_size
 
 
-def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:
-    rollout_tp_size = cfg.rollout.tensor_model_parallel_size
+def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
+    """Ranks that form a rollout engine."""
+    actor, rollout_tp_size = cfg.actor, cfg.rollout.tensor_model_parallel_size
+    if cfg.rollout.engine == "megatron":
+        sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size)
+        return math.gcd(math.prod(sizes), world_size)  # the product; an EP size that does not fit is refused later
     if world_size % rollout_tp_size:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
@@ -218,6 +226,7 @@ def _check_engine_ranks(cfg: RunConfig, world_size: int) -> None:
             f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",
         )
+    return rollout_tp_size
 
 
 def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None) -> None:

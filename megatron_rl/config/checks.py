@@ -305,6 +305,22 @@ def _check_rollout(config: _Config) -> None:
         expected="1",
         hint="set it to 1, or rollout.engine=vllm",
     )
+    if engine == "megatron":
+        tp_size = config.get("actor.tensor_model_parallel_size")
+        config.require(
+            config.get("rollout.tensor_model_parallel_size") in (1, tp_size),
+            "rollout.tensor_model_parallel_size",
+            "has no meaning for rollout.engine = 'megatron', which has the actor's layout",
+            expected=" or ".join(map(str, sorted({1, tp_size}))),
+            hint="leave it out",
+        )
+        config.require(
+            config.get("hybrid.alias_weights"),
+            "hybrid.alias_weights",
+            "asks for a second copy of the weights, and rollout.engine = 'megatron' has none",
+            expected="true",
+            hint="leave it out",
+        )
     for name, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
         config.require(
             config.get(name) == off,

@@ -157,8 +157,14 @@ class CriticConfig(TrainedConfig):
 class RolloutConfig:
     """Generation."""
 
-    engine: str = option("vllm", "Rollout engine: vllm, or hf (transformers; slow, for debugging and parity).")
-    tensor_model_parallel_size: int = option(1, "Ranks per engine; world / this = number of engines.", "ranks")
+    engine: str = option(
+        "vllm",
+        "Rollout engine: vllm, hf (transformers; slow, for debugging and parity), or megatron (the actor's own modules "
+        "in the actor's layout, without a copy of the weights; slow, exact, for every family that can be trained).",
+    )
+    tensor_model_parallel_size: int = option(
+        1, "Ranks per engine; world / this = number of engines (engine megatron: leave it out).", "ranks"
+    )
     n: int = option(8, "Responses per prompt (group size).", "responses")
     bitwise: bool = option(
         False,
@@ -177,7 +183,10 @@ class RolloutConfig:
     validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
-        None, "KV cache of an engine rank; default: by max_num_seqs on CPU (at most 1), else by the next one.", "GiB"
+        None,
+        "KV cache of an engine rank; default: by max_num_seqs on CPU (at most 1), else by the next one (engine "
+        "megatron: the smaller of the two).",
+        "GiB",
     )
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")

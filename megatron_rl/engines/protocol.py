@@ -177,6 +177,7 @@ EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 ENGINES: dict[str, EngineMaker] = {
     "vllm": Deferred("megatron_rl.engines.vllm", "VllmEngine"),
     "hf": Deferred("megatron_rl.engines.transformers", "HuggingFaceEngine"),
+    "megatron": Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
 }
 _SETTING = "rollout.engine"
 

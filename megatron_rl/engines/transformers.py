@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
@@ -37,8 +38,7 @@ class _SeededGumbel(LogitsProcessor):
         self.logprobs.append(scaled.log_softmax(-1) if exact is None else exact)
         if self._temperature == 0.0:
             return scaled
-        noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in self._generators])
-        return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)
+        return add_gumbel_noise(scaled, self._generators)
 
 
 class HuggingFaceEngine(WaitingRequests):

@@ -57,19 +57,25 @@ class PackedAttention(MegatronModule):
     """Causal self-attention over packed sequences; the constructor signature is megatron-core's.
 
     Rotates query and key by their positions, brings whole sequences together over the context parallel ranks of
-    `pg_collection.cp`, and attends with the backend that the microbatch was prepared for.
+    `pg_collection.cp`, and attends with the backend that the microbatch was prepared for. Where rows come with a cache
+    (generation), it keeps their keys and values there, and reads those of earlier rows; nothing is brought together.
+
+    Attributes:
+        layer_number: megatron-core's, counted over all stages.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
+        layer_number: int = 1,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.layer_number = layer_number
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         assert dropout == 0.0, "RL scores what it sampled: attention dropout must be 0"
         assert config.kv_channels is not None, "megatron-core computes it where it is not set"
@@ -99,9 +105,12 @@ class PackedAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"
         query, key = (rotate(x, *packed_seq_params.rotary_table) for x in (query, key))
-        if self._cp_group is not None:
-            query, key, value = exchange_to_heads(query, key, value, self._cp_group)
+        cp_group = self._cp_group
+        if packed_seq_params.cache is not None:
+            cp_group, (key, value) = None, packed_seq_params.cache.store(self.layer_number, key, value)
+        if cp_group is not None:
+            query, key, value = exchange_to_heads(query, key, value, cp_group)
         output = attend(query, key, value, packed_seq_params.segments, self.scale)
-        if self._cp_group is not None:
-            output = exchange_to_tokens(output, self._cp_group)
+        if cp_group is not None:
+            output = exchange_to_tokens(output, cp_group)
         return output.flatten(1)

@@ -7,6 +7,7 @@ recomputations read the same tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,26 @@ from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.weights.families import ModelShape
 
 
+@dataclass(frozen=True)
+class CachedRows:
+    """The cache of a rank's layers, as the rows of one forward use it.
+
+    Attributes:
+        layers: keys and values [slots, ng/tp, d] by megatron-core's number of the layer.
+        slots: [t] int64, where the keys and values of each row go.
+    """
+
+    layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    slots: torch.Tensor
+
+    def store(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [t, ng/tp, d] of a layer, key rotated; returns all keys and values of that layer."""
+        keys, values = self.layers[layer_number]
+        keys.index_copy_(0, self.slots, key)
+        values.index_copy_(0, self.slots, value)
+        return keys, values
+
+
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """megatron-core's parameters with positions and shared prompts.
@@ -26,10 +47,13 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         segments: who attends to whom in the whole row, all context parallel shards together.
         rotary_table: cosine and sine [t/cp, 1, d/2] of the rows of this rank's shard.
+        cache: keys and values of earlier forwards, which `segments` see, and room for those of these rows. This rank
+            has whole sequences then, whatever the context parallel size. None: rows see each other only.
     """
 
     segments: Segments
     rotary_table: tuple[torch.Tensor, torch.Tensor]
+    cache: CachedRows | None = None
 
 
 def build_packed_sequences(

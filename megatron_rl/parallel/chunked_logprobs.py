@@ -82,7 +82,7 @@ def compute_linear_sum_pi_squared(hidden: torch.Tensor, weight: torch.Tensor, so
     """
     rows = weight[: softmax.find_shard(weight).width]
     summary = torch.cat(
-        [summarize_squares(_scale_logits(x, rows, softmax.temperature)) for x in hidden.split(softmax.chunk_tokens)],
+        [summarize_squares(scale_logits(x, rows, softmax.temperature)) for x in hidden.split(softmax.chunk_tokens)],
         dim=1,
     )
     return merge_squares(gather_summaries(summary, softmax.tp_group))
@@ -97,7 +97,7 @@ class _LinearLogprobs(torch.autograd.Function):
         rows = weight[: shard.width]
         summary = torch.cat(
             [
-                compute_summary(_scale_logits(x, rows, softmax.temperature), y, shard)
+                compute_summary(scale_logits(x, rows, softmax.temperature), y, shard)
                 for x, y in zip(hidden.split(size), targets.split(size), strict=True)
             ],
             dim=1,
@@ -122,7 +122,7 @@ class _LinearLogprobs(torch.autograd.Function):
             x = hidden[part]
             # d/d logits = d/dz / temperature: the division is made on the [t] factors.
             gradient = compute_logits_gradient(
-                _scale_logits(x, rows, temperature),
+                scale_logits(x, rows, temperature),
                 targets[part],
                 ctx.shard,
                 lse=lse[part],
@@ -154,7 +154,7 @@ class _WeightGradient:
             rows.add_(gradient.t() @ hidden)
 
 
-def _scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+def scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
     """[c, h] and [width, h] -> [c, width] logits over the temperature, in a new tensor that may be overwritten."""
     logits = hidden @ rows.t()
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)

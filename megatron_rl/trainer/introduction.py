@@ -27,8 +27,8 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
             yield f"{name}: {role.model.groups.layout.describe()}"
     modes = describe_modes(config.rollout, device)
     yield (
-        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of tp={plan.rollout_tp_size}"
-        f"{modes and '; ' + modes}"
+        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
+        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}{modes and '; ' + modes}"
     )
     yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
     stats = hybrid.reshard_stats

@@ -78,6 +78,8 @@ def make_config(
             sequence_parallel=tp > 1,
             lr=1e-2,
             pipeline_model_parallel_size=layout.get("pp_size", 1),
+            virtual_pipeline_model_parallel_size=layout.get("vpp_size"),
+            context_parallel_size=layout.get("cp_size", 1),
             expert_model_parallel_size=layout.get("ep_size", 1),
         ),
         rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, max_num_seqs=16, n=2),
@@ -187,6 +189,10 @@ CASES = [
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2),
     ("vllm", "mixtral", 4, {"tp_size": 2, "ep_size": 2}, 2),
     ("hf", "qwen3_moe", 2, {"ep_size": 2}, 1),
+    ("megatron", "qwen2", 4, {"tp_size": 2, "pp_size": 2, "vpp_size": 2}, 1),
+    ("megatron", "llama", 4, {"tp_size": 2, "pp_size": 2}, 2),
+    ("megatron", "gemma", 4, {"cp_size": 2, "pp_size": 2}, 1),
+    ("megatron", "qwen3_moe", 4, {"ep_size": 2, "pp_size": 2}, 1),
 ]
 
 

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching over a paged cache: which responses run, and where their keys and values lie. No model in here.
+
+The cache has slots; a slot holds the keys and values of one token in every layer, and `block_size` slots are a block. A
+response owns whole blocks, anywhere, with room for its longest. One forward takes the whole prompt of what has just
+been admitted and the newest token of everything else, as segments of one row: n new tokens that see k >= n slots.
+
+Requests are admitted in the order in which they came, when a place among `max_num_seqs` and their blocks are free. So
+what runs is never pushed out (no preemption), a prompt is never computed in parts, and nothing is kept from one
+response for another (no prefix cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.types import UserError
+
+
+@dataclass(eq=False)
+class Running:
+    """A response that is being sampled.
+
+    Attributes:
+        request: which one.
+        slots: [room] int64, of its tokens in their order.
+        generator: its random numbers.
+        tokens, logprobs: sampled so far.
+    """
+
+    request: Request
+    slots: np.ndarray
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def finish(self, reason: str) -> Sampled:
+        """What it has, for the one who asked."""
+        return Sampled(self.request.key, np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), reason)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one forward computes: segments of new tokens, one for each running response, and maybe one of padding.
+
+    Attributes:
+        running: the responses that get a token.
+        tokens, positions: [t] int64.
+        slots: [t] int64, where the keys and values of each row go.
+        bounds: [num_segments + 1] int32, where the rows of each segment begin and end.
+        key_slots: [k] int64, what each segment sees, segment after segment.
+        key_bounds: [num_segments + 1] int32, boundaries in `key_slots`.
+    """
+
+    running: Sequence[Running]
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    bounds: np.ndarray
+    key_slots: np.ndarray
+    key_bounds: np.ndarray
+
+    @property
+    def last(self) -> np.ndarray:
+        """[responses] int64, the rows whose hidden states predict the next tokens."""
+        return self.bounds[1 : len(self.running) + 1].astype(np.int64) - 1
+
+
+class ContinuousBatch:
+    """The requests of an engine; every rank of it has the same.
+
+    Args:
+        num_blocks: of the cache.
+        block_size: slots of a block.
+        max_num_seqs: responses that run at once.
+        max_tokens: rows of a forward, at most, but for a longer prompt, which is admitted alone.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int) -> None:
+        self._free, self._block_size = list(range(num_blocks)), block_size
+        self._num_blocks, self._max_num_seqs, self._max_tokens = num_blocks, max_num_seqs, max_tokens
+        self._waiting: list[Request] = []
+        self._running: list[Running] = []
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """They wait for a place.
+
+        Raises:
+            UserError: one that would not find room in the empty cache.
+        """
+        for request in requests:
+            if self._count_blocks(request) > self._num_blocks:
+                raise UserError(
+                    f"a request of {len(request.tokens)} tokens that may get {request.sampling.max_tokens} more",
+                    source="rollout.kv_cache_gib",
+                    expected=f"at most {self._num_blocks * self._block_size} tokens, the room of the KV cache",
+                    hint="make the cache larger, or data.max_prompt_length and data.max_response_length shorter",
+                )
+        self._waiting += requests
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Forget requests; returns what they have so far, and gives their blocks back."""
+        asked = set(keys)
+        ended = [one for one in self._running if one.request.key in asked]
+        for one in ended:
+            self._end(one)
+        never = [request for request in self._waiting if request.key in asked]
+        self._waiting = [request for request in self._waiting if request.key not in asked]
+        nothing = np.empty(0, np.int64)
+        ended += [Running(request, nothing, torch.Generator()) for request in never]
+        return [one.finish("interrupted") for one in ended]
+
+    def has_requests(self) -> bool:
+        """True if something runs or waits."""
+        return bool(self._running or self._waiting)
+
+    def count_tokens(self) -> int:
+        """Tokens sampled so far for what runs."""
+        return sum(len(one.tokens) for one in list(self._running))
+
+    def plan(self, multiple: int) -> Rows:
+        """Admit what there is room for, and lay out the next forward; something waits or runs.
+
+        Args:
+            multiple: the number of rows is padded to a multiple of this, by a segment that sees itself in the slots
+                behind the last block.
+        """
+        self._admit()
+        running = list(self._running)
+        tokens, seen = [], []
+        for one in running:
+            tokens.append(np.array(one.tokens[-1:], np.int64) if one.tokens else one.request.tokens.astype(np.int64))
+            seen.append(one.slots[: len(one.request.tokens) + len(one.tokens)])
+        missing = -sum(map(len, tokens)) % multiple
+        if missing:
+            tokens.append(np.zeros(missing, np.int64))
+            seen.append(np.arange(missing) + self._num_blocks * self._block_size)
+        lengths, key_lengths = ([len(part) for part in parts] for parts in (tokens, seen))
+        return Rows(
+            running,
+            np.concatenate(tokens),
+            np.concatenate([np.arange(k - n, k) for n, k in zip(lengths, key_lengths, strict=True)]),
+            np.concatenate([part[-n:] for part, n in zip(seen, lengths, strict=True)]),
+            np.cumsum([0, *lengths], dtype=np.int32),
+            np.concatenate(seen),
+            np.cumsum([0, *key_lengths], dtype=np.int32),
+        )
+
+    def record(self, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
+        """Append what was sampled after `rows`; returns what is finished, in the order in which it was admitted."""
+        finished = []
+        for one, token, logprob in zip(rows.running, tokens, logprobs, strict=True):
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            is_stop = token in one.request.sampling.stop_token_ids
+            if is_stop or len(one.tokens) == one.request.sampling.max_tokens:
+                self._end(one)
+                finished.append(one.finish("stop" if is_stop else "length"))
+        return finished
+
+    def _count_blocks(self, request: Request) -> int:
+        """For its longest response; the last token is not read again."""
+        return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
+
+    def _admit(self) -> None:
+        """One temperature at a time: the others of the batch wait until those before them are done."""
+        rows = len(self._running)
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            request = self._waiting[0]
+            count = self._count_blocks(request)
+            is_alike = all(
+                one.request.sampling.temperature == request.sampling.temperature for one in self._running[:1]
+            )
+            if not is_alike or count > len(self._free) or (rows and rows + len(request.tokens) > self._max_tokens):
+                return
+            blocks = np.array([self._free.pop() for _ in range(count)], np.int64)
+            slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).ravel()
+            self._running.append(Running(request, slots, torch.Generator().manual_seed(request.seed)))
+            del self._waiting[0]
+            rows += len(request.tokens)
+
+    def _end(self, one: Running) -> None:
+        self._running.remove(one)
+        self._free += (one.slots[:: self._block_size] // self._block_size).tolist()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The next tokens of responses, drawn from the last stage's hidden states and scored as training scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.engines.gumbel import add_gumbel_noise
+from megatron_rl.models.gpt import HiddenStatesModel
+from megatron_rl.models.heads import gather_for_vocab_shards
+from megatron_rl.parallel.chunked_logprobs import scale_logits
+from megatron_rl.parallel.collectives import gather_rows
+from megatron_rl.parallel.vocab_parallel import compute_summary, find_vocab_shard, gather_summaries, merge_summaries
+from megatron_rl.training.packed_model import PackedModel
+
+
+def draw_next_tokens(
+    model: PackedModel,
+    hidden: torch.Tensor,
+    last: torch.Tensor,
+    temperature: float,
+    generators: Sequence[torch.Generator],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per response; collective over TP, whose ranks have a part of the logits each.
+
+    Args:
+        model: a language model whose last pipeline stage is here.
+        hidden: [t, 1, h] of that stage, or [t/tp, 1, h] under TP-SP.
+        last: [b] int64, the rows that predict the tokens.
+        temperature: divides the logits; 0: the most likely token, scored at temperature 1.
+        generators: of each response, equal on all TP ranks.
+
+    Returns:
+        Tokens [b] int64 and their log-probs [b] float32 by the trainer's formula, the same on all TP ranks.
+    """
+    tp_group, stage = model.groups.tp, model.stages[-1]
+    assert isinstance(stage, HiddenStatesModel), "a language model"
+    weight = stage.output_weight
+    shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
+    whole = gather_for_vocab_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)
+    z = scale_logits(whole[last], weight[: shard.width], temperature or 1.0)  # [b, v/tp]
+    scores = z
+    if tp_group.size() > 1:
+        columns = F.pad(z, (0, len(weight) - shard.width)).t().contiguous()  # [v/tp with padding, b]
+        scores = gather_rows(columns[None], tp_group).flatten(0, 1)[: model.shape.vocab_size].t()  # [b, v]
+    if temperature:
+        scores = add_gumbel_noise(scores, generators)
+    tokens = scores.argmax(-1)
+    summary = compute_summary(z, tokens, shard)  # overwrites z
+    return tokens, merge_summaries(gather_summaries(summary, tp_group))[0]

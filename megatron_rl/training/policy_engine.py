@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts with the policy itself: the actor's own modules, a paged cache, and the trainer's log-prob formula.
+
+There is no second copy of the weights in any layout, so nothing moves before a rollout. What is sampled is scored as
+training scores it: this engine is the reference for the others, and serves every family that can be trained. It is
+slow: eager, one pipeline stage at a time, attention by the trainer's backends.
+
+The ranks that hold the model once are one engine (`ParallelLayout.model_copies`), and make the same calls. Context
+parallel ranks have whole copies: they are engines of their own, like data parallel ones. Expert parallel ranks share
+experts and compute the same rows. One rank of the last stage draws the tokens, and its word counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.engines.paging import ContinuousBatch, Rows
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
+from megatron_rl.models.attention import PackedAttention
+from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
+from megatron_rl.packing.batch import MicrobatchSlice
+from megatron_rl.packing.prefix import SegmentKeys, move_to_device
+from megatron_rl.parallel.collectives import broadcast_tensors
+from megatron_rl.training.next_tokens import draw_next_tokens
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.types import UserError
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.shard_box import ShardBox
+
+_BLOCK_SIZE = 16
+_STEP_TOKENS = 4096
+_MAX_CPU_CACHE_BYTES = 1 << 30
+
+
+class PolicyEngine:
+    """One rank of an engine that is the policy.
+
+    Attributes:
+        params, shared_params: the actor's parameters, all of them.
+        engine_ranks: the ranks of every engine.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        model = spec.model
+        assert isinstance(model, PackedModel), "it runs an actor's modules"
+        self._model, self._dtype = model, model.config.params_dtype
+        self.params = model.params
+        self.shared_params = frozenset(model.params)
+        self.padded_params = tuple(name for name in model.params if name.endswith(PADDED_PARAMETERS))
+        self.engine_ranks = model.groups.layout.model_copies()
+        self._group = model.groups.collection.tp_ep_pp
+        ranks = self.engine_ranks.of[self.engine_ranks.find(spec.process.rank)[0]]
+        self._leader = ranks[-len(ranks) // model.groups.layout.pp_size]  # the first of the last stage
+        layers = [module for module in model.stages.modules() if isinstance(module, PackedAttention)]
+        self._layer_numbers = [layer.layer_number for layer in layers]
+        self._heads = model.shape.num_kv_heads // model.groups.layout.tp_size
+        num_blocks = self._count_blocks(spec)
+        self._num_slots = num_blocks * _BLOCK_SIZE + model.pad_multiple  # those behind the last block are of padding
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._batch = ContinuousBatch(
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            max_num_seqs=spec.config.max_num_seqs,
+            max_tokens=_STEP_TOKENS,
+        )
+
+    def _count_blocks(self, spec: EngineSpec) -> int:
+        """Room for `max_num_seqs` full sequences, as far as it may be taken; the same on every rank of the engine."""
+        config, device = spec.config, spec.process.device
+        longest = -(-(spec.max_prompt_length + spec.max_response_length) // _BLOCK_SIZE)
+        per_block = 2 * len(self._layer_numbers) * self._heads * self._model.shape.head_dim * self._dtype.itemsize
+        per_block *= _BLOCK_SIZE
+        if config.kv_cache_gib is not None:
+            fitting = int(config.kv_cache_gib * (1 << 30)) // per_block
+            if fitting < longest:
+                raise UserError(
+                    f"rollout.kv_cache_gib = {config.kv_cache_gib} holds {fitting * _BLOCK_SIZE} tokens",
+                    source="rollout.kv_cache_gib",
+                    expected=f"at least {longest * per_block / (1 << 30):.3g}, for a sequence of "
+                    f"{longest * _BLOCK_SIZE} tokens",
+                    hint="make it larger, or leave it out",
+                )
+            return min(fitting, longest * config.max_num_seqs)
+        room = _MAX_CPU_CACHE_BYTES
+        if device.type == "cuda":
+            room = int(config.gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory)
+        return max(longest, min(room // per_block, longest * config.max_num_seqs))
+
+    def shard_key(self, rank: int) -> Hashable:
+        """Ranks with equal keys have equal placement tables."""
+        return self._model.shard_key(rank)
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """The actor's table."""
+        return self._model.placements(rank)
+
+    def begin_weight_update(self) -> None:
+        """Nothing to do: the actor's updates are in place."""
+
+    def end_weight_update(self) -> None:
+        """Nothing of older weights may be in use."""
+        assert not self.has_requests(), "weights change between responses only"
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take requests in; they run from the next step on, as far as there is room."""
+        self._batch.add(requests)
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Forget requests and return what they have."""
+        return self._batch.interrupt(keys)
+
+    def has_requests(self) -> bool:
+        """True if something runs or waits."""
+        return self._batch.has_requests()
+
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for responses that are not finished."""
+        return self._batch.count_tokens()
+
+    @torch.no_grad()
+    def step(self) -> list[Sampled]:
+        """One forward for everything that runs: a token each."""
+        if not self.has_requests():
+            return []
+        rows = self._batch.plan(self._model.pad_multiple)
+        hidden = self._run_stages(rows)
+        found = torch.empty(2, len(rows.running), dtype=torch.float64)  # exact for tokens and for float32
+        if hidden is not None:
+            found = torch.stack([values.double().cpu() for values in self._draw(hidden, rows)])
+        broadcast_tensors([found], self._leader, self._group)
+        tokens, logprobs = found.tolist()
+        return self._batch.record(rows, [int(token) for token in tokens], logprobs)
+
+    def _run_stages(self, rows: Rows) -> torch.Tensor | None:
+        """Hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage; None elsewhere."""
+        model, groups, packed = self._model, self._model.groups, self._describe(rows)
+        tokens, positions = (move_to_device(values, model.device)[None] for values in (rows.tokens, rows.positions))
+        size = len(rows.tokens) // (groups.layout.tp_size if model.config.sequence_parallel else 1)
+        for module in model.modules:
+            module.eval()
+        hidden, stages = None, cast(Iterable[Any], model.stages)
+        for chunk, stage in enumerate(stages):  # a ring of the stages, once round for each chunk
+            if chunk or groups.at.pp:
+                hidden = torch.empty(size, 1, model.shape.hidden_size, dtype=self._dtype, device=model.device)
+                dist.recv(hidden, group=groups.pp, group_src=(groups.at.pp - 1) % groups.layout.pp_size)
+            stage.set_input_tensor(hidden)
+            hidden = stage(tokens, positions, attention_mask=None, packed_seq_params=packed)
+            stage.set_input_tensor(None)
+            if chunk < groups.layout.vpp_size - 1 or not groups.is_last_stage:
+                dist.send(hidden, group=groups.pp, group_dst=(groups.at.pp + 1) % groups.layout.pp_size)
+        return hidden if groups.is_last_stage else None
+
+    def _describe(self, rows: Rows) -> PackedSequences:
+        """What attention must know of the rows."""
+        device, shape = self._model.device, self._model.shape
+        if not self._layers:
+            size = (self._num_slots, self._heads, shape.head_dim)
+            self._layers = {
+                number: (
+                    torch.empty(size, dtype=self._dtype, device=device),
+                    torch.empty(size, dtype=self._dtype, device=device),
+                )
+                for number in self._layer_numbers
+            }
+        bounds, key_bounds, slots, key_slots, positions = (
+            move_to_device(values, device)
+            for values in (rows.bounds, rows.key_bounds, rows.slots, rows.key_slots, rows.positions)
+        )
+        keys = SegmentKeys(key_slots, key_bounds, int((rows.key_bounds[1:] - rows.key_bounds[:-1]).max()))
+        longest = int((rows.bounds[1:] - rows.bounds[:-1]).max())
+        piece = MicrobatchSlice(0, len(rows.tokens), bounds, longest, keys)  # its keys are slots, not rows
+        packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype)
+        return replace(packed, cache=CachedRows(self._layers, slots))
+
+    def _draw(self, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next token of each response, and its log-prob [b]."""
+        last = move_to_device(rows.last, hidden.device)
+        return draw_next_tokens(
+            self._model,
+            hidden,
+            last,
+            rows.running[0].request.sampling.temperature,
+            [one.generator for one in rows.running],
+        )
+
+    def sleep(self) -> None:
+        """Give the cache back until the next step."""
+        self._layers = {}
+
+    def close(self) -> None:
+        """Forget the model."""
+        self._layers, self.params = {}, {}
