@@ -69,6 +69,9 @@ def test_numbers_of_one_plan() -> None:
     assert (plan.dp_size, plan.num_engines) == (2, 4)
     assert (plan.rollouts_per_step, plan.rollouts_per_minibatch, plan.rollouts_per_rank) == (24, 12, 6.0)
     assert (plan.rollouts_per_engine_min, plan.rollouts_per_engine_max) == (6, 6)
+    policy = build_plan(replace(config, rollout=replace(config.rollout, engine="megatron")), 8, num_train_prompts=20)
+    assert (policy.num_engines, policy.rollouts_per_engine_max) == (2, 12), "tp * pp ranks each, in the actor's layout"
+    assert "num_engines = world_size / (tp * pp * ep) = 8 / 4 = 2" in policy.formulas()
     config = replace(config, rollout=replace(config.rollout, dispatch="groups"))
     whole = build_plan(config, 8, num_train_prompts=20)
     assert (whole.rollouts_per_engine_min, whole.rollouts_per_engine_max) == (4, 8)

@@ -61,6 +61,12 @@ def test_defaults_pass() -> None:
             "rollout.engine",
             "computes in its own way",
         ),
+        (
+            ["rollout.engine=megatron", "actor.tensor_model_parallel_size=4", "rollout.tensor_model_parallel_size=2"],
+            "rollout.tensor_model_parallel_size",
+            "has no meaning for rollout.engine = 'megatron'",
+        ),
+        (["rollout.engine=megatron", "hybrid.alias_weights=false"], "hybrid.alias_weights", "asks for a second copy"),
         (["algorithm.dual_clip=0.5"], "algorithm.dual_clip", "every negative advantage"),
         (["algorithm.importance_low=2.5"], "algorithm.importance_low", "is not below"),
         (["algorithm.gae_lambda=1.5"], "algorithm.gae_lambda", "too large"),

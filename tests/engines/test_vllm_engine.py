@@ -191,4 +191,4 @@ def test_engine_that_cannot_be_built(change: dict[str, object], message: str) ->
     """The name and the layout are checked before anything is imported."""
     with pytest.raises(UserError, match=message):
         build_engine(replace(SPEC, config=replace(SPEC.config, **change)))
-    assert set(ENGINES) == {"vllm", "hf"}
+    assert set(ENGINES) == {"vllm", "hf", "megatron"}

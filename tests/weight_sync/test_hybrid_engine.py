@@ -219,6 +219,9 @@ def test_engine_speaks_for_the_actor(
             assert result["bit_equal"][0] == result["bit_equal"][1] > 0
         assert result["rng_untouched"], "the trainer's random numbers are its own"
         assert result["gap"] < 1e-4  # fp32, 4 layers; the acceptance bound of the project is 1e-3
+        if engine == "megatron":  # the policy itself
+            stats = result["stats"]
+            assert result["gap"] < 1e-5 and stats.bytes_moved == stats.bytes_copied == 0 < stats.bytes_aliased
         assert result["deviation"] == 0.0, "on policy: the first ratio is exactly 1"
         assert result["versions"] == {1}
         assert result["ranks_alive"] == world
