@@ -103,6 +103,17 @@ class Job:
         return self.shapes["actor"]
 
     @property
+    def engine_is_actor(self) -> bool:
+        """The engine runs the actor's modules, in the actor's layout."""
+        return self.config.rollout.engine == "megatron"
+
+    @property
+    def engine_tp(self) -> int:
+        """Ranks of an engine that share each matrix."""
+        section = self.config.actor if self.engine_is_actor else self.config.rollout
+        return section.tensor_model_parallel_size
+
+    @property
     def others(self) -> list[RoleSpec]:
         """Roles with a layout of their own besides the actor."""
         return [role for role in self.spec.laid_out if role.name != "actor"]

@@ -110,7 +110,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
 
 def _engine_traffic(job: Job, work: Workload) -> Traffic:
     """Two all-reduces per layer for every token that an engine reads or writes."""
-    tp, shape = job.config.rollout.tensor_model_parallel_size, job.shape
+    tp, shape = job.engine_tp, job.shape
     tokens = work.tokens * tp / job.cluster.world_size
     hidden = tokens * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
     link = WITHIN if tp <= job.cluster.gpus_per_node and job.cluster.gpus_per_node % tp == 0 else ACROSS

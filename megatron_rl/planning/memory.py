@@ -171,13 +171,21 @@ def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) 
 def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
     """Start of the engine, the switch and the rollout."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
-    itemsize, tp = DTYPE_BYTES[config.model.dtype], rollout.tensor_model_parallel_size
-    weights = compute_engine_numel(shape, tp) * itemsize
-    aliased = count_aliased_elements(shape, job.layout, rank, tp) * itemsize if config.hybrid.alias_weights else 0
-    own = weights - aliased
+    itemsize, tp = DTYPE_BYTES[config.model.dtype], job.engine_tp
+    per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
+    if job.engine_is_actor:
+        own, per_token = 0, per_token // job.layout.pp_size
+    else:
+        weights = compute_engine_numel(shape, tp) * itemsize
+        aliased = count_aliased_elements(shape, job.layout, rank, tp) * itemsize if config.hybrid.alias_weights else 0
+        own = weights - aliased
     working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
+    elif job.engine_is_actor:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        room = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes)
+        cache = min(room, per_token * longest * rollout.max_num_seqs)
     else:
         # vLLM takes its share of the whole device, whatever else is there; what it shares is not in it.
         cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
@@ -186,11 +194,10 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     fresh = {"gradients": actor.gradients, "optimizer": actor.optimizer // 3 if config.model.dtype != "float32" else 0}
     moves = own > 0
     staging = 2 * config.hybrid.bucket_bytes if moves and job.cluster.nodes > 1 else 0
-    per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
     return RankMemory(
         rank,
         [
-            Phase("engine start", resident | fresh | engine),
+            Phase("engine start", resident | fresh | ({} if job.engine_is_actor else engine)),
             Phase("switch", resident | {"engine weights": own, "staging": staging}),
             Phase("rollout", resident | engine),
         ],

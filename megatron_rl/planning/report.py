@@ -144,7 +144,7 @@ def format_plan(plan: Plan, top: int) -> str:
     cluster, job = plan.job.cluster, plan.job
     lines = [
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {cluster.memory_bytes / GIB:g} GiB; actor "
-        f"{job.layout.describe()}, engine tp={job.config.rollout.tensor_model_parallel_size}",
+        f"{job.layout.describe()}, engine tp={job.engine_tp}",
         "",
         "batch plan",
         *(f"  {line}" for line in plan.batch.formulas()),
@@ -261,10 +261,7 @@ def save_plot(plan: Plan, path: Path) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.axhline(plan.job.cluster.memory_bytes / GIB, color="black", linestyle="--", label="limit")
     axes.set_ylabel("GiB")
-    axes.set_title(
-        f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, engine "
-        f"tp={plan.job.config.rollout.tensor_model_parallel_size}"
-    )
+    axes.set_title(f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, engine tp={plan.job.engine_tp}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.autofmt_xdate(rotation=20)
     figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -145,8 +145,8 @@ def count_operations(shape: ModelShape, length: float) -> float:
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
     """Waves of responses that run at once; each decoding pass reads the weights and all their keys and values."""
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
-    tp = rollout.tensor_model_parallel_size
-    engines = cluster.world_size // tp
+    tp, layout = job.engine_tp, job.layout
+    engines = cluster.world_size // (tp * (layout.pp_size * layout.ep_size if job.engine_is_actor else 1))
     per_engine = -(-work.num_rollouts // engines)
     mean = work.prompt_tokens + work.response_tokens / 2  # a response's cache while it grows
     per_token = memory[0].kv_bytes_per_token

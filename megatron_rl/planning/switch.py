@@ -43,7 +43,9 @@ def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> 
 def plan_switch(job: Job) -> SwitchPlan:
     """Make the plan that training executes, and count its bytes on every rank."""
     cluster = job.cluster
-    source, destination = build_shards(job.shape, job.layout, job.config.rollout.tensor_model_parallel_size)
+    source, destination = build_shards(job.shape, job.layout, job.engine_tp)
+    if job.engine_is_actor:
+        destination = []  # what it uses is there
     planner = Planner(source, destination, ranks_per_node=cluster.gpus_per_node)
     summary = summarize(
         planner.flows(),

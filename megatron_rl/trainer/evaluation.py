@@ -148,13 +148,14 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     config = without_training(replace(config, model=replace(config.model, path=str(weights.path))), world_size)
     inputs = read_rl_inputs(config, world_size)
     metrics: Mapping[str, float] = Evaluation(config, inputs, weights).run(rollouts_dir)
+    engine_layout = config.actor if inputs.plan.engine_is_actor else config.rollout
     return {
         "model": str(weights.path),
         "step": weights.step,
         "policy_version": weights.policy_version,
         "layout": inputs.roles["actor"].layout.describe(),
         "engine": config.rollout.engine,
-        "engine_tp_size": config.rollout.tensor_model_parallel_size,
+        "engine_tp_size": engine_layout.tensor_model_parallel_size,
         "samples": config.rollout.validation_n,
         "temperature": config.rollout.validation_temperature,
         "seed": config.trainer.seed,

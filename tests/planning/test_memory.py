@@ -17,6 +17,7 @@ from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.layouts import find_problem
 from megatron_rl.planning.memory import Phase, compute_memory, count_aliased_elements, count_microbatches
 from megatron_rl.planning.parameters import compute_engine_numel, compute_role_bytes
+from megatron_rl.planning.switch import plan_switch
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
@@ -124,6 +125,17 @@ def test_kv_cache_is_what_the_engine_is_given() -> None:
     halved = compute_memory(make_job(small_shape(), "rollout.tensor_model_parallel_size=2"))[0].kv_bytes_per_token
     replicated = compute_memory(make_job(small_shape(), "rollout.tensor_model_parallel_size=8"))[0].kv_bytes_per_token
     assert (halved, replicated) == (memory.kv_bytes_per_token // 2, memory.kv_bytes_per_token // 4)
+
+
+def test_an_engine_that_is_the_policy_has_a_cache_only() -> None:
+    """Of the layers and heads of its rank, and no larger than all sequences need."""
+    sizes = [f"actor.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")]
+    job = make_job(small_shape(), "rollout.engine=megatron", "rollout.max_num_seqs=4", *sizes)
+    memory, data = compute_memory(job)[0], job.config.data
+    assert "engine weights" not in memory.phases[2].parts
+    assert memory.kv_bytes_per_token == 2 * 4 * 2 * 8 * 2  # keys and values, layers, KV heads, head size, bytes
+    assert memory.kv_cache_bytes == memory.kv_bytes_per_token * 4 * (data.max_prompt_length + data.max_response_length)
+    assert plan_switch(job).summary.bytes_moved == 0
 
 
 def test_equal_layouts_share_storage() -> None:
