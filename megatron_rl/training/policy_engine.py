@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,7 +56,7 @@ class PolicyEngine:
         self.engine_ranks = model.groups.layout.model_copies()
         self._group = model.groups.collection.tp_ep_pp
         ranks = self.engine_ranks.of[self.engine_ranks.find(spec.process.rank)[0]]
-        self._leader = ranks[-len(ranks) // model.groups.layout.pp_size]  # the first of the last stage
+        self._leader = ranks[-(len(ranks) // model.groups.layout.pp_size)]  # the first of the last stage
         layers = [module for module in model.stages.modules() if isinstance(module, PackedAttention)]
         self._layer_numbers = [layer.layer_number for layer in layers]
         self._heads = model.shape.num_kv_heads // model.groups.layout.tp_size
@@ -127,7 +128,7 @@ class PolicyEngine:
         """One forward for everything that runs: a token each."""
         if not self.has_requests():
             return []
-        rows = self._batch.plan(self._model.pad_multiple)
+        rows = self._batch.plan(self._model.pad_multiple)  # the same lengths of rows as in training
         hidden = self._run_stages(rows)
         found = torch.empty(2, len(rows.running), dtype=torch.float64)  # exact for tokens and for float32
         if hidden is not None:
@@ -138,8 +139,9 @@ class PolicyEngine:
 
     def _run_stages(self, rows: Rows) -> torch.Tensor | None:
         """Hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage; None elsewhere."""
-        model, groups, packed = self._model, self._model.groups, self._describe(rows)
-        tokens, positions = (move_to_device(values, model.device)[None] for values in (rows.tokens, rows.positions))
+        model, groups = self._model, self._model.groups
+        tokens, positions = (move_to_device(values, model.device) for values in (rows.tokens, rows.positions))
+        packed = self._describe(rows, positions)
         size = len(rows.tokens) // (groups.layout.tp_size if model.config.sequence_parallel else 1)
         for module in model.modules:
             module.eval()
@@ -149,31 +151,25 @@ class PolicyEngine:
                 hidden = torch.empty(size, 1, model.shape.hidden_size, dtype=self._dtype, device=model.device)
                 dist.recv(hidden, group=groups.pp, group_src=(groups.at.pp - 1) % groups.layout.pp_size)
             stage.set_input_tensor(hidden)
-            hidden = stage(tokens, positions, attention_mask=None, packed_seq_params=packed)
+            hidden = stage(tokens[None], positions[None], attention_mask=None, packed_seq_params=packed)
             stage.set_input_tensor(None)
             if chunk < groups.layout.vpp_size - 1 or not groups.is_last_stage:
                 dist.send(hidden, group=groups.pp, group_dst=(groups.at.pp + 1) % groups.layout.pp_size)
         return hidden if groups.is_last_stage else None
 
-    def _describe(self, rows: Rows) -> PackedSequences:
+    def _describe(self, rows: Rows, positions: torch.Tensor) -> PackedSequences:
         """What attention must know of the rows."""
         device, shape = self._model.device, self._model.shape
         if not self._layers:
-            size = (self._num_slots, self._heads, shape.head_dim)
-            self._layers = {
-                number: (
-                    torch.empty(size, dtype=self._dtype, device=device),
-                    torch.empty(size, dtype=self._dtype, device=device),
-                )
-                for number in self._layer_numbers
-            }
-        bounds, key_bounds, slots, key_slots, positions = (
-            move_to_device(values, device)
-            for values in (rows.bounds, rows.key_bounds, rows.slots, rows.key_slots, rows.positions)
+            size = (2, self._num_slots, self._heads, shape.head_dim)
+            for number in self._layer_numbers:
+                keys, values = torch.empty(size, dtype=self._dtype, device=device)
+                self._layers[number] = keys, values
+        bounds, key_bounds, slots, key_slots = (
+            move_to_device(values, device) for values in (rows.bounds, rows.key_bounds, rows.slots, rows.key_slots)
         )
-        keys = SegmentKeys(key_slots, key_bounds, int((rows.key_bounds[1:] - rows.key_bounds[:-1]).max()))
-        longest = int((rows.bounds[1:] - rows.bounds[:-1]).max())
-        piece = MicrobatchSlice(0, len(rows.tokens), bounds, longest, keys)  # its keys are slots, not rows
+        seen = SegmentKeys(key_slots, key_bounds, int(np.diff(rows.key_bounds).max()))
+        piece = MicrobatchSlice(0, len(rows.tokens), bounds, int(np.diff(rows.bounds).max()), seen)
         packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype)
         return replace(packed, cache=CachedRows(self._layers, slots))
 

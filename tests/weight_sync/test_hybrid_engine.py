@@ -189,9 +189,9 @@ CASES = [
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2),
     ("vllm", "mixtral", 4, {"tp_size": 2, "ep_size": 2}, 2),
     ("hf", "qwen3_moe", 2, {"ep_size": 2}, 1),
-    ("megatron", "qwen2", 4, {"tp_size": 2, "pp_size": 2, "vpp_size": 2}, 1),
-    ("megatron", "llama", 4, {"tp_size": 2, "pp_size": 2}, 2),
-    ("megatron", "gemma", 4, {"cp_size": 2, "pp_size": 2}, 1),
+    ("megatron", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    ("megatron", "llama", 4, {"tp_size": 2, "cp_size": 2}, 2),
+    ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),
     ("megatron", "qwen3_moe", 4, {"ep_size": 2, "pp_size": 2}, 1),
 ]
 
