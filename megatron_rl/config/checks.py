@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
+from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.fields import read_fields
+from megatron_rl.config.rollout_checks import check_rollout
 from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.types import UserError
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
 _OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
@@ -97,7 +96,6 @@ _NOT_NEGATIVE = (
     "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
-_BITWISE_ENGINES = ("hf", "vllm", "megatron")
 _MAY_CHANGE = ("reference", "reward_model", "train_files", "reward", "plugins")  # see lifecycle/changes.py
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = ("algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
@@ -107,30 +105,6 @@ _HINTS = {
     "trainer.save_freq": "0 switches it off",
     "algorithm.kl_coef": "0 switches the KL term off",
 }
-
-
-@dataclass(frozen=True)
-class _Config:
-    """A config whose values are read by full name, with the place each value comes from."""
-
-    config: RunConfig
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    def get(self, name: str) -> Any:
-        section, _, leaf = name.partition(".")
-        return getattr(getattr(self.config, section), leaf)
-
-    def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> None:
-        """Raise for `name` unless `holds`; `why` continues the sentence "name = value"."""
-        if holds:
-            return
-        place = self.sources.get(name)
-        raise UserError(
-            f"{name} = {self.get(name)!r} {why}",
-            source=f"{name} ({place})" if place else name,
-            expected=expected,
-            hint=hint,
-        )
 
 
 def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> None:
@@ -143,12 +117,12 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     Raises:
         UserError: the first thing found.
     """
-    config = _Config(cfg, sources or {})
+    config = CheckedConfig(cfg, sources or {})
     _check_bounds(config)
     _check_data(config)
     for section in _TRAINED:
         _check_step_mode(config, section)
-    _check_rollout(config)
+    check_rollout(config)
     _check_reward(config)
     _check_algorithm(config)
     _check_observability(config)
@@ -176,7 +150,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     )
 
 
-def _check_observability(config: _Config) -> None:
+def _check_observability(config: CheckedConfig) -> None:
     port = config.get("observability.status_port")
     config.require(
         port is None or 0 <= port < 1 << 16,
@@ -194,7 +168,7 @@ def _check_observability(config: _Config) -> None:
     )
 
 
-def _check_bounds(config: _Config) -> None:
+def _check_bounds(config: CheckedConfig) -> None:
     for name in _AT_LEAST_ONE:
         value, hint = config.get(name), _hint(name, "1 or more")
         config.require(value is None or value >= 1, name, "is too small", expected=">= 1", hint=hint)
@@ -226,7 +200,7 @@ def _hint(name: str, wanted: str) -> str:
     return _HINTS.get(name, f"set {name} to {wanted}")
 
 
-def _check_data(config: _Config) -> None:
+def _check_data(config: CheckedConfig) -> None:
     train, validation = config.get("data.train_files"), config.get("data.validation_files")
     config.require(
         bool(train),
@@ -255,7 +229,7 @@ def _check_data(config: _Config) -> None:
     )
 
 
-def _check_step_mode(config: _Config, section: str) -> None:
+def _check_step_mode(config: CheckedConfig, section: str) -> None:
     """What fixed shapes and graphs cannot do; whether there is a GPU is asked in `training/step.py`."""
     name = f"{section}.step_mode"
     mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
@@ -273,7 +247,7 @@ def _check_step_mode(config: _Config, section: str) -> None:
         _check_graph(config, section)
 
 
-def _check_graph(config: _Config, section: str) -> None:
+def _check_graph(config: CheckedConfig, section: str) -> None:
     """What the graphs of a step do not hold yet."""
     for leaf, what in (
         ("pipeline_model_parallel_size", "messages between stages"),
@@ -296,77 +270,7 @@ def _check_graph(config: _Config, section: str) -> None:
         )
 
 
-def _check_rollout(config: _Config) -> None:
-    engine = config.get("rollout.engine")
-    config.require(
-        engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1,
-        "rollout.tensor_model_parallel_size",
-        "is not supported by rollout.engine = 'hf'",
-        expected="1",
-        hint="set it to 1, or rollout.engine=vllm",
-    )
-    if engine == "megatron":
-        tp_size = config.get("actor.tensor_model_parallel_size")
-        config.require(
-            config.get("rollout.tensor_model_parallel_size") in (1, tp_size),
-            "rollout.tensor_model_parallel_size",
-            "has no meaning for rollout.engine = 'megatron', which has the actor's layout",
-            expected=" or ".join(map(str, sorted({1, tp_size}))),
-            hint="leave it out",
-        )
-        config.require(
-            config.get("hybrid.alias_weights"),
-            "hybrid.alias_weights",
-            "asks for a second copy of the weights, and rollout.engine = 'megatron' has none",
-            expected="true",
-            hint="leave it out",
-        )
-    for name, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
-        config.require(
-            config.get(name) == off,
-            name,
-            "would sample from a cut distribution while training scores the full softmax",
-            expected=repr(off),
-            hint=f"set {name}={off}; rollout.temperature is applied on both sides",
-        )
-    if config.get("rollout.bitwise"):
-        _check_bitwise(config)
-
-
-def _check_bitwise(config: _Config) -> None:
-    """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
-    engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
-    config.require(
-        engine in _BITWISE_ENGINES,
-        "rollout.engine",
-        "computes in its own way, and rollout.bitwise asks for the bits of the trainer",
-        expected=f"of {', '.join(_BITWISE_ENGINES)}",
-        hint="set rollout.bitwise=false",
-    )
-    config.require(
-        config.get("model.dtype") == "float32",
-        "model.dtype",
-        "with rollout.bitwise: only float32 is computed in the same order on both sides",
-        expected="float32",
-        hint="set model.dtype=float32, or rollout.bitwise=false",
-    )
-    config.require(
-        tp_size <= 2,
-        "actor.tensor_model_parallel_size",
-        "with rollout.bitwise: a sum over more than two ranks has an order, which depends on the number of tokens",
-        expected="1 or 2",
-        hint="set it to 2, with more pipeline stages, or set rollout.bitwise=false",
-    )
-    config.require(
-        engine == "megatron" or config.get("rollout.tensor_model_parallel_size") == tp_size,
-        "rollout.tensor_model_parallel_size",
-        "with rollout.bitwise: products that are cut in another number of parts have sums of other parts",
-        expected=f"{tp_size}, as actor.tensor_model_parallel_size",
-        hint="give actor and engine the same, or set rollout.bitwise=false",
-    )
-
-
-def _check_reward(config: _Config) -> None:
+def _check_reward(config: CheckedConfig) -> None:
     function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
@@ -395,7 +299,7 @@ def _check_reward(config: _Config) -> None:
     )
 
 
-def _check_algorithm(config: _Config) -> None:
+def _check_algorithm(config: CheckedConfig) -> None:
     dual = config.get("algorithm.dual_clip")
     config.require(
         dual is None or dual > 1,

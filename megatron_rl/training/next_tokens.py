@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.models.gpt import HiddenStatesModel
 from megatron_rl.models.heads import gather_for_vocab_shards
+from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import scale_logits
 from megatron_rl.parallel.collectives import gather_rows
 from megatron_rl.parallel.vocab_parallel import compute_summary, find_vocab_shard, gather_summaries, merge_summaries
@@ -41,13 +42,15 @@ def draw_next_tokens(
     weight = stage.output_weight
     shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
     whole = gather_for_vocab_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)
-    z = scale_logits(whole[last], weight[: shard.width], temperature or 1.0)  # [b, v/tp]
+    count, padding = len(last), max(0, MIN_ROWS - len(last))  # for the bits of rows in any company
+    z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], temperature or 1.0)  # [b, v/tp]
     scores = z
     if tp_group.size() > 1:
         columns = F.pad(z, (0, len(weight) - shard.width)).t().contiguous()  # [v/tp with padding, b]
         scores = gather_rows(columns[None], tp_group).flatten(0, 1)[: model.shape.vocab_size].t()  # [b, v]
+    scores = scores[:count]
     if temperature:
         scores = add_gumbel_noise(scores, generators)
     tokens = scores.argmax(-1)
-    summary = compute_summary(z, tokens, shard)  # overwrites z
-    return tokens, merge_summaries(gather_summaries(summary, tp_group))[0]
+    summary = compute_summary(z, F.pad(tokens, (0, padding)), shard)  # overwrites z
+    return tokens, merge_summaries(gather_summaries(summary, tp_group))[0][:count]

@@ -153,6 +153,11 @@ class PackedModel:
         return find_pad_multiple(layout.cp_size, sp_size, self.batch_invariant)
 
     @property
+    def attention_backend(self) -> str | None:
+        """Of `build_packed_sequences`; None: the fastest."""
+        return "tiled" if self.batch_invariant else None
+
+    @property
     def attention_ratio(self) -> float:
         """Cost of attention in units of the linear layers, see `compute_attention_ratio`."""
         shape = self.shape
@@ -269,7 +274,7 @@ class PackedModel:
             dtype=self.config.params_dtype,
             cp_size=self.groups.layout.cp_size,
             cp_rank=self.groups.at.cp,
-            backend="tiled" if self.batch_invariant else None,
+            backend=self.attention_backend,
         )
         mine = self.own_rows(microbatch)
         output = module(

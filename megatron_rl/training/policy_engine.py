@@ -170,7 +170,8 @@ class PolicyEngine:
         )
         seen = SegmentKeys(key_slots, key_bounds, int(np.diff(rows.key_bounds).max()))
         piece = MicrobatchSlice(0, len(rows.tokens), bounds, int(np.diff(rows.bounds).max()), seen)
-        packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype)
+        backend = self._model.attention_backend
+        packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype, backend=backend)
         return replace(packed, cache=CachedRows(self._layers, slots))
 
     def _draw(self, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the checks of a config that is about generation."""
+
+from __future__ import annotations
+
+from megatron_rl.config.checked import CheckedConfig
+
+_BITWISE_ENGINES = ("hf", "vllm", "megatron")
+
+
+def check_rollout(config: CheckedConfig) -> None:
+    """Engines and samplers that are there, and what each of them can be asked for."""
+    engine = config.get("rollout.engine")
+    config.require(
+        engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1,
+        "rollout.tensor_model_parallel_size",
+        "is not supported by rollout.engine = 'hf'",
+        expected="1",
+        hint="set it to 1, or rollout.engine=vllm",
+    )
+    if engine == "megatron":
+        tp_size = config.get("actor.tensor_model_parallel_size")
+        config.require(
+            config.get("rollout.tensor_model_parallel_size") in (1, tp_size),
+            "rollout.tensor_model_parallel_size",
+            "has no meaning for rollout.engine = 'megatron', which has the actor's layout",
+            expected=" or ".join(map(str, sorted({1, tp_size}))),
+            hint="leave it out",
+        )
+        config.require(
+            config.get("hybrid.alias_weights"),
+            "hybrid.alias_weights",
+            "asks for a second copy of the weights, and rollout.engine = 'megatron' has none",
+            expected="true",
+            hint="leave it out",
+        )
+    for name, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
+        config.require(
+            config.get(name) == off,
+            name,
+            "would sample from a cut distribution while training scores the full softmax",
+            expected=repr(off),
+            hint=f"set {name}={off}; rollout.temperature is applied on both sides",
+        )
+    if config.get("rollout.bitwise"):
+        _check_bitwise(config)
+
+
+def _check_bitwise(config: CheckedConfig) -> None:
+    """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
+    engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
+    config.require(
+        engine in _BITWISE_ENGINES,
+        "rollout.engine",
+        "computes in its own way, and rollout.bitwise asks for the bits of the trainer",
+        expected=f"of {', '.join(_BITWISE_ENGINES)}",
+        hint="set rollout.bitwise=false",
+    )
+    config.require(
+        config.get("model.dtype") == "float32",
+        "model.dtype",
+        "with rollout.bitwise: only float32 is computed in the same order on both sides",
+        expected="float32",
+        hint="set model.dtype=float32, or rollout.bitwise=false",
+    )
+    config.require(
+        tp_size <= 2,
+        "actor.tensor_model_parallel_size",
+        "with rollout.bitwise: a sum over more than two ranks has an order, which depends on the number of tokens",
+        expected="1 or 2",
+        hint="set it to 2, with more pipeline stages, or set rollout.bitwise=false",
+    )
+    config.require(
+        engine == "megatron" or config.get("rollout.tensor_model_parallel_size") == tp_size,
+        "rollout.tensor_model_parallel_size",
+        "with rollout.bitwise: products that are cut in another number of parts have sums of other parts",
+        expected=f"{tp_size}, as actor.tensor_model_parallel_size",
+        hint="give actor and engine the same, or set rollout.bitwise=false",
+    )
