@@ -39,6 +39,8 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield from _find_in_layout(config, section)
     for section in ("actor", "critic"):
         yield from _find_in_step(config, section)
+    if config.rollout.engine == "megatron" and not config.hybrid.alias_weights:
+        yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
     if config.trainer.test_freq and not config.data.validation_files:
         yield ("trainer.test_freq", "data.validation_files is empty", 0)
     for leaf, default in (("kl_controller", "fixed"), ("kl_in", "loss")):

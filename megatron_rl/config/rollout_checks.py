@@ -10,30 +10,15 @@ _BITWISE_ENGINES = ("hf", "vllm", "megatron")
 
 def check_rollout(config: CheckedConfig) -> None:
     """Engines and samplers that are there, and what each of them can be asked for."""
-    engine = config.get("rollout.engine")
+    engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
+    sizes = {"hf": {1}, "megatron": {1, config.get("actor.tensor_model_parallel_size")}}.get(engine, {tp_size})
     config.require(
-        engine != "hf" or config.get("rollout.tensor_model_parallel_size") == 1,
+        tp_size in sizes,
         "rollout.tensor_model_parallel_size",
-        "is not supported by rollout.engine = 'hf'",
-        expected="1",
-        hint="set it to 1, or rollout.engine=vllm",
+        f"is not supported by rollout.engine = {engine!r}",
+        expected=" or ".join(map(str, sorted(sizes))),
+        hint="leave it out (hf: a model on every rank; megatron: the actor's layout), or set rollout.engine=vllm",
     )
-    if engine == "megatron":
-        tp_size = config.get("actor.tensor_model_parallel_size")
-        config.require(
-            config.get("rollout.tensor_model_parallel_size") in (1, tp_size),
-            "rollout.tensor_model_parallel_size",
-            "has no meaning for rollout.engine = 'megatron', which has the actor's layout",
-            expected=" or ".join(map(str, sorted({1, tp_size}))),
-            hint="leave it out",
-        )
-        config.require(
-            config.get("hybrid.alias_weights"),
-            "hybrid.alias_weights",
-            "asks for a second copy of the weights, and rollout.engine = 'megatron' has none",
-            expected="true",
-            hint="leave it out",
-        )
     for name, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
         config.require(
             config.get(name) == off,
