@@ -9,12 +9,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.sft_plan import SftPlan  # noqa: E402
+from megatron_rl.parallel.imports import kept_imports  # noqa: E402
 from megatron_rl.roles.inputs import read_sft_inputs  # noqa: E402
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
-    from megatron_rl.trainer.sft import train_sft
+    with kept_imports():
+        from megatron_rl.trainer.sft import train_sft
 
     train_sft(loaded.config, recipe)
 

@@ -9,6 +9,8 @@ trainer.train()
 
 from typing import Any
 
+from megatron_rl.parallel.imports import kept_imports
+
 __all__ = ["Trainer", "UserError", "__version__", "load"]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -16,11 +18,13 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 def __getattr__(name: str) -> Any:
     """Import on first use: a dry run imports this package, and no torch."""
     if name == "Trainer":
-        from megatron_rl.trainer.grpo import Trainer
+        with kept_imports():
+            from megatron_rl.trainer.grpo import Trainer
 
         return Trainer
     if name == "load":
-        from megatron_rl.trainer.building import load
+        with kept_imports():
+            from megatron_rl.trainer.building import load
 
         return load
     if name == "UserError":

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -102,11 +103,13 @@ def run_ranks(
         port = _find_free_port()
         context = get_context("fork")
         children = []
+        gc.freeze()  # a collection in a rank would touch, and so copy, every page of what the parent has imported
         try:
             for rank in range(world_size):
                 target_args = (fn, rank, world_size, args, files[rank], port, timeout, (release_read, release_write))
                 children.append(context.Process(target=_run_child, args=target_args, name=f"rank{rank}"))
                 children[-1].start()
+            gc.unfreeze()
             survivors = [rank for rank in range(world_size) if rank not in dying]
             _wait_for_results([children[r] for r in survivors], [files[r] for r in survivors], timeout)
             return [None if rank in dying else _load(files[rank].result) for rank in range(world_size)]
@@ -157,6 +160,7 @@ def _prepare_child(rank: int, world_size: int, files: _Files, port: int) -> None
     faulthandler.enable(file=stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.unfreeze = lambda: None  # vLLM calls it when an engine is closed
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

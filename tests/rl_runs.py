@@ -131,17 +131,20 @@ def sft_overrides(task: Path, *extra: str) -> list[str]:
 
 
 def import_engine() -> None:
-    """Import vllm and what its engine imports lazily; forked ranks inherit all of it."""
+    """Import vllm and what a run imports lazily; forked ranks inherit all of it."""
     prepare_vllm(torch.device("cpu"))
     for name in (
-        "entrypoints.llm",
-        "v1.worker.cpu_worker",
-        "v1.engine.core",
+        "entrypoints.launchers.cli_args",
+        "model_executor.layers.quantization.online.base",
         "model_executor.models.qwen2",
         "model_executor.models.qwen3",
         "model_executor.models.llama",
+        "v1.attention.backends.cpu_attn",
+        "v1.core.sched.scheduler",
     ):
         importlib.import_module(f"vllm.{name}")
+    for name in ("figure", "projections", "backends.backend_agg"):  # of the picture of a run
+        importlib.import_module(f"matplotlib.{name}")
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from itertools import chain, count
 from typing import NamedTuple
 
+import torch
+
 from megatron_rl.engines.protocol import (
     ClosedBatches,
     EngineSpec,
@@ -16,6 +18,7 @@ from megatron_rl.engines.protocol import (
     find_engine,
 )
 from megatron_rl.engines.waiting import WaitingRequests
+from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 
 
@@ -61,6 +64,15 @@ class OneTurn(WaitingRequests):
     def close(self) -> None:
         """Release the engine."""
         self._engine.close()
+
+
+def import_library(name: str, device: torch.device) -> None:
+    """Import what the engine of a name is made with; before the models are built, see `kept_imports`."""
+    with kept_imports():
+        if name == "vllm":
+            from megatron_rl.engines.vllm import prepare_vllm
+
+            prepare_vllm(device)
 
 
 def build_engine(spec: EngineSpec) -> BuiltEngine:

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +57,7 @@ _CPU_STEP_TOKENS = 4096  # vLLM's own default
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "",
@@ -241,11 +244,15 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         # Two sampler helpers use torch.compile even in eager mode: seconds per start, and a compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         torch._dynamo.config.disable = True
+        # It imports inductor to correct what is compiled.
+        sys.modules.setdefault("vllm.env_override", ModuleType("vllm.env_override"))
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # An error in a step would be preceded by the state of the engine, 10 kB of it from each rank.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     import vllm
     from vllm.v1.engine import core
+
+    import_module("vllm.entrypoints.llm")  # vllm imports it, and the worker, when they are used
 
     def keep_process_groups(*args: Any, **kwargs: Any) -> None:
         """Stand in for a clean-up that destroys the job's process groups."""
@@ -255,6 +262,8 @@ def prepare_vllm(device: torch.device) -> ModuleType:
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         from vllm.model_executor.layers import utils
+
+        import_module("vllm.v1.worker.cpu_worker")
 
         def use_plain_linear(layer: Any, remove_weight: bool = False) -> None:
             layer.cpu_linear = F.linear
@@ -306,8 +315,6 @@ def _pack_experts(param: torch.Tensor, instructions: str) -> None:
 
 def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds."""
-    from importlib import import_module
-
     architecture = FAMILIES[spec.shape.family].architecture
     module = import_module(f"vllm.model_executor.models.{spec.shape.family}")
     vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))

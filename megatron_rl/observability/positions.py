@@ -81,7 +81,7 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
         operation = operation if name in ("wrapper", "func_wrapper") else name
         ranks = ranks or _ranks_of(outer)
         outer = outer.f_back
-    if operation is None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+    if operation is None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0):
         operation = "wait"
     caller = outer
     while caller is not None and (not _module(caller).startswith(_PACKAGE) or _module(caller) == _COLLECTIVES):

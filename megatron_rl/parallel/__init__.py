@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from megatron_rl.parallel import library_warnings
+from megatron_rl.parallel.imports import NotForMegatron
 
 
 class _BeforeMegatron:
@@ -32,4 +33,4 @@ if "megatron.core" in sys.modules:
 
     cpu_runtime.install()
 else:
-    sys.meta_path.insert(0, _BeforeMegatron)
+    sys.meta_path[:0] = _BeforeMegatron, NotForMegatron

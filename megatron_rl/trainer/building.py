@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.build import import_library
 from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.state import TrainingState
 from megatron_rl.parallel.collectives import Process, init_distributed
@@ -45,6 +46,8 @@ def build_primitives(
 ) -> Primitives:
     """Build the roles, the engines and what surrounds them; collective."""
     spec, timers = inputs.spec, sinks.timers
+    if not parts.rollouts:
+        import_library(config.rollout.engine, process.device)
     roles = build_roles(config, inputs, parts)
     reference, critic = roles.get("reference"), roles.get("critic")
     sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
