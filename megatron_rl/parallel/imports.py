@@ -8,6 +8,7 @@ garbage while a million objects that stay are made, and with those exempt from t
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ def kept_imports() -> Iterator[None]:
     """Import in this block what stays until the process ends: it is not searched for garbage, now or later.
 
     All objects that exist at its end are exempt from later collections (`gc.freeze`): use it before anything of size
-    is built.
+    is built. The interpreter's last collection finds them again: libraries complain of what outlives it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -31,6 +32,7 @@ def kept_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
 
