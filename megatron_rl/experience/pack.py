@@ -101,8 +101,12 @@ class Packer:
         Collective, as `fetch_branches` is.
         """
         layout, minibatches = self.model.groups.layout, []
+        lengths, prompt_lengths = headers["num_tokens"].tolist(), headers["num_prompt_tokens"].tolist()
+        group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
         for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
-            minibatches.append(self._plan_minibatch(headers, start, stop))
+            part = slice(start, stop)
+            shared = None if group_of is None else SharedPrompts(group_of[part], prompt_lengths[part])
+            minibatches.append(self._plan_minibatch(start, stop, lengths[part], shared))
         replica_of = np.full(len(headers), -1)
         for part in minibatches:
             for replica, microbatches in enumerate(part.plan):
@@ -113,7 +117,6 @@ class Packer:
             for index, branch in fetch_branches(holders).items()
         }
         weights, ledgers = self._weigh(headers)
-        group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
         batch = build_train_batch(
             branches,
             weights,
@@ -128,13 +131,8 @@ class Packer:
             batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches)
         )
 
-    def _plan_minibatch(self, headers: Headers, start: int, stop: int) -> _Minibatch:
-        model, shared = self.model, None
-        lengths = headers["num_tokens"][start:stop].tolist()
-        if self.config.share_prompts:
-            shared = SharedPrompts(
-                number_prompts(headers)[start:stop].tolist(), headers["num_prompt_tokens"][start:stop].tolist()
-            )
+    def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrompts | None) -> _Minibatch:
+        model = self.model
         plan = plan_microbatches(
             lengths,
             dp_size=model.groups.layout.dp_size,

@@ -22,7 +22,11 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
         high, *others = np.argsort(-loads, kind="stable").tolist()
         if loads[high] * len(ranks) <= _GOOD_ENOUGH * loads.sum():
             return
+        is_empty_tried = False  # ranks without units are alike
         for low in reversed(others):
+            if loads[low] == 0 and is_empty_tried:
+                continue
+            is_empty_tried = is_empty_tried or loads[low] == 0
             gap = int(loads[high] - loads[low])
             if moved := _exchange_best(ranks[high], ranks[low], gap, tokens, costs, max_tokens):
                 loads[high] -= moved

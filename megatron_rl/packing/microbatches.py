@@ -33,6 +33,7 @@ from megatron_rl.parallel.batch_invariant import MIN_ROWS
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
 
 _COST_SCALE = 1024  # costs are whole numbers of this fraction of a token's linear cost
+_TRIED_ONE_BY_ONE = 64  # numbers of bins, before the smallest that fits is bisected
 _GOOD_IMBALANCE = 1.05  # groups are taken apart to get below it
 
 
@@ -125,15 +126,16 @@ def plan_microbatches(
     work = _Workload.measure(lengths, attention_ratio, shared)
     units = [[i] for i in range(len(lengths))] if shared is None else _split_groups(shared, lengths, max_tokens)
     plan = _plan_units(units, work, dp_size, max_tokens, count_multiple)
+    loads = _rank_costs(plan, work)
     for _ in range(2 * dp_size):
-        loads = _rank_costs(plan, work)
         halved = _halve_heaviest(units, plan[int(np.argmax(loads))], work)
         if halved is None or max(loads) * dp_size <= _GOOD_IMBALANCE * sum(loads):
             break
         better = _plan_units(halved, work, dp_size, max_tokens, count_multiple)
-        if max(_rank_costs(better, work)) >= max(loads):
+        better_loads = _rank_costs(better, work)
+        if max(better_loads) >= max(loads):
             break
-        units, plan = halved, better
+        units, plan, loads = halved, better, better_loads
     return plan
 
 
@@ -179,11 +181,22 @@ def _plan_units(
 def _fill_fewest_bins(
     lengths: Sequence[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
 ) -> list[list[int]]:
-    """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits."""
+    """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits.
+
+    Where that is far above what the tokens need, as with sequences of little more than half of a bin, it is bisected.
+    """
     lower_bound = -(-sum(lengths) // (multiple * max_tokens)) if max_tokens else 1
-    k = -(-max(1, lower_bound) // count_multiple) * count_multiple
-    while (bins := _fill_bins(lengths, multiple * k, max_tokens)) is None:
-        k += count_multiple
+    k = first = -(-max(1, lower_bound) // count_multiple) * count_multiple
+    for k in range(first, first + _TRIED_ONE_BY_ONE * count_multiple, count_multiple):
+        if (bins := _fill_bins(lengths, multiple * k, max_tokens)) is not None:
+            return bins
+    step = count_multiple
+    while (bins := _fill_bins(lengths, multiple * (k + step), max_tokens)) is None:
+        k, step = k + step, 2 * step
+    while step > count_multiple:  # k does not fit, k + step does
+        half = step // count_multiple // 2 * count_multiple
+        found = _fill_bins(lengths, multiple * (k + half), max_tokens)
+        k, step, bins = (k + half, step - half, bins) if found is None else (k, half, found)
     return bins
 
 
@@ -213,7 +226,7 @@ def _deal(bins: list[list[int]], costs: np.ndarray, dp_size: int) -> list[list[l
 
 
 def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
-    return [sum(work.sum(members)[1] for members in rank) for rank in plan]
+    return [sum(work.sum(members)[1] for members in rank if members) for rank in plan]
 
 
 def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrompts | None = None) -> list[int]:

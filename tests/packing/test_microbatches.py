@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.packing import microbatches
 from megatron_rl.packing.microbatches import compute_attention_ratio, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 
@@ -234,3 +235,16 @@ def test_planning_is_fast(is_shared: bool) -> None:
     start = time.process_time()
     plan_microbatches(lengths, dp_size=2, max_tokens=2 * max(lengths), attention_ratio=QWEN_1B5, shared=shared)
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("num_sequences", [200, 3200])
+def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one sequence fits into each bin, twice what the tokens need: the number is bisected, and still the smallest.
+
+    Counted in attempts, so that it does not depend on the machine; each takes n log n.
+    """
+    attempts, fill = [], microbatches._fill_bins
+    monkeypatch.setattr(microbatches, "_fill_bins", lambda *args: attempts.append(args[1]) or fill(*args))
+    plan = plan_microbatches([51] * num_sequences, dp_size=1, max_tokens=100)
+    assert [len(members) for members in plan[0]] == [1] * num_sequences
+    assert len(attempts) <= microbatches._TRIED_ONE_BY_ONE + 2 * num_sequences.bit_length()
