@@ -4,6 +4,8 @@
 #
 # Idempotent: a stamp holds a hash of the requirements, the Python version and the device, and while it matches
 # only a quick check of the installed versions runs. Both commands (tests/run.sh, launch/quickstart.sh) call it first.
+# uv installs, a few times as fast as pip: the one on the PATH, or one that pip fetches for the time of the set-up. pip
+# does what uv cannot: all of it where uv is not to be had or pip is configured in a way that uv does not know.
 #
 #   MEGATRON_RL_VENV         where the environment lives                       (default: .venv in the repository)
 #   MEGATRON_RL_DEVICE       cpu or gpu                                        (default: gpu if nvidia-smi works)
@@ -16,6 +18,8 @@ torch_index="${MEGATRON_RL_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 log="$venv/setup.log"
 stamp="$venv/setup.stamp"        # written last: present means complete
 device_file="$venv/setup.device" # written before the first package: CPU and GPU builds must not mix
+uv_pin=uv==0.13.9
+uv_command=()                    # with pip's configuration as options; empty: pip does it
 
 say() { echo "setup: $*"; }
 
@@ -107,6 +111,27 @@ run_pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1
 }
 
+find_uv() {
+    local uv options
+    if ! options="$("$venv/bin/python" -m pip config list | "$venv/bin/python" "$root/launch/pip_sources.py" 2>>"$log")"; then
+        say "pip installs: its configuration is not for uv (see $log)"
+        return
+    fi
+    if ! uv="$(command -v uv)"; then
+        run_pip install --target "$venv/setup.uv" "$uv_pin" || { say "pip installs: it finds no $uv_pin"; return; }
+        uv="$venv/setup.uv/bin/uv"
+    fi
+    mapfile -t uv_command < <(printf '%s\n' "$uv" pip install --python "$venv/bin/python" --compile-bytecode $options)
+}
+
+run_install() {
+    if ((${#uv_command[@]})); then
+        echo "== ${uv_command[*]} $*" >>"$log"
+        "${uv_command[@]}" "$@" >>"$log" 2>&1 && return
+    fi
+    run_pip install "$@" # pip has the last word, and says what is wrong
+}
+
 fail_pip() {
     # pip reports every configured location that lacks a package; that is no news.
     grep -v "is ignored: it is neither a file nor a directory" "$log" | tail -n 25 >&2 || true
@@ -119,12 +144,12 @@ install_torch() {
     version="${pin#torch==}"
     if [[ $device == gpu ]]; then
         say "installing $pin (CUDA build; several GB)"
-        run_pip install "$pin" || fail_pip "$pin could not be installed"
+        run_install "$pin" || fail_pip "$pin could not be installed"
         return
     fi
     # The local version "+cpu" never matches a CUDA build, wherever pip looks.
     say "installing $pin (CPU build)"
-    run_pip install "torch==$version+cpu" && return
+    run_install "torch==$version+cpu" && return
     say "pip's configured sources have no CPU build of torch; trying $torch_index"
     # Without its dependencies: they come from the configured sources, with the requirements.
     run_pip install "torch==$version+cpu" --no-deps --index-url "$torch_index" ||
@@ -133,7 +158,7 @@ install_torch() {
 
 install_requirements() {
     say "installing $(basename "$requirements") (minutes; log: $log)"
-    run_pip install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
+    run_install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
     # CUDA builds next to a CPU torch: importing transformers' model classes fails while they are present.
     [[ $device == gpu ]] || run_pip uninstall -y torchvision torchaudio torchcodec || fail_pip "could not remove torchvision"
 }
@@ -154,8 +179,10 @@ say "device: $device ($reason)"
 rm -f "$stamp"
 : >"$log"
 echo "$device" >"$device_file"
+find_uv
 install_torch
 install_requirements
+rm -rf "$venv/setup.uv"
 say "checking the result"
 check || fail "the environment is not usable; see above" "log: $log"
 echo "$wanted" >"$stamp"

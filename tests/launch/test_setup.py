@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""launch/setup.sh: who installs what, told by stand-ins for uv and for the environment's Python.
+
+Not covered: the installation itself; that uv and pip make equal environments was compared by `pip freeze`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.pip_sources import to_uv_options
+from launch_runs import ROOT, environment
+
+# Notes what pip is asked for; all else is done by the Python that runs the tests.
+PYTHON = f"""#!/bin/bash
+case "$*" in
+    *"pip --version") ;;
+    *"config list") cat "$(dirname "$0")/../pip_settings" ;;
+    *"pip --disable"*) echo "pip ${{*:4}}" >>"$(dirname "$0")/../calls" ;;
+    *check_environment*) ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+UV = '#!/bin/bash\necho "uv $*" >>"$(dirname "$0")/../calls"\nexit {status}\n'
+
+
+def set_up(directory: Path, *, pip_settings: str = "", uv_status: int = 0) -> list[str]:
+    """Run the script on a made-up environment; returns the calls of uv and of pip."""
+    (directory / "bin").mkdir()
+    for name, text in (("python", PYTHON), ("uv", UV.format(status=uv_status))):
+        (directory / "bin" / name).write_text(text)
+        (directory / "bin" / name).chmod(0o755)
+    (directory / "pip_settings").write_text(pip_settings)
+    (directory / "pyvenv.cfg").write_text("")
+    more = {"MEGATRON_RL_VENV": str(directory), "MEGATRON_RL_DEVICE": "cpu"}
+    path = f"{directory}/bin:{environment()['PATH']}"
+    done = subprocess.run(
+        ["bash", "launch/setup.sh"],
+        cwd=ROOT,
+        env=environment(**more, PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (directory / "setup.stamp").read_text().startswith("cpu ")
+    return (directory / "calls").read_text().splitlines()
+
+
+def find_torch() -> str:
+    return next(line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch=="))
+
+
+def test_uv_installs_from_where_pip_would(tmp_path: Path) -> None:
+    """Both steps; pip only removes what must not stay."""
+    torch, requirements, removed = set_up(tmp_path, pip_settings="global.find-links='/wheels /more'\n")
+    for call in (torch, requirements):
+        assert call.startswith("uv pip install --python ") and "--compile-bytecode" in call
+        assert "--find-links /wheels --find-links /more" in call
+    assert torch.endswith(f" {find_torch()}+cpu") and requirements.endswith(f" -r {ROOT}/requirements-cpu.txt")
+    assert removed.startswith("pip uninstall")
+
+
+def test_pip_does_what_uv_fails_at(tmp_path: Path) -> None:
+    calls = set_up(tmp_path, uv_status=1)
+    assert [call.split()[0] for call in calls] == ["uv", "pip", "uv", "pip", "pip"]
+    assert calls[1] == f"pip install {find_torch()}+cpu" and calls[3] == f"pip install -r {ROOT}/requirements-cpu.txt"
+
+
+def test_a_setting_of_pip_that_uv_does_not_know(tmp_path: Path) -> None:
+    """No guess: pip installs, and the log says for which setting."""
+    calls = set_up(tmp_path, pip_settings="install.no-binary=':all:'\n")
+    assert all(call.startswith("pip ") for call in calls)
+    assert "no-binary has no counterpart" in (tmp_path / "setup.log").read_text()
+
+
+def test_options_of_uv() -> None:
+    """The environment wins over the files; several values of one setting; the best version from all indexes, as pip."""
+    found = to_uv_options(
+        ":env:.index-url='https://one'\nglobal.extra-index-url='https://two\\nhttps://three'\nglobal.timeout='9'\n"
+        "global.index-url='https://zero'\ndownload.pre='true'"
+    )
+    assert found[:2] == ["--index-strategy", "unsafe-best-match"]
+    one, two, three = "https://one", "https://two", "https://three"
+    assert found[2:] == ["--extra-index-url", two, "--extra-index-url", three, "--index-url", one]
+    with pytest.raises(ValueError, match="setting pre"):
+        to_uv_options("global.pre='true'")
