@@ -7,6 +7,7 @@ configuration that means more to pip than these options say. Runs on a bare Pyth
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 
@@ -45,6 +46,7 @@ def to_uv_options(configuration: str) -> list[str]:
 
 def main() -> int:
     """Print the options; exit status 1 if they would not say everything."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     try:
         print(*to_uv_options(sys.stdin.read()))
     except ValueError as error:
