@@ -165,6 +165,7 @@ class VllmEngine:
                 logprobs=0,
                 ignore_eos=True,
                 detokenize=False,
+                skip_clone=True,  # it serves this request only
             )
             for request in requests
         ]

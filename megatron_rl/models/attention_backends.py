@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalVariant
@@ -168,9 +168,10 @@ def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
 
 def _order_rows(lengths: Sequence[int], segments: Sequence[int], device: torch.device) -> torch.Tensor:
     """The rows of these segments, one segment after the other."""
-    starts = [0, *accumulate(lengths)]
-    rows = [row for segment in segments for row in range(starts[segment], starts[segment + 1])]
-    return torch.tensor(rows, device=device)
+    sizes = np.array(lengths)
+    chosen = sizes[segments]
+    firsts = (sizes.cumsum() - sizes)[segments] - chosen.cumsum() + chosen
+    return torch.from_numpy(np.repeat(firsts, chosen) + np.arange(chosen.sum())).to(device)
 
 
 def attend(

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -185,7 +186,12 @@ def memory_in_use(device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return psutil.Process().memory_info().rss
+    return _find_process(os.getpid()).memory_info().rss
+
+
+@cache
+def _find_process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)  # which reads several files
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:

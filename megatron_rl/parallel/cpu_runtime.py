@@ -74,7 +74,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
+        if device is not None and device is not _CPU and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)

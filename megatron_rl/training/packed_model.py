@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -247,7 +248,10 @@ class PackedModel:
             module.train(not is_forward_only)
         pipeline: dict[str, Any] = {}
         if layout.pp_size > 1:
-            pipeline["p2p_communicator"] = P2PCommunicator(self.groups.pp, self.config)
+            shards = layout.cp_size * (layout.tp_size if self.config.sequence_parallel else 1)
+            shapes = [(len(m.tokens) // shards, 1, self.shape.hidden_size) for m in microbatches]
+            make = P2PCommunicator if is_interleaved else partial(PlannedCommunicator, shapes)
+            pipeline["p2p_communicator"] = make(self.groups.pp, self.config)
         return forward_backward(
             forward_step_func=partial(self.forward_step, head, loss_function),
             data_iterator=iterators if is_interleaved else iterators[0],
@@ -294,6 +298,26 @@ class PackedModel:
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
         return output, finish
+
+
+class PlannedCommunicator(P2PCommunicator):
+    """Messages between stages of a schedule that is not interleaved, whose shapes both sides know from the plan.
+
+    megatron-core sends the shape of each message ahead of it, and waits for the GPU when it has.
+
+    Args:
+        shapes: of the hidden states of each microbatch on one rank; gradients have them too, and come in that order.
+        pp_group, config: megatron-core's.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], pp_group: dist.ProcessGroup, config: Any) -> None:
+        super().__init__(pp_group, config)
+        self._hidden, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        return next(self._hidden) if recv_prev else (), next(self._gradients) if recv_next else ()
 
 
 @contextmanager
