@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our side of bench_step_vs_trl.py: one rank, packed microbatches, shared prompts, and a clock.
 
-Only the driver starts it.
+Only the driver starts it. In the workload "rollouts" it is the whole program, with vLLM in process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,18 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.roles.actor import Actor
+from megatron_rl.trainer.grpo import Trainer
 from tools.benchmarks._bench_actor import ALGORITHM, build_bench_actor, build_bench_batch
 from tools.benchmarks._step_contest import (
+    KL_COEF,
     LEARNING_RATE,
     NUM_UPDATES,
+    WORKLOADS,
     add_worker_options,
     answer,
+    draw_prompts,
     draw_workload,
+    score_text,
     wait_for_step,
 )
 
@@ -39,27 +46,90 @@ def build_actor(model: Path) -> Actor:
     return build_bench_actor(model, build_groups(ParallelLayout(1)), lr=LEARNING_RATE, adam_beta2=0.999)
 
 
-def take_step(actor: Actor, options: argparse.Namespace, step: int, device: torch.device) -> dict[str, Any]:
-    """Pack, log-probs, updates: the CPU-seconds of each, and the log-probs to compare."""
+def take_step(
+    actor: Actor, options: argparse.Namespace, step: int, device: torch.device, reference: Actor | None = None
+) -> dict[str, Any]:
+    """Pack, log-probs, updates: the CPU-seconds of each, and the log-probs to compare.
+
+    With a reference the update is that of all epochs; else their mean.
+    """
+    algorithm = replace(ALGORITHM, kl_coef=KL_COEF) if reference else ALGORITHM
     work, times = draw_workload(options, step), [time.process_time()]
     batch = build_bench_batch(actor, work, max_tokens=options.max_tokens, share_prompts=True, device=device)
     times.append(time.process_time())
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     times.append(time.process_time())
+    if reference is not None:
+        batch = replace(batch, ref_logprobs=reference.compute_logprobs(batch))
+    times.append(time.process_time())
     for _ in range(NUM_UPDATES):
-        actor.forward_backward(batch, ALGORITHM)
+        actor.forward_backward(batch, algorithm)
         actor.optim_step()
         times.append(time.process_time())
-    packing, logprobs, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
+    packing, logprobs, of_reference, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
     sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding
     sums.index_add_(0, batch.sequence_ids % len(sums), batch.old_logprobs.double())
     return {
         "packing": packing,
         "logprobs": logprobs,
-        "update": statistics.mean(updates),
+        "reference": of_reference,
+        "update": (sum if reference else statistics.mean)(updates),
         "logprob_sums": sums[:-1].tolist(),
         "tokens_computed": len(batch.tokens),
     }
+
+
+class WholeProgram(Trainer):
+    """The main loop, which takes a step when it is asked to, and answers when everything about it is done."""
+
+    def steps(self) -> Iterator[int]:
+        """As the loop's, with a clock."""
+        answer({"ready": True})
+        start = None
+        for step in super().steps():
+            if start is not None:
+                seconds = time.process_time() - start
+                answer({"whole": seconds, "logprob_sums": [], "tokens_computed": self.tokens})
+            wait_for_step()
+            start = time.process_time()
+            yield step
+
+    def describe(self, step: int, samples: Any) -> None:
+        """As the loop does it; how many tokens were sampled."""
+        super().describe(step, samples)
+        self.tokens = int(samples.headers.num_response_tokens.sum())
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """The reward, with verl's signature."""
+    return score_text(solution_str)
+
+
+def run_whole_program(options: argparse.Namespace) -> None:
+    """Take steps until the driver ends the process; one more is planned than it asks for, so that none is the last."""
+    prompt, longest, _ = WORKLOADS[options.workload]
+    options.num_steps += 1
+    prompts = options.model / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in draw_prompts(options)))
+    config = {
+        "model": {"dtype": "float32"},
+        "data": {
+            "train_files": [str(prompts)],
+            "train_batch_size": options.prompts,
+            "max_prompt_length": prompt,
+            "max_response_length": longest,
+        },
+        "actor": {
+            "ppo_mini_batch_size": options.prompts,
+            "max_tokens_per_microbatch": options.max_tokens,
+            "lr": LEARNING_RATE,
+            "adam_beta2": 0.999,
+            "weight_decay": 0.0,
+        },
+        "rollout": {"engine": "vllm", "n": options.samples},
+        "trainer": {"total_steps": options.num_steps, "run_dir": str(options.model / "run")},
+    }
+    WholeProgram.from_hf_config(options.model, config, reward=score).train()
 
 
 def main() -> None:
@@ -68,11 +138,15 @@ def main() -> None:
     add_worker_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.workload == "rollouts":
+        run_whole_program(options)
+        return
     actor = build_actor(options.model)
+    reference = build_bench_actor(options.model, actor.model.groups) if options.workload == "reference" else None
     answer({"ready": True})
     for step in range(options.num_steps):
         wait_for_step()
-        answer(take_step(actor, options, step, torch.device("cpu")))
+        answer(take_step(actor, options, step, torch.device("cpu"), reference))
 
 
 if __name__ == "__main__":

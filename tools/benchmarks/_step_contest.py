@@ -38,7 +38,12 @@ WORKLOADS: dict[str, tuple[int, int, float | None]] = {
     "ragged": (32, 128, 49.0),
     "prompt": (256, 64, 40.0),
     "fixed": (32, 128, None),
+    "reference": (32, 128, 49.0),
+    "rollouts": (32, 128, 49.0),
 }
+WORDS = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, MODEL["vocab_size"])}
+PARTS = ("packing", "logprobs", "reference", "update", "whole")
+KL_COEF = 0.01
 LEARNING_RATE = 1e-4
 NUM_UPDATES = 2  # per step; with one, TRL does without a pass of log-probs
 MARK = "ANSWER "
@@ -61,6 +66,19 @@ def draw_workload(options: argparse.Namespace, step: int) -> Workload:
     shape = (options.prompts, options.samples)
     lengths = draw_geometric_lengths(shape, mean, longest, step) if mean else [[longest] * shape[1]] * shape[0]
     return Workload([prompt] * shape[0], lengths, step)
+
+
+def draw_prompts(options: argparse.Namespace) -> list[str]:
+    """Texts of the prompts of all steps, a word for each token."""
+    count = options.prompts * options.num_steps
+    work = Workload([WORKLOADS[options.workload][0]] * count, [[1]] * count)
+    return [" ".join(f"t{token}" for token in prompt) for prompt, _ in work.draw_tokens(MODEL["vocab_size"])]
+
+
+def score_text(text: str) -> float:
+    """The reward where responses are sampled: the share of words with an even number."""
+    words = text.split()
+    return sum(word[-1] in "02468" for word in words) / max(len(words), 1)
 
 
 def wait_for_step() -> None:

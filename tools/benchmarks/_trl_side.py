@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's side of bench_step_vs_trl.py: its GRPOTrainer as it is, with scripted responses and a clock.
 
-Only the driver starts it, with the Python that has TRL. Responses come from `rollout_func`, rewards from a table.
+Only the driver starts it, with the Python that has TRL. Responses come from `rollout_func`, rewards from a table; in
+the workload "rollouts" TRL samples them itself with transformers, and a function of the text rewards them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tools.benchmarks._step_contest import (
+    KL_COEF,
     LEARNING_RATE,
     MODEL,
     NUM_UPDATES,
+    WORDS,
     WORKLOADS,
     add_worker_options,
     answer,
+    draw_prompts,
     draw_workload,
+    score_text,
     wait_for_step,
 )
 
@@ -42,7 +48,7 @@ class ScriptedTrainer(GRPOTrainer):
     def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
         super().__init__(rollout_func=_roll_out, reward_funcs=self._look_up_rewards, **settings)
         self.options, self.contest_step, self.update_seconds = options, 0, []
-        self.seconds = dict.fromkeys(("prepare", "logprobs"), 0.0)
+        self.seconds = dict.fromkeys(("prepare", "logprobs", "reference"), 0.0)
         self.logprob_sums: list[float] = []
         self.add_callback(_Clock(self))
 
@@ -58,7 +64,9 @@ class ScriptedTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model: Any, input_ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
         start = time.process_time()
         found = super()._get_per_token_logps_and_entropies(model, input_ids, *rest, **named)
-        if not torch.is_grad_enabled():
+        if model is self.ref_model:
+            self.seconds["reference"] += time.process_time() - start
+        elif not torch.is_grad_enabled():
             self.seconds["logprobs"] += time.process_time() - start
             lengths = [len(response) for _, response in self.pairs]
             self.logprob_sums = [float(row[:n].double().sum()) for row, n in zip(found[0], lengths, strict=True)]
@@ -94,33 +102,53 @@ class _Clock(TrainerCallback):
         if len(trainer.update_seconds) == NUM_UPDATES:
             answer(
                 {
-                    "packing": 0.0,
                     "logprobs": trainer.seconds["logprobs"],
-                    "update": statistics.mean(trainer.update_seconds),
+                    "reference": trainer.seconds["reference"],
+                    "update": (sum if trainer.ref_model else statistics.mean)(trainer.update_seconds),
                     "logprob_sums": trainer.logprob_sums,
                     "tokens_computed": trainer.tokens_computed,
                 }
             )
             trainer.contest_step += 1
-            trainer.seconds["logprobs"] = 0.0
+            trainer.seconds |= {"logprobs": 0.0, "reference": 0.0}
             trainer.update_seconds.clear()
 
 
-def build_trainer(options: argparse.Namespace) -> ScriptedTrainer:
+class _WholeSteps(TrainerCallback):
+    """Times whole steps, and rewards what was sampled in them."""
+
+    def __init__(self) -> None:
+        self.tokens, self._start = 0, 0.0
+        answer({"ready": True})
+
+    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.tokens = sum(map(len, completion_ids))
+        return [score_text(text) for text in completions]
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        wait_for_step()
+        self._start = time.process_time()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        answer({"whole": time.process_time() - self._start, "logprob_sums": [], "tokens_computed": self.tokens})
+
+
+def build_trainer(options: argparse.Namespace) -> GRPOTrainer:
     """TRL with our side's settings of the algorithm, and its own for everything else."""
-    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, MODEL["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
-    )
+    core = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    samples_itself = options.workload == "rollouts"
+    num_updates = 1 if samples_itself else NUM_UPDATES
     config = GRPOConfig(
         output_dir=str(options.model / "trl"),
         per_device_train_batch_size=options.trl_micro_batch,
         gradient_accumulation_steps=options.prompts * options.samples // options.trl_micro_batch,
         num_generations=options.samples,
         max_completion_length=WORKLOADS[options.workload][1],
-        num_iterations=NUM_UPDATES,
-        beta=0.0,
-        max_steps=NUM_UPDATES * options.num_steps,
+        num_iterations=num_updates,
+        beta=KL_COEF if options.workload == "reference" else 0.0,
+        max_steps=num_updates * options.num_steps,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         weight_decay=0.0,
@@ -136,8 +164,12 @@ def build_trainer(options: argparse.Namespace) -> ScriptedTrainer:
         seed=0,
     )
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    prompts = Dataset.from_dict({"prompt": [f"t{2 + i}" for i in range(options.prompts)] * options.num_steps})
-    return ScriptedTrainer(options, model=model, args=config, train_dataset=prompts, processing_class=tokenizer)
+    prompts = Dataset.from_dict({"prompt": draw_prompts(options)})
+    settings: dict[str, Any] = dict(model=model, args=config, train_dataset=prompts, processing_class=tokenizer)
+    if samples_itself:
+        clock = _WholeSteps()
+        return GRPOTrainer(reward_funcs=clock.reward, callbacks=[clock], **settings)
+    return ScriptedTrainer(options, **settings)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,19 @@
 
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_step_vs_trl.py --trl-python VENV/bin/python --json FILE
 
-Needs TRL (`pip install trl==1.16.0`), in this environment or in the one of `--trl-python`. Generation is not measured:
-both sides are given responses of scripted lengths, TRL through the `rollout_func` of its GRPOTrainer. Each side is a
-process of its own with one thread; a step of the one is followed by the same step of the other, in changing order.
-A step is one pass of log-probs of the policy before the update (`num_iterations=2` makes TRL take it) and one update,
-the mean of two.
+Needs TRL (`pip install trl==1.16.0`), in this environment or in the one of `--trl-python`. Each side is a process of
+its own with one thread; a step of the one is followed by the same step of the other, in changing order. All steps have
+16 prompts x 8 samples. Generation is measured in the last workload only: in the others both sides are given responses
+of scripted lengths, TRL through the `rollout_func` of its GRPOTrainer, and a step is one pass of log-probs of the
+policy before the update (`num_iterations=2` makes TRL take it) and one update, the mean of two.
 
-    ragged    32 prompt tokens, up to 128 in a response (geometric, mean about 45), 16 prompts x 8 samples
-    prompt    256 prompt tokens, up to 64 in a response (geometric, mean about 33), 16 prompts x 8 samples
-    fixed     32 prompt tokens, 128 in every response, 16 prompts x 8 samples
+    ragged     32 prompt tokens, up to 128 in a response (geometric, mean about 45)
+    prompt     256 prompt tokens, up to 64 in a response (geometric, mean about 33)
+    fixed      32 prompt tokens, 128 in every response
+    reference  as ragged, with a pass of the reference for the KL term, and both updates: two epochs
+    rollouts   as ragged, and each side samples its responses, scores them and takes one update: the whole program with
+               vLLM in process against TRL with transformers. The model ends a response with a probability of about
+               1/49 at each token. Measured per 1000 response tokens, as lengths differ by chance
 
 Ours is charged with packing, log-probs and update; TRL with log-probs and update only, its padding, rewards and
 advantages are left out. The log-probs of both sides are compared in every step, after the updates of the steps before.
@@ -31,13 +35,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
 
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
 from megatron_rl.types import UserError
 from tools.benchmarks._bench_actor import write_random_model
-from tools.benchmarks._step_contest import MARK, MODEL, WORKLOADS, add_worker_options, draw_workload
+from tools.benchmarks._step_contest import MARK, MODEL, PARTS, WORDS, WORKLOADS, add_worker_options, draw_workload
 
 TOOLS = Path(__file__).resolve().parent
 SIDES = {"ours": TOOLS / "_our_side.py", "trl": TOOLS / "_trl_side.py"}
-PARTS = ("packing", "logprobs", "update")
 
 
 class Side:
@@ -84,9 +92,12 @@ class Side:
 def run_workload(options: argparse.Namespace, workload: str, directory: Path) -> dict[str, Any]:
     """All rounds of a workload; the first step of each side is a warm-up."""
     steps = options.warmup_steps + options.steps
+    model = directory / ("model" if workload != "rollouts" else "ending")
+    if not model.exists():
+        write_random_model(model, MODEL) if workload != "rollouts" else _write_ending_model(model)
     arguments = [
         "--model",
-        str(directory / "model"),
+        str(model),
         "--workload",
         workload,
         "--num-steps",
@@ -107,6 +118,11 @@ def run_workload(options: argparse.Namespace, workload: str, directory: Path) ->
         finally:
             for side in sides:
                 side.end()
+    if workload == "rollouts":
+        sampled = [step["ours"]["tokens_computed"] for step in rounds[0]]
+        for found in (step[name] for steps_ in rounds for step in steps_ for name in SIDES):
+            found["whole"] *= 1000 / found["tokens_computed"]
+        return summarize(workload, rounds, [0] * len(sampled), sampled)
     options.workload = workload
     works = [draw_workload(options, step) for step in range(options.warmup_steps, steps)]
     return summarize(
@@ -117,10 +133,25 @@ def run_workload(options: argparse.Namespace, workload: str, directory: Path) ->
     )
 
 
+def _write_ending_model(directory: Path) -> None:
+    """A random model that ends a response with a probability of about 1/49 at each token, and its tokenizer."""
+    write_random_model(directory, MODEL | {"tie_word_embeddings": False})
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 0.3  # the first number of every hidden state is then about 2.6
+    weights["lm_head.weight"][WORDS["<eos>"]] = 0.0
+    weights["lm_head.weight"][WORDS["<eos>"], 0] = 1.2
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    words = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+
+
 def _take_turns(sides: list[Side], step: int) -> dict[str, Any]:
     found = {side.name: side.take_step() for side in (sides if step % 2 == 0 else sides[::-1])}
     pairs = zip(found["ours"].pop("logprob_sums"), found["trl"].pop("logprob_sums"), strict=True)
-    return found | {"logprob_gap": max(abs(a - b) / max(abs(b), 1.0) for a, b in pairs)}
+    return found | {"logprob_gap": max((abs(a - b) / max(abs(b), 1.0) for a, b in pairs), default=0.0)}
 
 
 def summarize(
@@ -129,10 +160,13 @@ def summarize(
     """Medians over the steps of each round, and TRL's over ours."""
     table = []
     for steps in rounds:
-        sums = {name: statistics.median(sum(step[name][part] for part in PARTS) for step in steps) for name in SIDES}
+        sums = {
+            name: statistics.median(sum(step[name].get(part, 0.0) for part in PARTS) for step in steps)
+            for name in SIDES
+        }
         table.append(
             {
-                name: {part: statistics.median(step[name][part] for step in steps) for part in PARTS}
+                name: {part: statistics.median(step[name].get(part, 0.0) for step in steps) for part in PARTS}
                 | {"total": sums[name], "tokens_computed": statistics.median(s[name]["tokens_computed"] for s in steps)}
                 for name in SIDES
             }
@@ -171,7 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_worker_options(parser)
-    parser.add_argument("--workloads", nargs="+", default=["ragged", "prompt"], choices=sorted(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=sorted(WORKLOADS))
     parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with TRL")
     parser.add_argument("--rounds", type=int, default=2, help="each with fresh processes")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a round")
@@ -186,7 +220,6 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     try:
         with tempfile.TemporaryDirectory() as directory:
-            write_random_model(Path(directory) / "model", MODEL)
             for workload in options.workloads:
                 results.append(run_workload(options, workload, Path(directory)))
                 print(format_result(results[-1]), flush=True)
