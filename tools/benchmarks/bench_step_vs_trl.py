@@ -144,7 +144,12 @@ def _write_ending_model(directory: Path) -> None:
     words = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     words.save(str(directory / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "unk_token": "<pad>",
+        "eos_token": "<eos>",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
 
 
