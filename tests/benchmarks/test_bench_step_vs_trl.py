@@ -17,22 +17,24 @@ import torch
 import transformers
 
 from distributed import run_ranks
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.types import UserError
-from tools.benchmarks._bench_actor import write_random_model
+from tools.benchmarks._bench_actor import build_bench_actor, write_random_model
 from tools.benchmarks._our_side import build_actor, take_step
-from tools.benchmarks._step_contest import MODEL, draw_workload
-from tools.benchmarks.bench_step_vs_trl import Side, summarize
+from tools.benchmarks._step_contest import MODEL, draw_prompts, draw_workload, score_text
+from tools.benchmarks.bench_step_vs_trl import Side, _write_ending_model, summarize
 
 OPTIONS = argparse.Namespace(workload="ragged", prompts=2, samples=3, max_tokens=512)
 
 
 def _take_two_steps(rank: int, world_size: int, path: Path) -> list[dict[str, Any]]:
     actor = build_actor(path)
-    return [take_step(actor, OPTIONS, 0, torch.device("cpu")) for _ in range(2)]
+    reference = build_bench_actor(path, actor.model.groups)
+    return [take_step(actor, OPTIONS, 0, torch.device("cpu"), model) for model in (None, reference)]
 
 
 def test_our_side_scores_like_transformers(tmp_path: Path) -> None:
-    """Sums of the log-probs of each response; a second step finds other weights."""
+    """Sums of the log-probs of each response; a second step finds other weights, and has a reference."""
     path = write_random_model(tmp_path / "model", MODEL)
     ((first, second),) = run_ranks(_take_two_steps, 1, path, timeout=60)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -47,6 +49,20 @@ def test_our_side_scores_like_transformers(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5) and later != found
     assert first["tokens_computed"] == sum(work.lengths) - 4 * 32, "two prompts, once each"
     assert min(first[part] for part in ("packing", "logprobs", "update")) > 0
+    assert second["reference"] > 10 * first["reference"]
+
+
+def test_model_of_whole_steps_ends_its_responses(tmp_path: Path) -> None:
+    """With a probability of about 1/49 at each token; its tokenizer gives the prompts the tokens that were drawn."""
+    _write_ending_model(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = model(torch.randint(2, 1024, (8, 64), generator=torch.Generator().manual_seed(0))).logits
+    assert 1 / 60 < logits.softmax(-1)[..., 1].mean().item() < 1 / 40
+    tokenizer, options = load_tokenizer(tmp_path), argparse.Namespace(workload="rollouts", prompts=2, num_steps=2)
+    prompts = [tokenizer.encode(text) for text in draw_prompts(options)]
+    assert [len(prompt) for prompt in prompts] == [32] * 4 and len(set(map(tuple, prompts))) == 4
+    assert score_text(tokenizer.decode([2, 3, 4, 1])) == pytest.approx(2 / 3)
 
 
 def test_ratio_is_of_all_that_a_side_is_charged_with() -> None:

@@ -144,13 +144,8 @@ def _write_ending_model(directory: Path) -> None:
     words = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     words.save(str(directory / "tokenizer.json"))
-    names = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<pad>",
-        "unk_token": "<pad>",
-        "eos_token": "<eos>",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    names = {"pad_token": "<pad>", "unk_token": "<pad>", "eos_token": "<eos>"}
+    (directory / "special_tokens_map.json").write_text(json.dumps(names))
 
 
 def _take_turns(sides: list[Side], step: int) -> dict[str, Any]:
