@@ -30,6 +30,7 @@ from tools.benchmarks._step_contest import (
     KL_COEF,
     LEARNING_RATE,
     NUM_UPDATES,
+    SMALL_LEARNING_RATE,
     WORKLOADS,
     add_worker_options,
     answer,
@@ -122,7 +123,7 @@ def run_whole_program(options: argparse.Namespace) -> None:
         "actor": {
             "ppo_mini_batch_size": options.prompts,
             "max_tokens_per_microbatch": options.max_tokens,
-            "lr": LEARNING_RATE,
+            "lr": SMALL_LEARNING_RATE,
             "adam_beta2": 0.999,
             "weight_decay": 0.0,
         },

@@ -45,6 +45,7 @@ WORDS = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, MODEL["vocab_si
 PARTS = ("packing", "logprobs", "reference", "update", "whole")
 KL_COEF = 0.01
 LEARNING_RATE = 1e-4
+SMALL_LEARNING_RATE = 1e-8  # where each side samples: a policy that learns would change its lengths
 NUM_UPDATES = 2  # per step; with one, TRL does without a pass of log-probs
 MARK = "ANSWER "
 
