@@ -142,7 +142,7 @@ def test_what_a_layout_saves_becomes_the_model(family: str, sizes: dict[str, int
 
 def _generate_with_vllm(rank: int, world_size: int, directory: Path, prompt: np.ndarray) -> tuple[list[str], list[int]]:
     """Names of parameters that vLLM's own reader and ours fill differently, and the greedy response."""
-    requests, engine, _ = build_engine(
+    requests, engine, *_ = build_engine(
         EngineSpec(
             model_path=str(directory),
             shape=load_model_shape(directory),
