@@ -248,7 +248,8 @@ class PackedModel:
             module.train(not is_forward_only)
         pipeline: dict[str, Any] = {}
         if layout.pp_size > 1:
-            shapes = [(len(m.tokens) // self.pad_multiple, 1, self.shape.hidden_size) for m in microbatches]
+            shards = layout.cp_size * (layout.tp_size if self.config.sequence_parallel else 1)
+            shapes = [(len(m.tokens) // shards, 1, self.shape.hidden_size) for m in microbatches]
             make = P2PCommunicator if is_interleaved else partial(PlannedCommunicator, shapes)
             pipeline["p2p_communicator"] = make(self.groups.pp, self.config)
         return forward_backward(
