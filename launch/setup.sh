@@ -5,7 +5,7 @@
 # Idempotent: a stamp holds a hash of the requirements, the Python version and the device, and while it matches
 # only a quick check of the installed versions runs. Both commands (tests/run.sh, launch/quickstart.sh) call it first.
 # uv installs, a few times as fast as pip: the one on the PATH, or one that pip fetches for the time of the set-up. pip
-# does what uv cannot: all of it where uv is not to be had or pip is configured in a way that uv does not know.
+# does what uv cannot: everything if uv is not available or pip has a setting that uv does not know.
 #
 #   MEGATRON_RL_VENV         where the environment lives                       (default: .venv in the repository)
 #   MEGATRON_RL_DEVICE       cpu or gpu                                        (default: gpu if nvidia-smi works)

@@ -58,7 +58,7 @@ class PackedAttention(MegatronModule):
 
     Rotates query and key by their positions, brings whole sequences together over the context parallel ranks of
     `pg_collection.cp`, and attends with the backend that the microbatch was prepared for. Where rows come with a cache
-    (generation), it keeps their keys and values there, and reads those of earlier rows; nothing is brought together.
+    (generation), it keeps keys and values there and reads the earlier ones; nothing is brought together.
 
     Attributes:
         layer_number: megatron-core's, counted over all stages.

@@ -75,7 +75,7 @@ def count_bytes() -> int:
 
 
 def interrupt_and_resume(engine: BuiltEngine) -> tuple[list[list[int]], list[list[int]]]:
-    """Greedy tokens until everything is interrupted before the fourth step, and those of what continues them."""
+    """Greedy tokens until an interruption before the fourth step, and the tokens of the requests that continue."""
     requests, partial, steps = make_requests(GREEDY), {}, iter(range(4))
 
     def take(wait: bool) -> ControlMessage:
