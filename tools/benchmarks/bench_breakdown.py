@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CPU-seconds of a step go: by phase, over all ranks; beside another checkout, if one is given.
+"""CPU-seconds of a training step by phase, summed over all ranks, optionally compared with other checkouts.
 
     python tools/benchmarks/bench_breakdown.py --recipe launch/recipes/toy_arithmetic.yaml --nproc 4 \\
         --against CHECKOUT --rounds 3 --json FILE model.path=DIR ...
 
-The checkouts take turns, in changing order. Figures are medians over the steps of a round, and over the rounds, of the
-CPU time of all ranks with all their threads: waiting costs nothing, so other programs on the machine matter little.
-The phases are those of the program and some between them; what is in none is "rest". Of matrix products and attention,
-in all phases, the CPU time is taken in further steps, with a clock around every operator.
+Checkouts alternate within one run. Each figure is the median over the steps of a round, then over the rounds, of the
+CPU time of all ranks and their threads; waiting does not count, so other load on the machine has little effect. The
+phases are the program's own and a few more; "rest" is the remainder. The share of matrix products and attention is
+measured in extra steps that time every operator.
 """
 
 from __future__ import annotations
