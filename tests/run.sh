@@ -18,10 +18,11 @@ export TOKENIZERS_PARALLELISM=false
 
 # Most tests keep one core busy. The process that runs behind shows what it did at the end.
 claims="$(mktemp -d)"
-trap 'kill %1 2>/dev/null; rm -rf "$claims"' EXIT
 python -m pytest tests --durations=15 --claims "$claims" --backwards >"$claims/log" 2>&1 &
+behind=$!
+trap 'kill "$behind" 2>/dev/null || true; rm -rf "$claims"' EXIT
 status=0
 python -m pytest tests --durations=15 --claims "$claims" || status=$?
-wait $! || status=$?
+wait "$behind" || status=$?
 cat "$claims/log"
 exit "$status"
