@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and SFT examples out of data files, and the order in which training sees the prompts.
+"""Prompts and SFT examples out of data files.
 
 Two schemas are read, row by row: the plain one (`prompt`, `answer`; names from the config) and verl's
 (`prompt` as chat messages, `data_source`, `reward_model.ground_truth`, `extra_info`). A text prompt is
 used verbatim; chat messages go through the tokenizer's chat template, which stays whole when they are cut.
 
 Invariants: `prompt_id` is the index of the row over all files, before anything is dropped; a prompt
-that is too long is refused, cut or dropped as the config says, and counted, never silently;
-`PromptBatches` shows each prompt exactly once per epoch, in an order that (seed, epoch) alone decides.
+that is too long is refused, cut or dropped as the config says, and counted, never silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +23,6 @@ from megatron_rl.data.chat import keep_tokens, read_messages, shorten_messages
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt, Rollout, UserError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -207,72 +204,3 @@ def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) ->
             expected="at least one prompt",
             hint="raise data.max_prompt_length",
         )
-
-
-class PromptBatches(Generic[T]):
-    """Endless batches of prompts, epoch after epoch.
-
-    A batch may run across the end of an epoch, so no prompt is dropped or repeated inside an epoch; such
-    a batch can hold a prompt twice (last of one epoch, first of the next).
-
-    Args:
-        prompts: what to iterate over.
-        batch_size: prompts per batch.
-        shuffle: a new permutation for each epoch; False: the order of the files.
-        seed: of the permutations.
-
-    Raises:
-        UserError: there are fewer prompts than one batch takes.
-    """
-
-    def __init__(self, prompts: list[T], batch_size: int, shuffle: bool, seed: int) -> None:
-        if not 1 <= batch_size <= len(prompts):
-            raise UserError(
-                f"{len(prompts)} prompts cannot fill a batch of {batch_size}",
-                source="data.train_batch_size",
-                expected=f"a batch of 1 to {len(prompts)} prompts",
-                hint="lower data.train_batch_size, or add prompts",
-            )
-        self._prompts, self._batch_size, self._shuffle, self._seed = prompts, batch_size, shuffle, seed
-        self._epoch = self._offset = 0
-        self._order = self._order_of(0)
-
-    def __iter__(self) -> Iterator[list[T]]:
-        return self
-
-    def __next__(self) -> list[T]:
-        batch: list[T] = []
-        while len(batch) < self._batch_size:
-            if self._offset == len(self._prompts):
-                self._epoch, self._offset = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-            taken = self._order[self._offset : self._offset + self._batch_size - len(batch)]
-            batch += [self._prompts[i] for i in taken]
-            self._offset += len(taken)
-        return batch
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: epoch, prompts of it already given out, and the size of the data set."""
-        return {"epoch": self._epoch, "offset": self._offset, "num_prompts": len(self._prompts)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from where `state_dict` was taken (same prompts, shuffle and seed; batch_size may differ).
-
-        Raises:
-            UserError: the data set has another size than the one the state belongs to.
-        """
-        if state["num_prompts"] != len(self._prompts):
-            found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {len(self._prompts)}"
-            raise UserError(
-                found,
-                source="data.train_files",
-                expected="the data set of the run that is resumed",
-                hint="restore the files, or start a new run",
-            )
-        self._epoch, self._offset = state["epoch"], state["offset"]
-        self._order = self._order_of(self._epoch)

@@ -16,7 +16,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import PromptBatches, PromptSet
+from megatron_rl.data.prompts import PromptSet
+from megatron_rl.data.stream import PromptBatches
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.experience.experience import Experience, hold
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import PromptBatches
+from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.pack import Packer
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
@@ -64,9 +64,8 @@ def build_rollout_members(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
         )
-    prompts = PromptBatches(
-        inputs.train.prompts, config.data.train_batch_size, config.data.shuffle, config.trainer.seed
-    )
+    stream = PromptStream(inputs.train.prompts, config.data.shuffle, config.trainer.seed)
+    prompts = PromptBatches(stream, config.data.train_batch_size)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, model)
     score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else model

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import PromptBatches
+from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.experience import Experience, replicate
 from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
@@ -50,9 +50,8 @@ class SftTrainer:
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
-        self.examples = PromptBatches(
-            inputs.data.examples, config.data.train_batch_size, config.data.shuffle, config.trainer.seed
-        )
+        stream = PromptStream(inputs.data.examples, config.data.shuffle, config.trainer.seed)
+        self.examples = PromptBatches(stream, config.data.train_batch_size)
         self.checkpoints = Checkpoints(
             config,
             opened,

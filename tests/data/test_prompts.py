@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.prompts import PromptBatches, load_prompts, load_sft_examples, name_files
-from megatron_rl.types import Prompt, UserError
+from megatron_rl.data.prompts import load_prompts, load_sft_examples, name_files
+from megatron_rl.types import UserError
 
 
 class LetterTokenizer:
@@ -321,48 +318,6 @@ def test_sft_counts_overlong_prompts(tmp_path):
     cfg = config(max_prompt_length=3, overlong_prompts="drop")
     loaded = load_sft_examples([overlong_file(tmp_path)], TOKENIZER, cfg)
     assert (len(loaded.examples), loaded.num_truncated, loaded.num_dropped) == (2, 0, 2)
-
-
-def make_prompts(count: int) -> list[Prompt]:
-    return [Prompt(i, np.zeros(1, np.int32), "", "") for i in range(count)]
-
-
-def take(batches: PromptBatches, count: int) -> list[list[int]]:
-    return [[p.prompt_id for p in next(batches)] for _ in range(count)]
-
-
-@given(size=st.integers(1, 12), batch=st.integers(1, 12), seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
-def test_every_epoch_shows_every_prompt_once(size, batch, seed, shuffle):
-    if batch > size:
-        with pytest.raises(UserError, match="cannot fill a batch"):
-            PromptBatches(make_prompts(size), batch, shuffle, seed)
-        return
-    drawn = take(PromptBatches(make_prompts(size), batch, shuffle, seed), 3 * size)
-    assert {len(ids) for ids in drawn} == {batch}
-    stream = [i for ids in drawn for i in ids]
-    epochs = [stream[start : start + size] for start in range(0, len(stream), size)]
-    assert all(Counter(epoch) == Counter(range(size)) for epoch in epochs)
-    assert shuffle or all(epoch == list(range(size)) for epoch in epochs)
-
-
-def test_order_depends_on_seed_and_epoch_only():
-    """The permutation of numpy is taken as it is; its statistics are not tested."""
-    make = lambda seed, batch: take(PromptBatches(make_prompts(50), batch, True, seed), 100 // batch)  # noqa: E731
-    flat = [sum(make(*arguments), []) for arguments in ((1, 10), (1, 10), (1, 25), (2, 10))]
-    assert flat[0] == flat[1] == flat[2] != flat[3]
-    assert flat[0][:50] != flat[0][50:]
-
-
-@pytest.mark.parametrize("before", [0, 1, 3, 5])
-def test_resume_goes_on_where_it_stopped(before):
-    whole = take(PromptBatches(make_prompts(10), 4, True, 3), 9)
-    first = PromptBatches(make_prompts(10), 4, True, 3)
-    take(first, before)
-    resumed = PromptBatches(make_prompts(10), 4, True, 3)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert take(resumed, 9 - before) == whole[before:]
-    with pytest.raises(UserError, match="made with 10 prompts, there are 11"):
-        PromptBatches(make_prompts(11), 4, True, 3).load_state_dict(first.state_dict())
 
 
 def test_files_of_one_name_are_told_apart_by_their_directories() -> None:

@@ -18,7 +18,7 @@ import transformers
 from distributed import run_ranks
 from megatron_rl.checkpoint.conversion import convert_to_megatron
 from megatron_rl.checkpoint.units import Workers
-from megatron_rl.data.prompts import PromptBatches
+from megatron_rl.data.stream import PromptBatches, PromptStream
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
 LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
@@ -131,7 +131,7 @@ def _read_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 def _first_batch() -> list[int]:
     """Left operands of the first step's prompts."""
-    return next(PromptBatches(list(range(16)), 8, shuffle=True, seed=1))
+    return next(PromptBatches(PromptStream(list(range(16)), shuffle=True, seed=1), 8))
 
 
 def test_saved_policy_is_a_transformers_model(one_rank: Path, task: Path) -> None:
