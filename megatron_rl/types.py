@@ -107,7 +107,11 @@ class Branch:
 
     @classmethod
     def of_response(
-        cls, tokens: np.ndarray, num_prompt_tokens: int, logprobs: np.ndarray | None = None, policy_version: int = 0
+        cls,
+        tokens: np.ndarray,
+        num_prompt_tokens: int,
+        logprobs: np.ndarray | None = None,
+        versions: int | np.ndarray = 0,
     ) -> Branch:
         """A prompt and the response to it.
 
@@ -115,7 +119,7 @@ class Branch:
             tokens: [s] prompt and response.
             num_prompt_tokens: how many of them are the prompt's.
             logprobs: [s - num_prompt_tokens] of the response; None: unknown, zeros.
-            policy_version: of the whole response.
+            versions: of the whole response, or [s - num_prompt_tokens] of its tokens.
         """
         length = len(tokens)
         if logprobs is None:
@@ -126,7 +130,9 @@ class Branch:
             np.asarray(tokens, np.int32),
             np.arange(length) >= num_prompt_tokens,
             padded,
-            np.broadcast_to(np.int32(policy_version), length),
+            np.broadcast_to(np.int32(versions), length)
+            if np.ndim(versions) == 0
+            else np.concatenate([np.zeros(num_prompt_tokens, np.int32), versions]),
             num_prompt_tokens,
         )
 
@@ -177,11 +183,11 @@ class Rollout:
         response_tokens: np.ndarray,
         logprobs: np.ndarray | None,
         finish_reason: str,
-        policy_version: int = 0,
+        versions: int | np.ndarray = 0,
     ) -> Rollout:
         """One response to a prompt; arguments as in `Branch.of_response`."""
         tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)
-        branch = Branch.of_response(tokens, start, logprobs, policy_version)
+        branch = Branch.of_response(tokens, start, logprobs, versions)
         return cls(prompt, sample_index, [branch], [Turn(0, start, len(tokens))], finish_reason)
 
     @property
@@ -195,9 +201,14 @@ class Rollout:
         return np.concatenate([branch.logprobs[branch.sampled] for branch in self.branches])
 
     @property
+    def versions(self) -> np.ndarray:
+        """[s] int32, optimizer steps behind the weights that sampled each of `response_tokens`."""
+        return np.concatenate([branch.versions[branch.sampled] for branch in self.branches])
+
+    @property
     def policy_version(self) -> int:
         """Optimizer steps behind the newest weights that sampled a token of it."""
-        return max(int(branch.versions[branch.sampled].max(initial=0)) for branch in self.branches)
+        return int(self.versions.max(initial=0))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def make_rollout(prompt: Prompt, sample_index: int, length: int, reward: float, 
         np.arange(length, dtype=np.int32),
         np.zeros(length, np.float32),
         "length" if length > 4 else "stop",
-        policy_version=7,
+        versions=7,
     )
     return replace(rollout, response=f"#### {length % 3}", reward=reward, reward_components=components)
 
@@ -34,7 +34,7 @@ def split(rollout: Rollout, sizes: tuple[int, ...]) -> Rollout:
     (branch,), branches, start = rollout.branches, [], rollout.branches[0].num_prompt_tokens
     for size in sizes:
         tokens = np.concatenate([rollout.prompt.tokens, branch.tokens[start : start + size]])
-        branches.append(Branch.of_response(tokens, branch.num_prompt_tokens, policy_version=7))
+        branches.append(Branch.of_response(tokens, branch.num_prompt_tokens, versions=7))
         start += size
     return replace(rollout, branches=branches)
 

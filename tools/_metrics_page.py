@@ -91,6 +91,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/truncated_fraction", "tokens whose weight was truncated", "share"),
         Metric("mismatch/masked_fraction", "tokens whose weight was masked", "share"),
         Metric("mismatch/rejected_fraction", "responses that algorithm.reject_sequence_above dropped", "share"),
+        Metric("mismatch/lag<steps>", "mean gap of tokens that weights of this age sampled; lag0: numerics", "nats"),
+    ),
+    "Schedule (schedule.max_staleness > 0)": (
+        Metric("schedule/staleness_mean", "age of the weights that began a response, mean over the step's", "steps"),
+        Metric("schedule/staleness_max", "the same of the oldest; at most schedule.max_staleness", "steps"),
+        Metric("schedule/carried", "responses that begin ahead of their step, after the rollout", "responses"),
+        Metric("schedule/carried_tokens", "their tokens so far", "tokens"),
+        Metric("schedule/engine_busy", "share of the rollout in which an engine has requests", "share"),
     ),
     "Loss ledger": (
         Metric("ledger/<term>/numerator", "of a term of the loss: policy, kl, entropy, value"),

@@ -48,7 +48,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
                     "reward_components": rollout.reward_components,
                     "greedy_baseline": baseline,
                     "finish_reason": rollout.finish_reason,
-                    "policy_version": rollout.policy_version,
+                    "versions": rollout.versions.tolist(),
                     "prompt_tokens": prompt.tokens.tolist(),
                     "response_tokens": rollout.response_tokens.tolist(),
                     "rollout_logprobs": rollout.rollout_logprobs.tolist(),
@@ -107,7 +107,7 @@ def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
         np.array(row["response_tokens"], np.int32),
         np.array(row["rollout_logprobs"], np.float32),
         row["finish_reason"],
-        row["policy_version"],
+        np.array(row["versions"], np.int32),
     )
     return replace(rollout, response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
 

@@ -3,6 +3,7 @@
 
     <run_dir>/checkpoints/
         step_<N>/          manifest.json  config.yaml  SHA256SUMS  rng/rank_<R>.safetensors
+                           rollouts/rank_<R>.safetensors (responses that were begun and not learned from)
             actor/         a Megatron distributed checkpoint (weights, optimizer) with config/
             critic/        the same, where there is one
         step_<N>.partial/  being written; never read

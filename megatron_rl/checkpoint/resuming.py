@@ -94,7 +94,7 @@ def load_training_state(
             describe_role(role)["layout"] == manifest["roles"][name]["layout"] for name, role in roles.items()
         )
         if same_layout:
-            restore_rng(_read_rng(directory / "rng" / f"rank_{group.rank()}.safetensors"))
+            restore_rng(_read_tensors(directory / "rng" / f"rank_{group.rank()}.safetensors"))
     except UserError as caught:
         error = caught
     raise_together(error, group)
@@ -157,7 +157,17 @@ def _fill(reader: ChunkReader, pieces: Sequence[Piece]) -> None:
         reader.read(piece.key, piece.box, piece.data)
 
 
-def _read_rng(path: Path) -> dict[str, torch.Tensor]:
+def read_rank_states(directory: Path, folder: str) -> list[dict[str, torch.Tensor]]:
+    """What the ranks that wrote a checkpoint had each for itself in a folder of it, in the order of the ranks.
+
+    Raises:
+        UserError: a file does not read.
+    """
+    paths = (directory / folder).glob("rank_*.safetensors")
+    return [_read_tensors(path) for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank_")))]
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

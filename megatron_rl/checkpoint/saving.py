@@ -37,6 +37,8 @@ from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
 
+# What one rank alone has, as tensors by name, by the folder of the checkpoint that takes it.
+RankState = Mapping[str, Mapping[str, torch.Tensor]]
 _LOG = logging.getLogger(__name__)
 
 
@@ -132,7 +134,7 @@ class CheckpointSaver:
         with_optimizer: bool = True,
         is_best: bool = False,
         export: Callable[[Path], None] | None = None,
-        rng: dict[str, torch.Tensor] | None = None,
+        rank_state: RankState | None = None,
     ) -> None:
         """Save; collective. An error is reported, not raised; a save that is still going on is finished first.
 
@@ -142,7 +144,7 @@ class CheckpointSaver:
             with_optimizer: save optimizer states and random numbers too (else it cannot be resumed from).
             is_best: `best` shall name it.
             export: called on every rank with a directory inside the new checkpoint (to write the HF model there).
-            rng: random number generators of this rank (`read_rng`); default: as they are now.
+            rank_state: what this rank alone has; default: its random number generators as they are now.
         """
         self.wait()
         started = time.monotonic()
@@ -159,17 +161,18 @@ class CheckpointSaver:
                 raise  # on this rank alone: the others wait in a collective
             return self._finish(pending, pending.explain(error, raised_on))
         pieces, rank = {}, self._group.rank()
+        alone = (rank_state or {"rng": read_rng()}) if with_optimizer else {}
         with pending.keeping_error(rank):
             pieces = {name: _list_pieces(role, rank, with_optimizer) for name, role in roles.items()}
-            rng = (rng or read_rng()) if with_optimizer else None
             if self._async:
                 pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
         if self._async:
-            thread = threading.Thread(target=_write, args=(pending, pieces, rng, rank), name="checkpoint", daemon=True)
+            arguments = pending, pieces, alone, rank
+            thread = threading.Thread(target=_write, args=arguments, name="checkpoint", daemon=True)
             thread.start()
             self._pending, self._blocked = (pending, thread), time.monotonic() - started
             return None
-        _write(pending, pieces, rng, rank)
+        _write(pending, pieces, alone, rank)
         return self._commit(pending)
 
     def poll(self) -> None:
@@ -196,7 +199,7 @@ class CheckpointSaver:
             try:
                 if partial.exists():
                     shutil.rmtree(partial)
-                for folder in (*roles, "rng"):
+                for folder in (".", *roles):
                     (partial / folder).mkdir(parents=True)
             except OSError as caught:
                 error = explain_os_error(caught, partial)
@@ -252,7 +255,7 @@ def save_now(
     content: RunContent,
     roles: Mapping[str, SavedRole],
     group: dist.ProcessGroup,
-    rng: dict[str, torch.Tensor] | None = None,
+    rank_state: RankState | None = None,
 ) -> SaveOutcome:
     """Write `<root>/step_<N>`, whatever else is saved and stays there; collective. For arguments see `save`."""
     outcomes: list[SaveOutcome] = []
@@ -263,7 +266,7 @@ def save_now(
         keep_last=None,
         keep_best=False,
         report=outcomes.append,
-    ).save(content, roles, rng=rng)
+    ).save(content, roles, rank_state=rank_state)
     return outcomes[0]
 
 
@@ -281,17 +284,16 @@ def _copy_to_host(piece: Piece) -> Piece:
     return Piece(piece.key, piece.shape, piece.offset, piece.data.detach().to("cpu", copy=True))
 
 
-def _write(
-    pending: _Pending, pieces: Mapping[str, list[Piece]], rng: dict[str, torch.Tensor] | None, rank: int
-) -> None:
+def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: RankState, rank: int) -> None:
     """Write this rank's files; an error is left for the commit."""
     with pending.keeping_error(rank):
         for name, found in pieces.items():
             if found:
                 _write_role(pending, name, found, rank)
-        if rng is not None:
-            path = pending.partial / "rng" / f"rank_{rank}.safetensors"
-            pending.records.append(write_file(path, to_safetensors(rng)))
+        for folder, tensors in rank_state.items():
+            (pending.partial / folder).mkdir(exist_ok=True)
+            path = pending.partial / folder / f"rank_{rank}.safetensors"
+            pending.records.append(write_file(path, to_safetensors(dict(tensors))))
 
 
 def _write_role(pending: _Pending, name: str, pieces: list[Piece], rank: int) -> None:

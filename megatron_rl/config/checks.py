@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.fields import read_fields
-from megatron_rl.config.rollout_checks import check_rollout
+from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
@@ -36,6 +36,7 @@ _AT_LEAST_ONE = (
     "reward.service_concurrency",
     "reward.service_max_answer_bytes",
     "algorithm.max_sampling_rounds",
+    "schedule.steps_per_update",
     "trainer.total_steps",
     "trainer.total_epochs",
     "trainer.capture_step",
@@ -77,6 +78,7 @@ _POSITIVE = (
     *(f"{section}.adam_eps" for section in _TRAINED),
 )
 _NOT_NEGATIVE = (
+    "schedule.max_staleness",
     "rollout.validation_temperature",
     "algorithm.gamma",
     "algorithm.gae_lambda",
@@ -123,6 +125,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     for section in _TRAINED:
         _check_step_mode(config, section)
     check_rollout(config)
+    check_schedule(config)
     _check_reward(config)
     _check_algorithm(config)
     _check_observability(config)

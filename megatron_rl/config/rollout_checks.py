@@ -31,6 +31,28 @@ def check_rollout(config: CheckedConfig) -> None:
         _check_bitwise(config)
 
 
+def check_schedule(config: CheckedConfig) -> None:
+    """What samples of older weights need, and what they cannot be used with."""
+    if config.get("schedule.max_staleness") == 0:
+        return
+    config.require(
+        config.get("algorithm.importance_sampling") != "none",
+        "schedule.max_staleness",
+        "with algorithm.importance_sampling = 'none': samples of older weights would be learned from as if the policy "
+        "had made them",
+        expected="0, or a correction",
+        hint="set algorithm.importance_sampling=token-truncate",
+    )
+    config.require(
+        not config.get("algorithm.dynamic_sampling"),
+        "schedule.max_staleness",
+        "with algorithm.dynamic_sampling: a step draws prompts again until enough groups are informative, while the "
+        "prompts of later steps have begun",
+        expected="0",
+        hint="set schedule.max_staleness=0, or algorithm.dynamic_sampling=false",
+    )
+
+
 def _check_bitwise(config: CheckedConfig) -> None:
     """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.declaring import MISSING, option
+from megatron_rl.config.observability import ObservabilityConfig
+from megatron_rl.config.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,39 +351,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservabilityConfig:
-    """Logging."""
-
-    tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
-    histograms_every: int = option(
-        10,
-        "Write histograms (lengths, rewards, advantages, log-prob gap) and sample texts to TensorBoard in step 1 "
-        "and every N steps (0: never).",
-        "steps",
-    )
-    progress_bar: bool = option(
-        True,
-        "Bars of the steps and of the responses being generated when stdout is a terminal; else a line every 10 "
-        "seconds of a generation that takes longer.",
-    )
-    console_every: int = option(1, "Print the console line every N steps.", "steps")
-    wandb: Literal["off", "offline", "online"] = option(
-        "off", "Log to Weights & Biases (needs the package wandb); offline: into <run_dir>/wandb, without a network."
-    )
-    wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
-    wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
-    status_port: int | None = option(
-        None, "Port of a read-only web page about the run, served by rank 0 (0: any free port, printed); null: off."
-    )
-    status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
-    status_token: bool = option(
-        True,
-        "Serve the page below a random path that is printed at the start, so that only those who see the output "
-        "of the run can read it.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run, one YAML recipe."""
 
@@ -390,6 +359,7 @@ class RunConfig:
     actor: ActorConfig
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     hybrid: HybridConfig = dataclasses.field(default_factory=HybridConfig)
     reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)

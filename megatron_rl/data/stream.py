@@ -96,6 +96,10 @@ class PromptBatches(Generic[T]):
         first, self.position = self.position, self.position + self._batch_size
         return [self.stream.prompt(i) for i in range(first, self.position)]
 
+    def advance(self, count: int) -> None:
+        """Give out so many prompts, which the stream has."""
+        self.position += count
+
     def state_dict(self) -> dict[str, int]:
         """Where the iteration stands: epoch, prompts of it already given out, and the size of the data set."""
         epoch, offset = divmod(self.position, self.stream.num_prompts)

@@ -29,12 +29,18 @@ class SamplingConfig:
         return self.temperature == 0.0
 
 
-def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0) -> int:
-    """Seed of one response, 63 bits; `round` counts the times that a step samples anew.
+def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0, position: int = 0) -> int:
+    """Seed of one response, 63 bits, or of what continues it after `position` tokens.
+
+    `round` counts the times that a step samples again.
 
     It depends on these numbers only, so that neither the DP size nor the order of scheduling
     changes what is sampled.
     """
-    parts = [run_seed, step, prompt_id, sample_index, *([round] if round else [])]
+    parts = [run_seed, step, prompt_id, sample_index]
+    if round or position:
+        parts.append(round)
+    if position:
+        parts.append(position)
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -34,6 +34,21 @@ def describe_rollouts(headers: Headers) -> dict[str, float]:
     }
 
 
+def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> dict[str, float]:
+    """How many steps of the main loop the weights that began each rollout are behind those that learn from it.
+
+    Args:
+        headers: of the step.
+        version: optimizer steps behind the current weights.
+        optimizer_steps: of a step.
+    """
+    staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
+    return {
+        "schedule/staleness_mean": float(staleness.mean()),
+        "schedule/staleness_max": float(staleness.max()),
+    }
+
+
 def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:
     """Distributions of one step, for histograms.
 
@@ -89,6 +104,7 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
         "reward_components": rollout.reward_components,
         "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version,
+        "versions": rollout.versions.tolist(),
         "tokens": rollout.response_tokens.tolist(),
         "token_texts": token_texts(rollout.response_tokens.tolist()),
         "rollout_logprobs": as_numbers(rollout.rollout_logprobs),

@@ -114,14 +114,41 @@ def correct_mismatch(
     return weights, finish_mismatch(sums, maxima["max"]) | finish_importance_weights(counts)
 
 
-def check_bits(batch: TrainBatch, group: dist.ProcessGroup) -> None:
+def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
+    """The gap of `correct_mismatch` by the age of the weights that sampled a token; collective.
+
+    Args:
+        batch: old log-probs.
+        lags: [t] steps of the main loop between those weights and the current ones.
+        most: that there are.
+        group: the DP group of the batch's role.
+
+    Returns:
+        `mismatch/lag<N>`, the mean of |d| over the tokens of lag N, for each N that there is.
+    """
+    gaps = (batch.column("old_logprobs") - batch.rollout_logprobs).abs().double()
+    sums: dict[str, float] = {}
+    for lag in range(most + 1):
+        chosen = batch.loss_mask & (lags == lag)
+        sums |= {f"gap{lag}": float(gaps[chosen].sum()), f"count{lag}": float(chosen.sum())}
+    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device)
+    counted = [lag for lag in range(most + 1) if sums[f"count{lag}"]]
+    return {f"mismatch/lag{lag}": sums[f"gap{lag}"] / sums[f"count{lag}"] for lag in counted}
+
+
+def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Compare `old_logprobs` with the engine's log-probs, bit for bit (rollout.bitwise); collective over DP.
+
+    Args:
+        batch: old log-probs.
+        is_current: [t] bool, the current weights sampled the token.
+        group: the DP group of the batch's role.
 
     Raises:
         UserError: on all ranks of the group; names the first token that has others.
     """
     ours, engine = batch.column("old_logprobs"), batch.rollout_logprobs
-    differs = (batch.loss_mask & (ours != engine)).nonzero()[:, 0].tolist()
+    differs = (batch.loss_mask & is_current & (ours != engine)).nonzero()[:, 0].tolist()
     error = None
     if differs:
         row = differs[0]

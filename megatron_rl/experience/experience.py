@@ -218,6 +218,11 @@ class Experience:
         payload = replace(self._payload, num_bytes=self._num_bytes)
         return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
 
+    def describe(self, metrics: Mapping[str, float]) -> Experience:
+        """The same samples, with more metrics about sampling."""
+        self.metrics |= metrics
+        return self
+
     def add_baselines(self, greedy: Experience) -> None:
         """Note the rewards of the greedy responses to the prompts."""
         self.baselines = greedy.rewards

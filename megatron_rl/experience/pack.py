@@ -49,6 +49,7 @@ class Packing:
         holders: the DP replica that has each sequence.
         starts: [n] row of the first token behind the prompt; 0 for sequences that are elsewhere.
         lengths: [n] tokens behind the prompt.
+        versions: [t] int32, optimizer steps behind the weights that sampled a token; without meaning elsewhere.
         metrics: how good the plan is, averaged over minibatches (padding by bucket: over the whole step).
     """
 
@@ -56,6 +57,7 @@ class Packing:
     holders: Holders
     starts: np.ndarray
     lengths: np.ndarray
+    versions: torch.Tensor
     metrics: dict[str, float]
 
     def rows(self, sequences: np.ndarray) -> torch.Tensor:
@@ -127,8 +129,14 @@ class Packer:
             group_of=group_of,
         )
         batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
+        starts = _find_starts(headers, batch)
         return Packing(
-            batch, holders, _find_starts(headers, batch), headers.num_response_tokens, self._measure(minibatches)
+            batch,
+            holders,
+            starts,
+            headers.num_response_tokens,
+            _place_versions(branches, starts, batch),
+            self._measure(minibatches),
         )
 
     def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrompts | None) -> _Minibatch:
@@ -206,3 +214,12 @@ def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
     starts = np.zeros(len(headers), np.int64)
     starts[ids[rows]] = rows
     return starts
+
+
+def _place_versions(branches: Mapping[int, Branch], starts: np.ndarray, batch: TrainBatch) -> torch.Tensor:
+    """The versions of the tokens behind the prompts, where they are packed."""
+    versions = np.zeros(len(batch.tokens), np.int32)
+    for index, branch in branches.items():
+        found = branch.versions[branch.num_prompt_tokens :]
+        versions[starts[index] : starts[index] + len(found)] = found
+    return torch.from_numpy(versions).to(batch.tokens.device)

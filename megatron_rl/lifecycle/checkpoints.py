@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.resuming import load_training_state
-from megatron_rl.checkpoint.rng import read_rng
-from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome, save_now
+from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, save_now
 from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.changes import describe_changes
@@ -62,7 +61,7 @@ class Checkpoints:
             report=self._report,
         )
         self._last: SaveOutcome | None = None
-        self._marked: tuple[RunContent, dict[str, torch.Tensor]] | None = None
+        self._marked: tuple[RunContent, RankState] | None = None
         self._recipe, self._restored_record = dump_yaml(config), {}
         self._saved_at, self._failures_in_a_row = time.monotonic(), 0
 
@@ -101,7 +100,7 @@ class Checkpoints:
         resumed = load_training_state(
             directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own
         )
-        self._state.load_small_parts(resumed.state)
+        self._state.restore(resumed, self._group)
         self._run.resume(resumed.state.get("best_value"), resumed.state.get("failed_saves", []) if is_own else [])
         self._restored_record = resumed.state.get("record", {})
         if is_own:
@@ -131,9 +130,9 @@ class Checkpoints:
             "failed_saves": list(self._run.failed_saves),
         }
         version = self._state.roles["actor"].optimizer.steps
-        self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), read_rng()
+        self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), self._state.rank_state()
 
-    def _end_of_last_step(self) -> tuple[RunContent, dict[str, torch.Tensor]]:
+    def _end_of_last_step(self) -> tuple[RunContent, RankState]:
         assert self._marked is not None, "`start` marks"
         return self._marked
 
@@ -166,7 +165,7 @@ class Checkpoints:
     def _save(
         self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
     ) -> None:
-        content, rng = self._end_of_last_step()
+        content, rank_state = self._end_of_last_step()
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
             content,
@@ -174,7 +173,7 @@ class Checkpoints:
             with_optimizer=self._config.checkpoint.save_optimizer,
             is_best=is_best,
             export=export,
-            rng=rng,
+            rank_state=rank_state,
         )
 
     def save_into(self, root: Path) -> UserError | None:
@@ -183,8 +182,8 @@ class Checkpoints:
         Returns:
             Why it failed, on every rank.
         """
-        content, rng = self._end_of_last_step()
-        return save_now(root, content, self._state.roles, self._group, rng).error
+        content, rank_state = self._end_of_last_step()
+        return save_now(root, content, self._state.roles, self._group, rank_state).error
 
     def safe_point(self) -> None:
         """Here the run may end; nothing has been learned since the last mark.

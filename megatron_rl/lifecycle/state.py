@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+
 from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.pieces import SavedRole
-from megatron_rl.checkpoint.resuming import load_training_state
-from megatron_rl.checkpoint.saving import save_now
-from megatron_rl.parallel.collectives import world
+from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state, read_rank_states
+from megatron_rl.checkpoint.rng import read_rng
+from megatron_rl.checkpoint.saving import RankState, save_now
+from megatron_rl.parallel.collectives import raise_together, world
+from megatron_rl.types import UserError
+
+_ROLLOUTS = "rollouts"
 
 
 class Stateful(Protocol):
@@ -27,6 +34,17 @@ class Stateful(Protocol):
         """Continue from a saved state."""
 
 
+class HeldRollouts(Protocol):
+    """Responses that were begun and not learned from; each rank has some."""
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """What this rank has of them; {}: nothing."""
+        ...
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take up what the ranks had that wrote a checkpoint."""
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """Everything that changes while a program trains.
@@ -35,21 +53,39 @@ class TrainingState:
         roles: that are trained, by name.
         parts: what else has a state, by name.
         side_files: role -> files of its model, see `list_side_files`.
+        rollouts: that were begun and not learned from; None: a program that begins none ahead of their step.
     """
 
     roles: Mapping[str, SavedRole]
     parts: Mapping[str, Stateful]
     side_files: Mapping[str, Mapping[str, Path]]
+    rollouts: HeldRollouts | None = None
 
     def small_parts(self) -> dict[str, Any]:
         """The states of the parts."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_small_parts(self, states: Mapping[str, Any]) -> None:
-        """Give the parts the states that there are."""
-        for name, part in self.parts.items():
-            if name in states:
-                part.load_state_dict(states[name])
+    def rank_state(self) -> RankState:
+        """What this rank alone has."""
+        held = self.rollouts.rank_state() if self.rollouts is not None else {}
+        return {"rng": read_rng()} | ({_ROLLOUTS: held} if held else {})
+
+    def restore(self, resumed: ResumedRun, group: dist.ProcessGroup) -> None:
+        """Give the parts the states that there are; collective.
+
+        Raises:
+            UserError: one does not fit, or does not read; on every rank.
+        """
+        error: UserError | None = None
+        try:
+            for name, part in self.parts.items():
+                if name in resumed.state:
+                    part.load_state_dict(resumed.state[name])
+            if self.rollouts is not None:
+                self.rollouts.load_rank_states(read_rank_states(resumed.directory, _ROLLOUTS))
+        except UserError as caught:
+            error = caught
+        raise_together(error, group)
 
     def save(self, root: Path, step: int, recipe: str) -> Path:
         """Write `<root>/step_<N>` now; collective.
@@ -64,7 +100,7 @@ class TrainingState:
         """
         version = self.roles["actor"].optimizer.steps
         content = RunContent(step, version, recipe, self.small_parts(), self.side_files)
-        outcome = save_now(root, content, self.roles, world())
+        outcome = save_now(root, content, self.roles, world(), self.rank_state())
         if outcome.error is not None:
             raise outcome.error
         return outcome.directory
@@ -79,5 +115,5 @@ class TrainingState:
             UserError: it is not whole, or of another model; on every rank, and nothing was changed.
         """
         resumed = load_training_state(find_step(directory), self.roles, side_files=self.side_files, group=world())
-        self.load_small_parts(resumed.state)
+        self.restore(resumed, world())
         return resumed.step

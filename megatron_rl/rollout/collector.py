@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
-from megatron_rl.data.stream import PromptBatches
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.experience.experience import Experience, hold
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
@@ -27,6 +26,7 @@ from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scor
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
 from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.types import Prompt, Rollout, UserError
 
 # A reward model: one score per rollout; collective, the same on every rank.
@@ -55,7 +55,7 @@ class Collector:
 
     Args:
         generator: the engines, with the actor's weights.
-        prompts: training prompts.
+        stream: the order of the training prompts, and the samples that have begun.
         rewards: where rewards come from.
         config: the resolved config.
         stop_token_ids: end a response.
@@ -67,14 +67,14 @@ class Collector:
         self,
         *,
         generator: RolloutGenerator,
-        prompts: PromptBatches,
+        stream: RolloutStream,
         rewards: RewardSources,
         config: RunConfig,
         stop_token_ids: tuple[int, ...],
         timers: PhaseTimers,
         group: dist.ProcessGroup,
     ) -> None:
-        self._generator, self._prompts, self._rewards, self._config = generator, prompts, rewards, config
+        self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
 
     def collect(self, step: int) -> Experience:
@@ -84,13 +84,30 @@ class Collector:
         responses that differ in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2); surplus groups are
         dropped. After `max_sampling_rounds` groups without a signal fill the batch, so that its size never changes.
         """
+        samples = self._take(step) if self._stream.is_in_use else self._collect_now(step)
+        if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
+            samples.add_baselines(self.generate(samples.prompts, 1, 0.0, step))
+        return samples
+
+    def _take(self, step: int) -> Experience:
+        """The next groups of the stream."""
+        scorer = self._rewards.scorer
+        with self._timers.phase("rollout"):
+            taken = self._stream.take(
+                self._sampling(self._config.rollout.temperature), scorer.begin if scorer.is_concurrent else None
+            )
+        samples = self._score(taken.prompts, taken.rollouts, step)
+        return samples.describe(taken.metrics)
+
+    def _collect_now(self, step: int) -> Experience:
+        """Groups that begin and end in this step."""
         config, algorithm = self._config, self._config.algorithm
         wanted, resamples = config.data.train_batch_size, algorithm.dynamic_sampling
         parts: list[Experience] = []
         informative: list[bool] = []  # of each group
         while sum(informative) < wanted and len(parts) < (algorithm.max_sampling_rounds if resamples else 1):
             part = self.generate(
-                next(self._prompts), config.rollout.n, config.rollout.temperature, step, round=len(parts)
+                self._stream.next_batch(), config.rollout.n, config.rollout.temperature, step, round=len(parts)
             )
             informative += (
                 find_informative(part.headers, algorithm.dynamic_sampling_metric)
@@ -111,10 +128,7 @@ class Collector:
             else {}
         )
         in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
-        samples = Experience.join(parts, in_order[:wanted], metrics)
-        if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
-            samples.add_baselines(self.generate(samples.prompts, 1, 0.0, step))
-        return samples
+        return Experience.join(parts, in_order[:wanted], metrics)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -167,19 +181,27 @@ class Collector:
             with_answers: the headers tell equal answers.
         """
         scorer = self._rewards.scorer
-        sampling = SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
         with self._timers.phase("rollout"):
             generated = self._generator.generate(
                 prompts,
                 group_size=group_size,
-                sampling=sampling,
+                sampling=self._sampling(temperature),
                 step=step,
                 round=round,
                 on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
             )
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
+        return self._score(prompts, held, step, with_answers)
+
+    def _sampling(self, temperature: float) -> SamplingConfig:
+        return SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
+
+    def _score(
+        self, prompts: Sequence[Prompt], held: Sequence[tuple[int, Rollout]], step: int, with_answers: bool = False
+    ) -> Experience:
+        """The experience of what the engines have generated: `held` by this rank's, with the index of the prompt."""
         with self._timers.phase("reward"):
-            headers, num_bytes = self._score(held, step, with_answers)
+            headers, num_bytes = self._score_here(held, step, with_answers)
             ranks = np.array(self._generator.engines.of)
             samples = Experience(headers, prompts, hold(held, headers, ranks, num_bytes), self._group)
             if self._rewards.model is not None:
@@ -189,7 +211,7 @@ class Collector:
                 samples = samples.rescore(rewards, MODEL, scores)
         return samples
 
-    def _score(self, held: Sequence[tuple[int, Rollout]], step: int, with_answers: bool) -> tuple[Headers, int]:
+    def _score_here(self, held: Sequence[tuple[int, Rollout]], step: int, with_answers: bool) -> tuple[Headers, int]:
         """Score a share of what this engine has generated, and tell all ranks the headers.
 
         Raises:

@@ -19,28 +19,38 @@ _SAVING = 1 / 4
 
 
 def assign_engines(
-    dispatch: str, prompt_tokens: Sequence[int], group_size: int, num_engines: int, max_tokens: int
+    dispatch: str,
+    prompt_tokens: Sequence[int],
+    group_size: int,
+    num_engines: int,
+    max_tokens: int,
+    loads: np.ndarray | None = None,
 ) -> np.ndarray:
     """The engine of each sample.
 
     Args:
-        dispatch: "groups": prompts round-robin, all samples of one on the same engine. "samples": equal numbers of
+        dispatch: "groups": all samples of a prompt on the same engine, in turn. "samples": equal numbers of
             samples, those of a prompt on as many engines as there are, and prompt tokens balanced. "auto": see
             `choose_dispatch`.
         prompt_tokens: per prompt.
         group_size: samples per prompt.
         num_engines: to choose from.
         max_tokens: longest response.
+        loads: [num_engines] samples that each has to finish beside these; None: none.
 
     Returns:
         [prompts * group_size] int64, samples of a prompt one after another.
     """
     if dispatch == "auto":
         dispatch = choose_dispatch(prompt_tokens, group_size, num_engines, max_tokens)
-    if dispatch == "groups":
-        return np.repeat(np.arange(len(prompt_tokens)) % num_engines, group_size)
     engines = np.empty((len(prompt_tokens), group_size), np.int64)
-    samples, tokens = np.zeros(num_engines, np.int64), np.zeros(num_engines, np.int64)
+    samples = np.zeros(num_engines, np.int64) if loads is None else loads.copy()
+    if dispatch == "groups":
+        for prompt in range(len(prompt_tokens)):
+            engines[prompt] = samples.argmin()
+            samples[engines[prompt, 0]] += group_size
+        return engines.reshape(-1)
+    tokens = np.zeros(num_engines, np.int64)
     for prompt in np.argsort(-np.asarray(prompt_tokens), kind="stable"):  # the longest first, as they fit in worst
         order = np.lexsort((tokens, samples))  # the engine with the fewest samples, among those with the fewest tokens
         engines[prompt] = np.resize(order, group_size)

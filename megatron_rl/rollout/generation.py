@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,9 +16,9 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together
-from megatron_rl.rollout.control import Channel
+from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
-from megatron_rl.rollout.serving import close_batch, serve
+from megatron_rl.rollout.serving import Listener, close_batch, serve
 from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weights.families import ModelShape
 
@@ -44,6 +44,8 @@ class RolloutGenerator:
 
     Attributes:
         engines: the ranks of each.
+        engine_index: of this rank's.
+        is_first: this rank is its first, which speaks for it.
     """
 
     def __init__(
@@ -60,7 +62,18 @@ class RolloutGenerator:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
         self._group, self._progress, self._dispatch = group, progress, config.dispatch
         self.engines = engine.ranks
-        self._engine_index, _ = engine.ranks.find(group.rank())
+        self.engine_index, _ = engine.ranks.find(group.rank())
+        self.is_first = channel.is_first
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps behind the weights of the engines."""
+        return self._weights.policy_version
+
+    def count(self, num_tokens: int) -> None:
+        """Tell the progress of a response that is there."""
+        if self.is_first:
+            self._progress.count(num_tokens)
 
     def generate(
         self,
@@ -97,9 +110,9 @@ class RolloutGenerator:
         )
         # The position in the batch is part of the sample's identity: a prompt can come twice in a step,
         # at an epoch boundary, and must not get the same responses twice.
-        occurrences = _count_occurrences(prompts)
+        occurrences = count_occurrences(prompts)
         requests = []
-        for index in np.flatnonzero(engines == self._engine_index).tolist():
+        for index in np.flatnonzero(engines == self.engine_index).tolist():
             number, sample = divmod(index, group_size)
             prompt, sample = prompts[number], occurrences[number] * group_size + sample
             requests.append(
@@ -107,32 +120,60 @@ class RolloutGenerator:
                     index, prompt.tokens, derive_seed(self._run_seed, step, prompt.prompt_id, sample, round), sampling
                 )
             )
-        is_first = self._channel.is_first
-        stream = _Stream(
-            prompts,
-            group_size,
-            self._weights.policy_version,
-            self._progress.count if is_first else None,
-            on_finished if is_first else None,
+        stream = _Stream(prompts, group_size, self.policy_version, self.count, on_finished if self.is_first else None)
+        self.serve(
+            requests,
+            close_batch(requests),
+            stream,
+            name=lambda key: f"prompt_id {prompts[key // group_size].prompt_id}, sample {key % group_size}",
+            total=len(engines),
         )
-        in_flight = self._engine.requests.tokens_in_flight if is_first else None
-        with self._progress.follow(len(engines), in_flight):
-            error = serve(self._engine.requests, close_batch(requests), stream, self._channel)
-            if error is None and is_first:
-                error = self._find_fault(stream, requests, prompts, group_size)
-            raise_together(error, self._group)
         return stream.rollouts
 
+    def serve(
+        self,
+        requests: Sequence[Request],
+        take: Callable[[bool], ControlMessage],
+        on_sampled: Listener,
+        *,
+        name: Callable[[int], str],
+        total: int,
+    ) -> None:
+        """Serve requests of this rank's engine, and check what it returns; collective.
+
+        Args:
+            requests: that are made.
+            take, on_sampled: as in `rollout.serving.serve`.
+            name: what a message calls the request of a key.
+            total: responses of all engines, which the progress counts.
+
+        Raises:
+            Exception: what `take` or `on_sampled` raised, on every rank.
+            UserError: the engine returned something else than what it was asked for; on every rank.
+        """
+        sampled: dict[int, Sampled] = {}
+
+        def listen(one: Sampled) -> None:
+            sampled[one.key] = one
+            on_sampled(one)
+
+        in_flight = self._engine.requests.tokens_in_flight if self.is_first else None
+        with self._progress.follow(total, in_flight):
+            error = serve(self._engine.requests, take, listen, self._channel)
+            if error is None and self.is_first:
+                error = self._find_fault(sampled, requests, name)
+            raise_together(error, self._group)
+
     def _find_fault(
-        self, stream: _Stream, requests: Sequence[Request], prompts: Sequence[Prompt], group_size: int
+        self, sampled: Mapping[int, Sampled], requests: Sequence[Request], name: Callable[[int], str]
     ) -> UserError | None:
-        """What is wrong with the responses of this engine."""
-        unasked = dict(stream.sampled)
-        asked = [unasked.pop(request.key) for request in requests if request.key in unasked]
-        names = [
-            f"prompt_id {prompts[request.key // group_size].prompt_id}, sample {request.key % group_size}"
-            for request in requests
-        ]
+        """What is wrong with the responses of this engine; an interrupted one may have no token."""
+        unasked, asked, names = dict(sampled), [], []
+        for request in requests:
+            found = unasked.pop(request.key, None)
+            is_empty = found is not None and found.finish_reason == "interrupted" and not len(found.tokens)
+            names += [] if is_empty else [name(request.key)]
+            asked += [found] if found is not None and not is_empty else []
         longest = max((request.sampling.max_tokens for request in requests), default=0)
         try:
             check_sampled(
@@ -140,8 +181,8 @@ class RolloutGenerator:
                 names,
                 max_tokens=longest,
                 vocab_size=self._weights.shape.vocab_size,
-                engine=f"rollout engine {self._engine_index} ({self._engine.kind}, "
-                f"{self.engines.describe(self._engine_index)})",
+                engine=f"rollout engine {self.engine_index} ({self._engine.kind}, "
+                f"{self.engines.describe(self.engine_index)})",
             )
         except UserError as error:
             return error
@@ -160,7 +201,7 @@ class _Stream:
         prompts: Sequence[Prompt],
         group_size: int,
         policy_version: int,
-        count: Callable[[int], None] | None,
+        count: Callable[[int], None],
         listener: Callable[[Rollout], None] | None,
     ) -> None:
         self._prompts, self._group_size, self._policy_version = prompts, group_size, policy_version
@@ -176,13 +217,12 @@ class _Stream:
         rollout = self.rollouts[sampled.key] = Rollout.from_response(
             self._prompts[number], sample, sampled.tokens, sampled.logprobs, sampled.finish_reason, self._policy_version
         )
-        if self._count is not None:
-            self._count(len(sampled.tokens))
+        self._count(len(sampled.tokens))
         if self._listener is not None:
             self._listener(rollout)
 
 
-def _count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
+def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
     """How often each prompt came before in this batch (0 unless an epoch boundary repeats it)."""
     seen: dict[int, int] = {}
     counts = []

@@ -57,8 +57,10 @@ def build_primitives(
     }
     state = TrainingState(
         {role.name: roles[role.name] for role in spec.trained},
-        {"prompts": sampling.prompts, "hybrid": sampling.hybrid},
+        {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
+        | ({"stream": sampling.stream} if sampling.stream is not None else {}),
         {role.name: side_files(config, role.path) for role in spec.trained},
+        sampling.stream,
     )
     actor = timers.watch(
         roles["actor"],

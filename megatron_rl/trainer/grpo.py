@@ -14,9 +14,23 @@ import numpy as np
 
 from megatron_rl.algorithms.kl import measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.experience.describe import describe_distributions, describe_rollouts, describe_updates, rollout_row
-from megatron_rl.experience.estimate import check_bits, choose_tokens, compute_advantages, correct_mismatch, measure_kl
+from megatron_rl.experience.describe import (
+    describe_distributions,
+    describe_rollouts,
+    describe_staleness,
+    describe_updates,
+    rollout_row,
+)
+from megatron_rl.experience.estimate import (
+    check_bits,
+    choose_tokens,
+    compute_advantages,
+    correct_mismatch,
+    measure_kl,
+    measure_lags,
+)
 from megatron_rl.experience.experience import Column, Experience
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.trainer.session import Session
 
 
@@ -79,9 +93,18 @@ class Trainer(Session):
         batch = self.policy.read(samples, "old_logprobs")
         weights, metrics = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
         self.run.count(metrics)
-        if self.config.rollout.bitwise:
-            check_bits(batch, self.policy.model.groups.dp)
+        self.look_at_versions(samples, batch)
         return self.policy.as_column(samples, weights)
+
+    def look_at_versions(self, samples: Experience, batch: TrainBatch) -> None:
+        """The gap by the age of the weights; in bitwise mode there is none where they are the current ones."""
+        version, group = self.policy.role.policy_version, self.policy.model.groups.dp
+        lags = (version - samples.pack(self.policy.packer).versions) // self.plan.optimizer_steps_per_step
+        if most := self.config.schedule.max_staleness:
+            self.run.count(measure_lags(batch, lags, most, group))
+            self.run.count(describe_staleness(samples.headers, version, self.plan.optimizer_steps_per_step))
+        if self.config.rollout.bitwise:
+            check_bits(batch, lags == 0, group)
 
     def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
         """Advantages, and returns where there is a critic; collective."""

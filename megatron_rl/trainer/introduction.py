@@ -30,6 +30,11 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
         f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
         f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}{modes and '; ' + modes}"
     )
+    if k := config.schedule.max_staleness:
+        yield (
+            f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
+            f"and were not learned from; updates {config.schedule.updates}"
+        )
     yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
     stats = hybrid.reshard_stats
     yield (

@@ -15,11 +15,14 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.roles.build import group_timeout
 from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rollout.phase import open_phase_end
+from megatron_rl.rollout.stream import RolloutStream
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class RunSinks:
 
 @dataclass(frozen=True)
 class RolloutMembers:
-    """What makes samples: the weights in the engines, the prompts, and what generates and scores."""
+    """What makes samples: weights in engines, prompts, what generates and scores, what is begun ahead."""
 
     hybrid: Any
     collector: Any
     prompts: PromptBatches
+    stream: RolloutStream | None
     reward_model: RewardModelOnSamples | None
 
 
@@ -67,19 +71,21 @@ def build_rollout_members(
     stream = PromptStream(inputs.train.prompts, config.data.shuffle, config.trainer.seed)
     prompts = PromptBatches(stream, config.data.train_batch_size)
     if parts.rollouts:
-        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, model)
+        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else model
     rewards = RewardSources(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score, inputs.spec.needs_greedy_baseline
     )
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress)
+    end = open_phase_end(config.schedule.steps_per_update, generator.engines.of, group_timeout(config))
+    stream = RolloutStream(generator, prompts, config, end, world())
     collector = Collector(
         generator=generator,
-        prompts=prompts,
         rewards=rewards,
         config=config,
         stop_token_ids=inputs.stop_token_ids,
         timers=run.timers,
         group=world(),
+        stream=stream,
     )
-    return RolloutMembers(hybrid, collector, prompts, model)
+    return RolloutMembers(hybrid, collector, prompts, stream, model)

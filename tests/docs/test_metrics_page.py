@@ -17,8 +17,8 @@ from tools._metrics_page import METRICS, find_metric, format_page
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
-# Recordings leave out what depends on the clock and the allocator; plugins are in tests/trainer, and the bytes, which
-# are younger than the recordings, in tests/experience.
+# Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/trainer, and the
+# bytes, which are younger than the recordings, in tests/experience.
 NOT_RECORDED = (
     "time/",
     "memory/",
@@ -27,6 +27,8 @@ NOT_RECORDED = (
     "loss/",
     "estimator/",
     "aggregation/",
+    "schedule/",
+    "mismatch/lag",
 )
 
 

@@ -79,7 +79,8 @@ def scores_are_equal(policy: Any, samples: Experience) -> bool:
     samples.columns.pop("old_logprobs", None)
     samples.old_logprobs = policy.logprobs(samples)
     try:
-        check_bits(policy.read(samples, "old_logprobs"), policy.model.groups.dp)
+        batch = policy.read(samples, "old_logprobs")
+        check_bits(batch, batch.loss_mask, policy.model.groups.dp)
     except UserError as error:
         assert "whose log-probs are others in the engine" in str(error) and "prompt" in str(error)
         return False

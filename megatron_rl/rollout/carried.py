@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that are unfinished or not learned from: what is carried to the next phase, and into checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.engines.protocol import Sampled
+
+_REASONS = ("interrupted", "stop", "length")
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response so far.
+
+    Attributes:
+        tokens: [s] int32 sampled tokens.
+        logprobs: [s] float32, what the engine reported for them.
+        versions: [s] int32, optimizer steps behind the weights that sampled each.
+        finish_reason: "stop", "length", or "interrupted" before either.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no token follows."""
+        return self.finish_reason != "interrupted"
+
+    def extend(self, sampled: Sampled, version: int) -> Response:
+        """With what an engine sampled after it with the weights of a version."""
+        return Response(
+            np.concatenate([self.tokens, np.asarray(sampled.tokens, np.int32)]),
+            np.concatenate([self.logprobs, np.asarray(sampled.logprobs, np.float32)]),
+            np.concatenate([self.versions, np.full(len(sampled.tokens), version, np.int32)]),
+            sampled.finish_reason,
+        )
+
+
+NOTHING = Response(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "interrupted")
+
+
+def pack_responses(responses: Mapping[int, Response]) -> dict[str, torch.Tensor]:
+    """Responses by number as a few tensors, which `unpack_responses` reads."""
+    parts = list(responses.values())
+    return {
+        "keys": torch.tensor(list(responses), dtype=torch.int64),
+        "lengths": torch.tensor([len(part.tokens) for part in parts], dtype=torch.int64),
+        "reasons": torch.tensor([_REASONS.index(part.finish_reason) for part in parts], dtype=torch.uint8),
+        "tokens": torch.from_numpy(np.concatenate([NOTHING.tokens, *(part.tokens for part in parts)])),
+        "logprobs": torch.from_numpy(np.concatenate([NOTHING.logprobs, *(part.logprobs for part in parts)])),
+        "versions": torch.from_numpy(np.concatenate([NOTHING.versions, *(part.versions for part in parts)])),
+    }
+
+
+def unpack_responses(tensors: Mapping[str, torch.Tensor]) -> dict[int, Response]:
+    """The responses by number."""
+    bounds = np.cumsum(tensors["lengths"].numpy())[:-1]
+    tokens, logprobs, versions = (
+        np.split(tensors[name].numpy(), bounds) for name in ("tokens", "logprobs", "versions")
+    )
+    reasons = [_REASONS[index] for index in tensors["reasons"].tolist()]
+    responses = map(Response, tokens, logprobs, versions, reasons)
+    return dict(zip(tensors["keys"].tolist(), responses, strict=True))

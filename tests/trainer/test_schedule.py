@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of older weights in a run: responses that are interrupted and continued by a real engine, and resumed runs.
+
+Two ranks, vLLM and the policy's own engine; many engines, kills and speeds are in tests/rollout/test_stream.py. That
+max_staleness = 0 changes nothing is what the golden runs say (tests/golden_runs.py). Not covered: GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sabotage import Blow, kill, read_rollouts
+
+from distributed import run_ranks
+from megatron_rl.config.loading import load_config
+from megatron_rl.types import UserError
+from rl_runs import overrides_for, read_records, train
+
+CORRECTED = "algorithm.importance_sampling=token-truncate"
+SETTINGS = [
+    "trainer.total_steps=4",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+    "trainer.log_rollouts=-1",
+    "schedule.max_staleness=1",
+    "schedule.steps_per_update=2",
+    CORRECTED,
+    "rollout.bitwise=true",  # of the current weights' tokens, not one bit may differ, or the run ends
+    "rollout.max_num_seqs=3",
+    "rollout.dispatch=samples",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
+    """The run that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert run_ranks(train, 2, overrides_for(task, run_dir, *SETTINGS), timeout=150) == [None] * 2
+    return run_dir
+
+
+def rows_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The rollouts that a step learned from."""
+    lines = (run_dir / f"rollouts/step_{step}.jsonl").read_bytes().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_interrupted_responses_are_scored_exactly(whole: Path) -> None:
+    """A token of the current weights has the bits of the trainer, also behind tokens that older weights sampled."""
+    records = {record["step"]: record for record in read_records(whole)}
+    for step in range(1, 5):
+        record = records[step]
+        assert record["mismatch/lag0"] == 0.0 and record["policy/ratio_max_deviation"] == 0.0
+        assert record["schedule/staleness_max"] <= 1 and record["schedule/carried"] > 0
+    assert any(record.get("mismatch/lag1", 0) > 0 for record in records.values())
+    rows = [row["versions"] for step in range(1, 5) for row in rows_of(whole, step)]
+    mixed = [versions for versions in rows if len(set(versions)) > 1]
+    assert mixed, "no response was interrupted"
+    assert all(versions == sorted(versions) for versions in mixed)
+
+
+def test_a_killed_run_resumes_bit_by_bit(task: Path, whole: Path, tmp_path: Path) -> None:
+    """What had begun is in the checkpoint; the run continues with the same tokens, rewards and weights."""
+    overrides = overrides_for(task, tmp_path / "run", *SETTINGS)
+    assert kill(2, overrides, Blow("update", entry=5))
+    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    assert read_records(tmp_path / "run") == read_records(whole)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(whole)
+
+
+def test_more_ranks_and_another_engine_take_up_what_has_begun(task: Path, whole: Path, tmp_path: Path) -> None:
+    """Four engines continue the responses of two; a synchronous run takes what is left, in the order of the data."""
+    settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.engine=megatron"]
+    assert run_ranks(train, 4, overrides_for(task, tmp_path / "run", *settings), timeout=150) == [None] * 4
+    assert_same_samples(whole, tmp_path / "run", 3)
+    settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_3'}", "schedule.max_staleness=0"]
+    assert run_ranks(train, 2, overrides_for(task, tmp_path / "drained", *settings), timeout=150) == [None] * 2
+    assert read_records(tmp_path / "drained")[-1]["schedule/carried"] == 0
+    assert_same_samples(whole, tmp_path / "drained", 4)
+
+
+def assert_same_samples(a: Path, b: Path, step: int) -> None:
+    """A step learned from the same prompts."""
+    found = [[(row["prompt_id"], row["sample_index"]) for row in rows_of(run, step)] for run in (a, b)]
+    assert found[0] == found[1] and len(found[0]) == 32
+
+
+def test_another_number_of_responses_is_refused_while_some_have_begun(task: Path, whole: Path, tmp_path: Path) -> None:
+    settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.n=3"]
+    found = run_ranks(train, 2, overrides_for(task, tmp_path / "run", *settings), timeout=60)
+    assert all("rollout.n = 3, and 8 prompts have begun with 4 responses each" in message for message in found)
+
+
+@pytest.mark.parametrize(
+    "settings, found",
+    [
+        ((), "samples of older weights would be learned from as if the policy had made them"),
+        ((CORRECTED, "algorithm.dynamic_sampling=true"), "draws prompts again"),
+        ((CORRECTED, "schedule.max_staleness=-1"), "schedule.max_staleness = -1"),
+        ((CORRECTED, "schedule.steps_per_update=0"), "schedule.steps_per_update = 0"),
+    ],
+)
+def test_what_older_samples_cannot_be_used_with_is_refused(
+    settings: tuple[str, ...], found: str, task: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=found):
+        load_config(None, overrides_for(task, tmp_path, "schedule.max_staleness=1", *settings))
