@@ -8,11 +8,12 @@ max_staleness = 0 changes nothing is what the golden runs say (tests/golden_runs
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sabotage import Blow, kill, read_rollouts
+from sabotage import Blow, kill, read_rollouts, train_under
 
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
@@ -69,6 +70,15 @@ def test_a_killed_run_resumes_bit_by_bit(task: Path, whole: Path, tmp_path: Path
     assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
     assert read_records(tmp_path / "run") == read_records(whole)
     assert read_rollouts(tmp_path / "run") == read_rollouts(whole)
+
+
+def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, tmp_path: Path) -> None:
+    """The checkpoint of the signal has what had begun before the rollout."""
+    overrides = overrides_for(task, tmp_path / "run", *SETTINGS, "trainer.save_freq=0")
+    reasons = run_ranks(train_under, 2, overrides, Blow("rollout", entry=4, number=signal.SIGTERM), timeout=150)
+    assert [reason.partition(";")[0] for reason in reasons] == ["preempted: SIGTERM after step 2"] * 2
+    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    assert read_records(tmp_path / "run") == read_records(whole)
 
 
 def test_more_ranks_and_another_engine_take_up_what_has_begun(task: Path, whole: Path, tmp_path: Path) -> None:
