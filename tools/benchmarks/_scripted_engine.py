@@ -4,22 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.planning.engine_clock import StepCost
 
 VOCAB_SIZE = 1000
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step: `fixed + per_request * running`, and `per_prompt_token` for prompts that join."""
-
-    fixed: float
-    per_request: float
-    per_prompt_token: float = 0.0
 
 
 class ScriptedEngine:
@@ -50,12 +41,13 @@ class ScriptedEngine:
 
     def step(self) -> list[Sampled]:
         """A token for everything that runs."""
-        seconds = self._cost.fixed
+        seconds = 0.0
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting.pop(0)
             self._running[request.key] = request, 0
             seconds += self._cost.per_prompt_token * self._count_uncached(request.tokens)
-        seconds += self._cost.per_request * len(self._running)
+        context = sum(len(request.tokens) + done for request, done in self._running.values())
+        seconds += self._cost.of_passes(1, len(self._running), context)
         self.seconds += seconds
         if self._spend is not None:
             self._spend(seconds)
