@@ -3,6 +3,7 @@
 
     python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80
     python tools/plan.py RECIPE.yaml actor.tensor_model_parallel_size=4 --nodes 4 --json plan.json --plot memory.png
+    python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3
 
 Nothing is started and no weights are read: the model's shape comes from its config.json (--hf-config, else the one in
 model.path, else shapes/<last part of model.path>.json beside the recipe). Weights, gradients, optimizer states, batch
@@ -22,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
+from megatron_rl.planning.lengths import read_lengths
 from megatron_rl.planning.report import format_plan, make_plan, save_plot, to_dict
+from megatron_rl.planning.schedule_choice import choose_schedule, format_schedules, schedules_to_dict
 from megatron_rl.planning.steptime import Assumptions
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
@@ -57,6 +60,13 @@ def build_parser() -> argparse.ArgumentParser:
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument("--mfu", type=float, default=0.4, help="share of peak operations in training (0.4)")
     assumed.add_argument("--mean-response", type=float, default=0.5, help="mean response over the longest one (0.5)")
+    assumed.add_argument(
+        "--lengths",
+        metavar="FILE|lognormal:MEDIAN,SIGMA[,R]",
+        help="simulate schedules, their idle times and staleness, and shares of the ranks, for these responses: a file "
+        "with a length per line, rollouts/step_<N>.jsonl or a run with them, or lognormal lengths that correlate by R "
+        "inside of a prompt (0.5)",
+    )
     parser.add_argument("--top", type=int, default=10, help="layouts to list (10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON; - for stdout instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write memory by phase as a PNG")
@@ -98,8 +108,14 @@ def main(arguments: list[str] | None = None) -> int:
     options, overrides = build_parser().parse_known_args(arguments)
     try:
         job, notes = read_plan_job(options, overrides)
-        plan = make_plan(job, Assumptions(mfu=options.mfu, mean_response=options.mean_response))
-        text = json.dumps(to_dict(plan), indent=2) + "\n"
+        lengths = None if options.lengths is None else read_lengths(options.lengths)
+        assumed = Assumptions(mfu=options.mfu, mean_response=options.mean_response)
+        plan = make_plan(job, assumed)
+        schedules = None
+        if lengths is not None and plan.problem is None:
+            schedules = choose_schedule(job, plan.switch.prediction.seconds, lengths, assumed)
+        found = to_dict(plan) | ({} if schedules is None else {"schedules": schedules_to_dict(schedules)})
+        text = json.dumps(found, indent=2) + "\n"
         is_json_only = options.json is not None and str(options.json) == "-"
         if options.json is not None and not is_json_only:
             options.json.write_text(text, encoding="utf-8")
@@ -111,6 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(text if is_json_only else format_plan(plan, options.top))
+    if schedules is not None and not is_json_only:
+        print("\n" + format_schedules(schedules))
     if plan.problem is not None:
         print(f"error: {explain_problem(job, plan.problem, plan.nearest)}", file=sys.stderr)
         return 1

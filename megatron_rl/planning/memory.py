@@ -28,6 +28,7 @@ from megatron_rl.weights.shard_box import ShardBox
 
 # vLLM's own default for the tokens of one engine step, and what it keeps of each besides the KV cache.
 ENGINE_BATCH_TOKENS = 8192
+ENGINE_PHASES = ("engine start", "switch", "rollout")  # those that ranks without an engine do not have
 _FLOAT = 4
 
 
@@ -197,9 +198,9 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     return RankMemory(
         rank,
         [
-            Phase("engine start", resident | fresh | ({} if job.engine_is_actor else engine)),
-            Phase("switch", resident | {"engine weights": own, "staging": staging}),
-            Phase("rollout", resident | engine),
+            Phase(ENGINE_PHASES[0], resident | fresh | ({} if job.engine_is_actor else engine)),
+            Phase(ENGINE_PHASES[1], resident | {"engine weights": own, "staging": staging}),
+            Phase(ENGINE_PHASES[2], resident | engine),
         ],
         cache,
         per_token,

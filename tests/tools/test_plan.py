@@ -105,6 +105,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     ("arguments", "message"),
     [
         (["--gpu-memory-gib=0"], "memory_bytes = 0"),
+        (["--lengths=nowhere.txt"], "--lengths nowhere.txt"),
         (["--reserve-gib=90"], "a reserve of 90 GiB"),
         (["--hf-config=/nowhere"], "/nowhere"),
         (["actor.lr=fast"], "actor.lr"),
@@ -119,6 +120,47 @@ def test_bad_input_is_one_clear_error(
     assert tool.main([SEVEN, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and "hint:" in error and "Traceback" not in error
+
+
+SHORT = ["--lengths=lognormal:400,1.0", "--nodes=2", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"]
+
+
+def test_schedules_are_simulated_where_lengths_are_given(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option stands in table and JSON, the recommended one in words to type; the simulation is tested apart."""
+    out = tmp_path / "plan.json"
+    assert tool.main([SEVEN, *SHORT, f"--json={out}", "--top=1"]) == 0
+    found, text = json.loads(out.read_text())["schedules"], capsys.readouterr().out
+    options = {option["name"]: option for option in found["options"]}
+    assert list(options)[:4] == [
+        "synchronous, whole groups",
+        "synchronous, samples spread",
+        "partial rollouts, max_staleness 1",
+        "partial rollouts, max_staleness 2",
+    ]
+    apart = [option for option in options.values() if option["own_ranks"]]
+    assert {option["engine_gpus"] for option in apart} == {8} and {o["max_staleness"] for o in apart} == {1, 2}
+    assert {"placement.actor=0-7", "placement.rollout=8-15"} <= set(apart[0]["overrides"])
+    for option in options.values():
+        assert f"{option['name']:42}{option['seconds']:9.1f}" in text
+        assert option["staleness_max"] <= option["max_staleness"] and 0 <= option["engine_idle"] < 1
+        assert (option["trainer_idle"] is None) == (not option["own_ranks"])
+        stale = option["max_staleness"] > 0
+        assert stale == ("algorithm.importance_sampling=token-truncate" in option["overrides"])
+    best = options[found["recommended"]]
+    assert best["seconds"] <= 1.1 * min(option["seconds"] for option in options.values())
+    assert f"to choose it: {' '.join(best['overrides'])}\n" in text
+    assert "lognormal with median 400" in text and "lognormal with median 400" in found["lengths"]
+
+
+def test_without_lengths_or_without_room_nothing_is_simulated(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([SEVEN, "--json=-"]) == 0
+    assert "schedules" not in json.loads(capsys.readouterr().out)
+    assert tool.main([SEVEN, *SHORT, "--gpu-memory-gib=24"]) == 1
+    assert "schedules" not in capsys.readouterr().out
 
 
 def test_a_verl_recipe_is_planned(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
