@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure schedules with scripted engines on real ranks, and compare with what the planner's simulator says.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_schedules.py --json FILE
+
+Every rank is an engine that sleeps through its decoding passes; the serving loop steps it. Training and the switch of
+the weights are sleeps as well. Lengths are lognormal and correlate inside a prompt. Ends with status 1 if a measured
+step differs from the simulated one by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.engines.protocol import Request
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.planning.engine_clock import EngineModel, StepCost
+from megatron_rl.planning.lengths import LengthModel, make_lognormal
+from megatron_rl.planning.schedules import Costs, Schedule, simulate
+from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.rollout.serving import generate
+from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
+
+TOLERANCE = 0.05
+# The proportions of 8B parameters on one GPU.
+COST = StepCost(fixed=6e-3, per_request=2e-5, per_prompt_token=4e-5, per_context_token=5e-6)
+TRAIN_SECONDS_PER_TOKEN, SWITCH_SECONDS = 2e-5, 0.05
+PROMPT_TOKENS = 10
+
+Measure = Callable[[Schedule, Costs, LengthModel, int], float]
+
+
+def measure_synchronous(schedule: Schedule, costs: Costs, lengths: LengthModel, steps: int) -> float:
+    """Mean seconds of a step in which all engines finish a batch before anything else happens; collective."""
+    sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
+    prompts = np.random.default_rng(0).integers(0, VOCAB_SIZE, (costs.batch_size, costs.prompt_tokens), dtype=np.int32)
+    engine_of = assign_engines(
+        schedule.dispatch, [costs.prompt_tokens] * costs.batch_size, costs.group_size, costs.num_engines, costs.longest
+    )
+    mine = np.flatnonzero(engine_of == dist.get_rank()).tolist()
+    requests = [Request(index, prompts[index // costs.group_size], index, sampling) for index in mine]
+    dist.barrier()
+    start = time.perf_counter()
+    for step in range(steps):
+        drawn = lengths.draw(1, step * costs.batch_size, costs.batch_size, costs.group_size, costs.longest).ravel()
+        engine = ScriptedEngine(dict(enumerate(drawn.tolist())), costs.engine.max_num_seqs, COST, time.sleep)
+        generate(engine, requests)
+        dist.barrier()
+        time.sleep(costs.train(int(drawn.sum())) + costs.switch_seconds)
+    return (time.perf_counter() - start) / steps
+
+
+# Each schedule by name, and what runs it on these ranks.
+MODES: dict[str, tuple[Schedule, Measure]] = {
+    "synchronous, whole groups": (Schedule(dispatch="groups"), measure_synchronous),
+    "synchronous, samples spread": (Schedule(dispatch="samples"), measure_synchronous),
+}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step (default 16)")
+    parser.add_argument("--group-size", type=int, default=16, help="responses per prompt (default 16)")
+    parser.add_argument("--median", type=float, default=40.0, help="tokens of the median response (default 40)")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm (default 1)")
+    parser.add_argument("--correlation", type=float, default=0.5, help="inside of a prompt (default 0.5)")
+    parser.add_argument("--longest", type=int, default=400, help="longest response, tokens (default 400)")
+    parser.add_argument("--slots", type=int, default=64, help="requests that an engine runs at once (default 64)")
+    parser.add_argument("--steps", type=int, default=6, help="steps of every schedule (default 6)")
+    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every schedule; 1 if one is not as simulated."""
+    args = parse(arguments)
+    process = init_distributed(5)
+    lengths = make_lognormal(args.median, args.sigma, args.correlation)
+    costs = Costs(
+        EngineModel(COST, args.slots, cache_tokens=10**9),
+        process.world_size,
+        args.prompts,
+        args.group_size,
+        PROMPT_TOKENS,
+        args.longest,
+        lambda tokens: TRAIN_SECONDS_PER_TOKEN * tokens,
+        SWITCH_SECONDS,
+    )
+    found: dict[str, Any] = {}
+    for name, (schedule, measure) in MODES.items():
+        simulated = simulate(schedule, costs, lengths, args.steps, skip=0)
+        of_ranks = [0.0] * process.world_size
+        dist.all_gather_object(of_ranks, measure(schedule, costs, lengths, args.steps))
+        measured = max(of_ranks)
+        found[name] = {"measured": measured, "ratio": measured / simulated.seconds, "simulated": asdict(simulated)}
+        if process.rank == 0:
+            print(f"{name:30} measured {measured:.3f} s per step, simulated {simulated.seconds:.3f}", flush=True)
+    if process.rank == 0:
+        settings = {name: value for name, value in vars(args).items() if name != "json"} | {"ranks": process.world_size}
+        args.json.write_text(json.dumps({"settings": settings, "schedules": found}, indent=1) + "\n")
+    dist.destroy_process_group()
+    return int(any(abs(one["ratio"] - 1) > TOLERANCE for one in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
