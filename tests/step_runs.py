@@ -13,6 +13,7 @@ from role_setups import make_setup, take_step
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.algorithms.mismatch import compute_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.buckets import Buckets
@@ -119,6 +120,8 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
 def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]], TrainBatch]:
     """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own.
 
+    In every second step the policy loss is not given the scores: it takes its own log-probs, and makes weights of them.
+
     Returns:
         The scores, the metrics of each optimizer step, and the batch with what was found.
     """
@@ -126,10 +129,22 @@ def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tenso
         batch = replace(batch, values=role.compute_values(batch))
         return batch.column("values"), [take_step(role, minibatch) for minibatch in batch.minibatches()], batch
     room = torch.full_like(batch.rollout_logprobs, torch.nan)
-    batch = replace(batch, old_logprobs=role.compute_logprobs(batch), update_logprobs=room, update_entropy=room.clone())
-    algorithm = AlgorithmConfig(kl_coef=0.1 / (1 + step), entropy_coef=0.01, loss_agg_mode="token-mean")
+    scores = role.compute_logprobs(batch)
+    batch = replace(batch, update_logprobs=room, update_entropy=room.clone())
+    algorithm = AlgorithmConfig(
+        kl_coef=0.1 / (1 + step),
+        entropy_coef=0.01,
+        loss_agg_mode="token-mean",
+        importance_sampling="sequence-truncate",
+        reject_sequence_above=50.0,
+    )
+    if step % 2 == 0:
+        weights, _ = compute_importance_weights(
+            scores, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm
+        )
+        batch = replace(batch, old_logprobs=scores, importance_weights=weights)
     metrics = [take_step(role, minibatch, algorithm) for minibatch in batch.minibatches()]
-    return batch.column("old_logprobs"), metrics, batch
+    return scores, metrics, batch
 
 
 def gradients(model: PackedModel) -> list[torch.Tensor]:

@@ -131,7 +131,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/verify", "their certificate", "s"),
         Metric("time/rollout", "generation", "s"),
         Metric("time/reward", "scoring after generation", "s"),
-        Metric("time/old_logprobs", "log-probs of the policy before the update", "s"),
+        Metric(
+            "time/old_logprobs",
+            "log-probs of the policy before the update; absent where its first pass gives them",
+            "s",
+        ),
         Metric("time/ref_logprobs", "log-probs of the reference", "s"),
         Metric("time/values", "values of the critic", "s"),
         Metric("time/update", "optimizer steps of the policy", "s"),

@@ -323,6 +323,7 @@ def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
                 found, sums = compute_importance_weights(
                     batch.pack(batch.old), batch.pack(batch.rollout), batch.packed_mask, batch.sequence_ids, config
                 )
+                sums = {name: float(value) for name, value in sums.items()}
                 found = normalize_weights(found, sums) if config.importance_normalize else found
                 worst = max(worst, measure(batch.unpack(found), expected[batch.mask]))
             yield Row(

@@ -45,6 +45,8 @@ class RegisteredEstimator:
         needs_greedy_baseline: the reward of a greedy response to each prompt.
         needs_group: several responses to each prompt; with one, every advantage would be 0.
         needs_sum_pi_squared: the sum over the vocabulary of squared probabilities, for one more forward pass.
+        needs_old_logprobs: `old_logprobs`, and the importance weights that are made of them, before the update: for one
+            more forward pass where the first pass of the update would give them.
     """
 
     estimate: AdvantageEstimator
@@ -52,10 +54,12 @@ class RegisteredEstimator:
     needs_greedy_baseline: bool = False
     needs_group: bool = False
     needs_sum_pi_squared: bool = False
+    needs_old_logprobs: bool = True
 
 
-def _formula(name: str) -> Deferred:
-    return Deferred("megatron_rl.algorithms.estimators", f"compute_{name}_advantages")
+def _formula(name: str, *, needs_old_logprobs: bool = False, **needs: bool) -> RegisteredEstimator:
+    formula = Deferred("megatron_rl.algorithms.estimators", f"compute_{name}_advantages")
+    return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, **needs)
 
 
 def _loss(name: str, module: str = "policy_losses") -> Deferred:
@@ -63,26 +67,22 @@ def _loss(name: str, module: str = "policy_losses") -> Deferred:
 
 
 ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
-    "grpo": RegisteredEstimator(_formula("grpo"), needs_group=True),
-    "dr_grpo": RegisteredEstimator(_formula("dr_grpo"), needs_group=True),
-    "grpo_passk": RegisteredEstimator(_formula("grpo_passk"), needs_group=True),
-    "rloo": RegisteredEstimator(_formula("rloo"), needs_group=True),
-    "opo": RegisteredEstimator(_formula("opo"), needs_group=True),
-    "gpg": RegisteredEstimator(_formula("gpg"), needs_group=True),
-    "optimal_token_baseline": RegisteredEstimator(
-        _formula("optimal_token_baseline"), needs_group=True, needs_sum_pi_squared=True
+    **{name: _formula(name, needs_group=True) for name in ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg")},
+    "optimal_token_baseline": _formula(
+        "optimal_token_baseline", needs_group=True, needs_sum_pi_squared=True, needs_old_logprobs=True
     ),
-    "remax": RegisteredEstimator(_formula("remax"), needs_greedy_baseline=True),
-    "reinforce_plus_plus_baseline": RegisteredEstimator(_formula("reinforce_plus_plus_baseline"), needs_group=True),
-    "reinforce_plus_plus": RegisteredEstimator(_formula("reinforce_plus_plus")),
-    "gae": RegisteredEstimator(_formula("gae"), needs_values=True),
+    "remax": _formula("remax", needs_greedy_baseline=True),
+    "reinforce_plus_plus_baseline": _formula("reinforce_plus_plus_baseline", needs_group=True),
+    "reinforce_plus_plus": _formula("reinforce_plus_plus"),
+    "gae": _formula("gae", needs_values=True),
 }
+CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens out of the whole step, by `old_logprobs`
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     **{
         name: _loss(name)
         for name in ("ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient")
     },
-    **{name: _loss(name, "covariance") for name in ("clip_cov", "kl_cov")},
+    **{name: _loss(name, "covariance") for name in CHOOSES_TOKENS},
 }
 LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
     name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")
@@ -97,6 +97,7 @@ def register_advantage_estimator(
     needs_greedy_baseline: bool = False,
     needs_group: bool = False,
     needs_sum_pi_squared: bool = False,
+    needs_old_logprobs: bool = True,
     options: type | None = None,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Decorator: make `estimator(inputs, config)` known as algorithm.adv_estimator = `name`.
@@ -109,6 +110,8 @@ def register_advantage_estimator(
         needs_greedy_baseline: a greedy response to each prompt is scored and `inputs.baselines` is there.
         needs_group: rollout.n = 1 is refused.
         needs_sum_pi_squared: `inputs.sum_pi_squared` is there, for one more forward pass of the policy per step.
+        needs_old_logprobs: `inputs.old_logprobs` and `inputs.importance_weights` are there; say False where the
+            estimator reads neither, and the first pass of the update gives them without a forward pass of their own.
         options: frozen dataclass of its settings; `inputs.options` is an instance.
 
     Raises:
@@ -116,7 +119,9 @@ def register_advantage_estimator(
     """
 
     def make_entry(estimator: AdvantageEstimator) -> RegisteredEstimator:
-        return RegisteredEstimator(estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared)
+        return RegisteredEstimator(
+            estimator, needs_values, needs_greedy_baseline, needs_group, needs_sum_pi_squared, needs_old_logprobs
+        )
 
     return _register(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR, options, make_entry)
 

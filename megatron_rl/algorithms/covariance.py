@@ -14,12 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.inputs import PolicyLossInputs
 from megatron_rl.algorithms.policy_losses import bounded_ratio, clip_surrogate
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import gather_objects
-
-_CHOOSING = ("clip_cov", "kl_cov")
 
 
 def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +57,7 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     Returns:
         [t] bool, or None where the loss chooses none.
     """
-    if config.policy_loss not in _CHOOSING:
+    if config.policy_loss not in CHOOSES_TOKENS:
         return None
     mask = inputs.loss_mask
     advantages, logprobs = (x[mask].double() for x in (inputs.advantages, inputs.old_logprobs))

@@ -39,6 +39,11 @@ def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
     }
 
 
+def has_importance_weights(config: AlgorithmConfig) -> bool:
+    """Whether a correction or a rejection is configured."""
+    return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None
+
+
 @torch.no_grad()
 def compute_importance_weights(
     old_logprobs: torch.Tensor,
@@ -46,7 +51,7 @@ def compute_importance_weights(
     loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
     config: AlgorithmConfig,
-) -> tuple[torch.Tensor | None, dict[str, float]]:
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Weights of the policy-gradient term that correct for sampling with the engine's log-probs.
 
         token-truncate       min(w_t, high)                   truncated importance sampling (Yao et al., "Your efficient
@@ -62,6 +67,7 @@ def compute_importance_weights(
     `reject_sequence_above` gives 0 to all tokens of a response that has one with a larger |d|, in any mode.
     Denominators of the loss stay as they are: a masked token counts in them as a token of loss 0, so that
     masking makes the step smaller instead of giving the rest more weight. KL and entropy terms are not weighted.
+    With `bypass` the policy loss has `rollout_logprobs` in its ratio, and only a rejection gives weights.
 
     Args:
         old_logprobs, rollout_logprobs: [t]; what stands at masked positions does not matter.
@@ -70,11 +76,11 @@ def compute_importance_weights(
         config: `importance_sampling`, `importance_low`, `importance_high`, `reject_sequence_above`.
 
     Returns:
-        [t] float32 weights, 0 outside the mask, and sums over this rank for `finish_importance_weights`; None
-        and {} where neither a correction nor a rejection is configured.
+        [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`; None
+        and {} without `has_importance_weights`. No value is looked at on the host.
     """
     mode, threshold = config.importance_sampling, config.reject_sequence_above
-    if mode == "none" and threshold is None:
+    if not has_importance_weights(config):
         return None, {}
     gap = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     segments = number_segments(sequence_ids)
@@ -88,18 +94,17 @@ def compute_importance_weights(
     weights = torch.where(is_truncated, config.importance_high, weights)
     is_first = segments.diff(prepend=segments[:1] - 1) > 0
     counted = ~is_masked & (loss_mask if level == "token" else is_first & (counts > 0))
-    normal = {"normal": torch.where(counted, weights, 0.0).double().sum(), "normal_count": counted.sum()}
-    weights = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
-    sums = {
+    kept = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
+    return kept, {
         "tokens": loss_mask.sum(),
-        "weight": weights.double().sum(),
+        "weight": kept.double().sum(),
         "truncated": (loss_mask & is_truncated).sum(),
         "masked": (loss_mask & is_masked).sum(),
         "sequences": (is_first & (counts > 0)).sum(),
         "rejected": (is_first & is_rejected).sum(),
-        **normal,
+        "normal": torch.where(counted, weights, 0.0).double().sum(),
+        "normal_count": counted.sum(),
     }
-    return weights, {name: float(value) for name, value in sums.items()}
 
 
 def _log_weights(level: str, gap: torch.Tensor, segments: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,11 @@ class AlgorithmConfig:
         "Most generation rounds of a step with dynamic_sampling; then groups without a signal fill the batch.",
         "rounds",
     )
+    old_logprobs: Literal["auto", "recompute"] = option(
+        "auto",
+        "Log-probs before the update: its first pass gives them, where a pass is one optimizer step and nothing reads "
+        "them before (auto), or a forward pass of their own does, always.",
+    )
     importance_sampling: Literal[
         "none",
         "token-truncate",
@@ -92,12 +97,13 @@ class AlgorithmConfig:
         "sequence-mask",
         "product-truncate",
         "product-mask",
+        "bypass",
     ] = option(
         "none",
         "Correction of the gap between the engine's and the trainer's log-probs: weight "
         "exp(old_logprobs - rollout_logprobs) per token, or per response as the geometric mean (sequence) or the "
         "product over its tokens, truncated at importance_high or masked outside of [importance_low, "
-        "importance_high].",
+        "importance_high]. bypass: no weights; the policy loss takes rollout_logprobs for old_logprobs.",
     )
     importance_normalize: bool = option(
         False, "Divide the weights by their mean over the tokens (sequence, product: the responses) of the step."

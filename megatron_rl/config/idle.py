@@ -47,11 +47,12 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         if getattr(config.algorithm, leaf) != default and config.algorithm.kl_coef == 0:
             yield (f"algorithm.{leaf}", "algorithm.kl_coef is 0", default)
     for leaf, default, switch, off in (
-        ("importance_normalize", False, "importance_sampling", "none"),
-        ("dynamic_sampling_metric", None, "dynamic_sampling", False),
+        ("importance_normalize", False, "importance_sampling", ("none", "bypass")),
+        ("dynamic_sampling_metric", None, "dynamic_sampling", (False,)),
     ):
-        if getattr(config.algorithm, leaf) != default and getattr(config.algorithm, switch) == off:
-            yield (f"algorithm.{leaf}", f"algorithm.{switch} is {off!r}", default)
+        value = getattr(config.algorithm, switch)
+        if getattr(config.algorithm, leaf) != default and value in off:
+            yield (f"algorithm.{leaf}", f"algorithm.{switch} is {value!r}", default)
     components = config.reward.components
     if config.reward_model.path is not None and components and not any(c.split()[1:] == ["model"] for c in components):
         yield ("reward_model.path", "reward.components does not use 'model'", None)

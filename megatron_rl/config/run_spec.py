@@ -55,12 +55,19 @@ class RunSpec:
     Attributes:
         roles: by name, in the order in which they are built; the actor is the first.
         needs_greedy_baseline, needs_group, needs_sum_pi_squared: of the estimator, see `RegisteredEstimator`.
+        why_recompute: what needs `old_logprobs` before the update; empty: its first pass gives them.
     """
 
     roles: Mapping[str, RoleSpec]
     needs_greedy_baseline: bool = False
     needs_group: bool = False
     needs_sum_pi_squared: bool = False
+    why_recompute: str = ""
+
+    @property
+    def num_scoring_passes(self) -> int:
+        """Forward passes over a step's samples for log-probs alone: of the policy, and of the reference."""
+        return bool(self.why_recompute) + ("reference" in self.roles)
 
     @property
     def trained(self) -> list[RoleSpec]:

@@ -78,9 +78,12 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     now = batch.update_logprobs
     if now is None:
         return {}
-    clipped = find_clipped(replace(loss_inputs(batch), logprobs=now), algorithm)
+    inputs = replace(loss_inputs(batch), logprobs=now)
+    if algorithm.importance_sampling == "bypass":
+        inputs = replace(inputs, old_logprobs=batch.rollout_logprobs)
+    clipped = find_clipped(inputs, algorithm)
     return {
-        "ratio": (now - batch.column("old_logprobs")).exp(),
+        "ratio": (now - inputs.old_logprobs).exp(),
         "entropy": batch.column("update_entropy"),
         "clipped": torch.where(now.isnan(), now, clipped.float()),
     }

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
 from megatron_rl.algorithms import covariance
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.mismatch import (
@@ -107,6 +108,7 @@ def correct_mismatch(
     weights, counts = compute_importance_weights(
         old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm
     )
+    counts = {name: float(value) for name, value in counts.items()}
     sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
     if weights is not None and algorithm.importance_normalize:
         weights = normalize_weights(weights, counts)
@@ -166,6 +168,8 @@ def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessG
 
 def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
     """The tokens that the policy loss treats in another way, where it does that; collective."""
+    if algorithm.policy_loss not in CHOOSES_TOKENS:
+        return None
     return covariance.choose_tokens(loss_inputs(batch), algorithm, group)
 
 

@@ -89,6 +89,7 @@ class Experience:
     Attributes:
         columns: by name; set once, through the attributes of that name.
         kl_per_rollout: [num_rollouts] KL to the reference, set once where there is one.
+        mismatch: metrics of the gap between policy and engine, set once `old_logprobs` are known.
     """
 
     old_logprobs = _Slot()
@@ -96,6 +97,7 @@ class Experience:
     ref_logprobs = _Slot()
     values = _Slot()
     importance_weights = _Slot()
+    mismatch = _Slot()
     advantages = _Slot()
     returns = _Slot()
     chosen = _Slot()

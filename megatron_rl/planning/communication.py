@@ -60,8 +60,7 @@ class Workload:
 
 def list_traffic(job: Job, work: Workload) -> list[Traffic]:
     """Everything but the switch of the weights, which the reshard planner counts."""
-    roles = job.spec.roles
-    found = list(_role_traffic(job, work, roles["actor"], forwards=1 + ("reference" in roles)))
+    found = list(_role_traffic(job, work, job.spec.roles["actor"], forwards=job.spec.num_scoring_passes))
     for role in job.others:
         found += _role_traffic(job, work, role, forwards=1)
     found.append(_engine_traffic(job, work))

@@ -105,8 +105,9 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
-    scoring = _activations(job, rank, roles["actor"])
-    phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
+    if job.spec.num_scoring_passes or config.trainer.critic_warmup:
+        scoring = _activations(job, rank, roles["actor"])
+        phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True)
     phases.append(Phase("actor update", base | training | resting | update))
     phases = [Phase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]

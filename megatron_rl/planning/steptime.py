@@ -113,7 +113,7 @@ def predict_step(
     phases = {
         "switch": switch_seconds,
         "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
-        "log-probs": compute(job.shape, actor, 1 + ("reference" in job.spec.roles)),
+        "log-probs": compute(job.shape, actor, job.spec.num_scoring_passes),
         "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor "),
     }
     for role in job.others:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
+from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.heads import LogprobHead
@@ -42,6 +43,7 @@ class Actor:
         self.step = build_step(self.model, self.head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "actor")
         self._kl_coef = torch.zeros((), device=self.model.device)
+        self._is_first_pass = torch.zeros((), dtype=torch.bool, device=self.model.device)
         self._policy_loss = StepLoss("policy", self._compute_policy_loss, self.model.device)
         self._given_loss = StepLoss("given", _compute_given_loss, self.model.device)
 
@@ -62,11 +64,17 @@ class Actor:
         """The gradients of a loss over a minibatch, summed over microbatches and DP replicas.
 
         Args:
-            minibatch: of this rank, with the columns that the loss reads.
+            minibatch: of this rank, with the columns that the loss reads. Without `old_logprobs` the policy loss takes
+                the log-probs that it is given, detached, and the importance weights that follow from them.
             loss: the policy loss of an algorithm, or a function; see `LossFunction`.
         """
         if isinstance(loss, AlgorithmConfig):
             self._kl_coef.fill_(loss.kl_coef)  # it moves during a run: it is read from the device
+            self._is_first_pass.fill_(minibatch.old_logprobs is None)
+            if minibatch.old_logprobs is None:  # what is computed keeps its inputs: others stand for them
+                others = minibatch.rollout_logprobs
+                weights = others if has_importance_weights(loss) else None
+                minibatch = replace(minibatch, old_logprobs=others, importance_weights=weights)
             step_loss, settings = self._policy_loss, replace(loss, kl_coef=0.0)
         else:
             step_loss, settings = self._given_loss, loss
@@ -111,11 +119,17 @@ class Actor:
         if microbatch.update_logprobs is not None and microbatch.update_entropy is not None:
             microbatch.update_logprobs.copy_(logprobs.detach())
             microbatch.update_entropy.copy_(entropy.detach())
-        assert microbatch.old_logprobs is not None and microbatch.advantages is not None
+        old_logprobs = torch.where(self._is_first_pass, logprobs.detach(), microbatch.column("old_logprobs"))
+        weights = microbatch.importance_weights
+        if weights is not None:
+            own, _ = compute_importance_weights(
+                old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, microbatch.sequence_ids, settings
+            )
+            weights = weights if own is None else torch.where(self._is_first_pass, own, weights)
         inputs = PolicyLossInputs(
             logprobs,
-            microbatch.old_logprobs,
-            microbatch.advantages,
+            microbatch.rollout_logprobs if settings.importance_sampling == "bypass" else old_logprobs,
+            microbatch.column("advantages"),
             microbatch.loss_mask,
             microbatch.sequence_ids,
             microbatch.chosen,
@@ -124,7 +138,7 @@ class Actor:
             inputs,
             entropy,
             microbatch.ref_logprobs,
-            microbatch.importance_weights,
+            weights,
             microbatch.loss_weights,
             replace(settings, kl_coef=self._kl_coef),
         )

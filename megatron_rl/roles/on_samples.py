@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.losses import compute_sft_loss
+from megatron_rl.algorithms.old_logprobs import find_early_reader_of_loss
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.experience import Column, Experience, Minibatch
 from megatron_rl.experience.fetch import Holders
 from megatron_rl.experience.pack import Packer
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.roles.actor import LossFunction
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.types import Rollout
+from megatron_rl.types import Rollout, UserError
 
 
 class RoleOnSamples:
@@ -71,16 +73,7 @@ class PolicyOnSamples(RoleOnSamples):
 
 
 class ActorOnSamples(PolicyOnSamples):
-    """The policy in training.
-
-    Args:
-        role, packer: as of every role.
-        records_updates: keep what the policy says of each token when an update uses it.
-    """
-
-    def __init__(self, role: Any, packer: Packer, *, records_updates: bool = False) -> None:
-        super().__init__(role, packer)
-        self._records_updates = records_updates
+    """The policy in training."""
 
     def sum_pi_squared(self, samples: Experience) -> Column:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""
@@ -93,12 +86,16 @@ class ActorOnSamples(PolicyOnSamples):
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
 
     def forward_backward(self, minibatch: Minibatch, loss: AlgorithmConfig | LossFunction) -> None:
-        """The gradients of a policy loss, or of a function (see `roles.actor.LossFunction`), over a minibatch."""
+        """The gradients of a policy loss, or of a function (see `roles.actor.LossFunction`), over a minibatch.
+
+        A policy loss gives the samples what it has seen of the policy, and `old_logprobs` where they have none.
+
+        Raises:
+            UserError: they have none, and the loss needs them before its first pass; on every rank.
+        """
         samples = minibatch.samples
-        if self._records_updates and samples.update_logprobs is None:  # the last stage will write what it sees
-            nothing = torch.full_like(self.read(samples).rollout_logprobs, torch.nan)
-            samples.update_logprobs = self.as_update(samples, nothing)
-            samples.update_entropy = self.as_update(samples, nothing.clone())
+        if isinstance(loss, AlgorithmConfig):
+            self._make_room(samples, loss)
         self.role.forward_backward(
             self._read_minibatch(
                 minibatch,
@@ -114,6 +111,26 @@ class ActorOnSamples(PolicyOnSamples):
             ),
             loss,
         )
+        if isinstance(loss, AlgorithmConfig) and samples.old_logprobs is None:
+            seen, groups = samples.update_logprobs.values.clone(), self.model.groups
+            broadcast_tensors([seen], groups.last_stage_rank, groups.pp)
+            samples.old_logprobs = self.as_column(samples, seen)
+
+    def _make_room(self, samples: Experience, loss: AlgorithmConfig) -> None:
+        """For what the last stage will see of the policy in an update."""
+        batch = self.read(samples)
+        reader = find_early_reader_of_loss(loss, len(batch.minibatch_sizes))
+        if samples.old_logprobs is None and reader:
+            raise UserError(
+                f"an update of samples without old_logprobs, and {reader}",
+                source="samples.old_logprobs",
+                expected="the log-probs of the policy before the update",
+                hint="set samples.old_logprobs = policy.logprobs(samples)",
+            )
+        if samples.update_logprobs is None:
+            nothing = torch.full_like(batch.rollout_logprobs, torch.nan)
+            samples.update_logprobs = self.as_update(samples, nothing)
+            samples.update_entropy = self.as_update(samples, nothing.clone())
 
     def optim_step(self) -> dict[str, float]:
         """Update the weights with these gradients; returns metrics, the same on every rank."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron_rl.algorithms.catalog import find_advantage_estimator
+from megatron_rl.algorithms.old_logprobs import plan_old_logprobs
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.plugins import load_plugins
@@ -15,8 +16,8 @@ def resolve(config: RunConfig) -> RunSpec:
     """Import the user's plugins and decide which models an RL run builds.
 
     Raises:
-        UserError: a plugin that cannot be imported, an unknown estimator, or one that needs the critic that the
-            config switches off.
+        UserError: a plugin that cannot be imported, an unknown estimator, one that needs the critic that the config
+            switches off, or `importance_sampling = bypass` where `old_logprobs` are computed before the update.
     """
     load_plugins(config.algorithm.plugins)
     name = config.algorithm.adv_estimator
@@ -69,6 +70,7 @@ def resolve(config: RunConfig) -> RunSpec:
         needs_greedy_baseline=estimator.needs_greedy_baseline,
         needs_group=estimator.needs_group,
         needs_sum_pi_squared=estimator.needs_sum_pi_squared,
+        why_recompute=plan_old_logprobs(config, estimator),
     )
 
 

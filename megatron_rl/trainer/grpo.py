@@ -30,7 +30,6 @@ from megatron_rl.experience.estimate import (
     measure_lags,
 )
 from megatron_rl.experience.experience import Column, Experience
-from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.trainer.session import Session
 
 
@@ -47,25 +46,27 @@ class Trainer(Session):
             for step in self.steps():
                 samples = self.policy.sample(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
-                samples.old_logprobs = self.policy.logprobs(samples)
-                if self.inputs.spec.needs_sum_pi_squared:
-                    samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
                 if self.reference:  # for the KL term
                     samples.ref_logprobs = self.reference.logprobs(samples)
-                    samples.kl_per_rollout = self.measure_kl(samples)
+                if self.recomputes(step):  # else the first pass of the update gives them
+                    samples.old_logprobs = self.policy.logprobs(samples)
+                    self.compare(samples)
+                if self.inputs.spec.needs_sum_pi_squared:
+                    samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
                 if self.critic:
                     samples.values = self.critic.values(samples)
-                samples.importance_weights = self.correct_mismatch(samples)
                 samples.advantages, samples.returns = self.estimate(samples)
                 samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
                 self.checkpoints.safe_point()  # or here, or after the step
                 for minibatch in self.policy.minibatches(samples, self.plan.ppo_epochs):
+                    if not self.is_warmup(step):
+                        self.policy.forward_backward(minibatch, self.algorithm_now())
+                        if samples.mismatch is None:
+                            self.compare(samples)
+                        self.run.count(self.policy.optim_step())
                     if self.critic:
                         self.critic.forward_backward(minibatch)
                         self.run.count(self.critic.optim_step())
-                    if not self.critic or step > self.config.trainer.critic_warmup:
-                        self.policy.forward_backward(minibatch, self.algorithm_now())
-                        self.run.count(self.policy.optim_step())
                 if self.reference:
                     self.adapt_kl(samples)
                 self.describe(step, samples)
@@ -73,6 +74,32 @@ class Trainer(Session):
     def algorithm_now(self) -> AlgorithmConfig:
         """The algorithm with the KL controller's current coefficient."""
         return replace(self.config.algorithm, kl_coef=self.kl.coef)
+
+    def is_warmup(self, step: int) -> bool:
+        """Whether only the critic learns in this step."""
+        return self.critic is not None and step <= self.config.trainer.critic_warmup
+
+    def recomputes(self, step: int) -> bool:
+        """Whether `old_logprobs` take a forward pass of their own."""
+        return bool(self.inputs.spec.why_recompute) or self.is_warmup(step)
+
+    def compare(self, samples: Experience) -> None:
+        """Compare the policy with its engine and with the reference, before a weight changes; collective."""
+        self.compare_by_age(samples)
+        if self.reference:
+            samples.kl_per_rollout = self.measure_kl(samples)
+        samples.importance_weights = self.correct_mismatch(samples)
+
+    def compare_by_age(self, samples: Experience) -> None:
+        """The gap to the engine by the age of its weights; in bitwise mode the current ones leave none; collective."""
+        batch, version = self.policy.read(samples, "old_logprobs"), self.policy.role.policy_version
+        steps, group = self.plan.optimizer_steps_per_step, self.policy.model.groups.dp
+        lags = (version - samples.pack(self.policy.packer).versions) // steps
+        if self.config.rollout.bitwise:
+            check_bits(batch, lags == 0, group)
+        if most := self.config.schedule.max_staleness:
+            self.run.count(measure_lags(batch, lags, most, group))
+            self.run.count(describe_staleness(samples.headers, version, steps))
 
     def measure_kl(self, samples: Experience) -> np.ndarray:
         """KL to the reference of each rollout, summed over its tokens in the loss; collective."""
@@ -91,20 +118,9 @@ class Trainer(Session):
     def correct_mismatch(self, samples: Experience) -> Column | None:
         """Weights that correct for the gap between actor and engine, where the config asks for them; collective."""
         batch = self.policy.read(samples, "old_logprobs")
-        weights, metrics = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
-        self.run.count(metrics)
-        self.look_at_versions(samples, batch)
+        weights, samples.mismatch = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
+        self.run.count(samples.mismatch)
         return self.policy.as_column(samples, weights)
-
-    def look_at_versions(self, samples: Experience, batch: TrainBatch) -> None:
-        """The gap by the age of the weights; in bitwise mode there is none where they are the current ones."""
-        version, group = self.policy.role.policy_version, self.policy.model.groups.dp
-        lags = (version - samples.pack(self.policy.packer).versions) // self.plan.optimizer_steps_per_step
-        if most := self.config.schedule.max_staleness:
-            self.run.count(measure_lags(batch, lags, most, group))
-            self.run.count(describe_staleness(samples.headers, version, self.plan.optimizer_steps_per_step))
-        if self.config.rollout.bitwise:
-            check_bits(batch, lags == 0, group)
 
     def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
         """Advantages, and returns where there is a critic; collective."""
@@ -131,7 +147,7 @@ class Trainer(Session):
         }
         columns |= {
             name: self.policy.as_update(samples, values)
-            for name, values in describe_updates(batch, self.config.algorithm).items()
+            for name, values in (describe_updates(batch, self.config.algorithm) if limit else {}).items()
         }
         logged = samples.fetch_rollouts(len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)
         self.run.write_histograms(step, partial(describe_distributions, headers, batch))

@@ -18,7 +18,11 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
     """Lines that say what runs, and what was found in the data."""
     plan, hybrid, train, model = inputs.plan, primitives.policy.hybrid, inputs.train, primitives.policy.model
     yield from (f"note: {note}" for note in inputs.notes)
-    yield f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss"
+    why = inputs.spec.why_recompute
+    yield (
+        f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
+        + (f"a forward pass of their own: {why}" if why else "the update's first pass")
+    )
     yield (
         f"actor: {model.groups.layout.describe()}, {config.model.dtype}, {model.transformer_impl} layers on {device}"
     )

@@ -54,7 +54,7 @@ class Policy(ActorOnSamples):
         state: TrainingState,
         config: RunConfig,
     ) -> None:
-        super().__init__(role, packer, records_updates=config.trainer.log_rollouts != 0)
+        super().__init__(role, packer)
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
         self._export = actor_export(config, self.model)
 

@@ -147,6 +147,7 @@ def test_a_rank_of_padding() -> None:
     weights, sums = compute_importance_weights(
         nothing, nothing, nothing.bool(), torch.full((3,), -1), AlgorithmConfig(importance_sampling="sequence-mask")
     )
+    sums = {name: float(value) for name, value in sums.items()}
     assert not weights.any() and set(sums.values()) == {0.0}
     assert set(finish_importance_weights(sums).values()) == {0.0}
 

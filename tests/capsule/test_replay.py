@@ -43,7 +43,8 @@ COMMON = [
     "actor.lr=1e-4",
 ]
 GRPO = [*COMMON, *layout_overrides(2, 2, 1)]
-# The critic lies otherwise than the actor, so values and returns travel; a static step; weights of the mismatch.
+# The critic lies otherwise than the actor, so values and returns travel; a static step whose first pass gives
+# old_logprobs and makes weights of the mismatch.
 PPO = [
     *COMMON,
     *layout_overrides(1, 2, 1),
@@ -52,7 +53,8 @@ PPO = [
     "critic.lr=1e-4",
     "critic.tensor_model_parallel_size=2",
     "actor.step_mode=static",
-    "algorithm.kl_in=reward",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_epochs=2",
     "algorithm.kl_controller=adaptive",
     "algorithm.importance_sampling=token-truncate",
 ]
@@ -154,6 +156,7 @@ def test_ppo_with_a_critic(ppo: Path, tmp_path: Path) -> None:
     for name in (
         "critic weights before",
         "critic optimizer before",
+        "forward: old_logprobs",
         "forward: values",
         "estimate: returns",
         "estimate: importance_weights",

@@ -23,6 +23,7 @@ from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
 from planning_jobs import make_job, small_shape
 
+RECOMPUTE = "algorithm.old_logprobs=recompute"
 PPO = ("algorithm.adv_estimator=gae", "reward_model.path=elsewhere")
 
 
@@ -32,8 +33,9 @@ def phases(job: Job, rank: int = 0) -> dict[str, Phase]:
 
 def test_each_role_adds_its_phases() -> None:
     common = ["engine start", "switch", "rollout", "log-probs", "actor update"]
-    assert list(phases(make_job(small_shape()))) == common
-    found = phases(make_job(small_shape(), *PPO))
+    assert "log-probs" not in phases(make_job(small_shape())), "the first pass of the update gives them"
+    assert list(phases(make_job(small_shape(), RECOMPUTE))) == common
+    found = phases(make_job(small_shape(), *PPO, RECOMPUTE))
     assert list(found) == [*common[:3], "values", "critic update", "rewards", *common[3:]]
     assert "reference" not in found["log-probs"].parts
     assert "reference" in phases(make_job(small_shape(), "algorithm.kl_coef=0.1"))["log-probs"].parts

@@ -22,6 +22,7 @@ from planning_jobs import make_job, published_shape, small_shape
 ASSUMED = Assumptions(mean_response=0.5, mean_prompt=0.25)
 TOKENS = 512 * (128 + 256)  # responses of a step, mean prompt and response
 HIDDEN, LAYERS, BYTES = 64, 8, 2
+RECOMPUTE = "algorithm.old_logprobs=recompute"
 
 
 def traffic(job: Job) -> dict[str, Traffic]:
@@ -38,12 +39,19 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_tensor_parallel_all_reduces() -> None:
-    """Two per layer and pass over all tokens of the DP rank; log-probs, forward and backward are three passes."""
-    job = make_job(small_shape(), "actor.tensor_model_parallel_size=2")
+    """Two per layer and pass over all tokens of the DP rank; log-probs, forward and backward are three passes.
+
+    Where the first pass of the update gives the log-probs, two are left; a reference is one more.
+    """
+    two_ranks = "actor.tensor_model_parallel_size=2"
+    job = make_job(small_shape(), two_ranks, RECOMPUTE)
     ring = 2 * (2 - 1) / 2  # bytes that a ring all-reduce over two ranks sends, per byte
     expected = 2 * LAYERS * 3 * TOKENS / 4 * HIDDEN * BYTES * ring
     assert traffic(job)["actor TP"].bytes_per_rank == expected
-    recomputed = make_job(small_shape(), "actor.tensor_model_parallel_size=2", "actor.recompute_granularity=full")
+    for settings, passes in (([], 2), (["algorithm.kl_coef=0.1"], 3), (["algorithm.kl_coef=0.1", RECOMPUTE], 4)):
+        found = traffic(make_job(small_shape(), two_ranks, *settings))["actor TP"].bytes_per_rank
+        assert found == expected * passes / 3
+    recomputed = make_job(small_shape(), two_ranks, RECOMPUTE, "actor.recompute_granularity=full")
     assert traffic(recomputed)["actor TP"].bytes_per_rank == expected * 4 / 3
 
 
@@ -55,18 +63,18 @@ def test_data_parallel_gradients_and_weights() -> None:
 
 
 def test_pipeline_sends_its_boundary() -> None:
-    job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4")
+    job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4", RECOMPUTE)
     assert traffic(job)["actor PP"].bytes_per_rank == 3 * TOKENS / 2 * HIDDEN * BYTES
 
 
 def test_context_and_expert_exchanges() -> None:
-    job = make_job(small_shape(), "actor.context_parallel_size=2")
+    job = make_job(small_shape(), "actor.context_parallel_size=2", RECOMPUTE)
     heads = (2 * 8 + 2 * 4) * 8  # query and result, key and value
     assert traffic(job)["actor CP"].bytes_per_rank == LAYERS * 3 * heads * TOKENS / 8 * BYTES / 2
     experts = small_shape(
         model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True
     )
-    job = make_job(experts, "actor.expert_model_parallel_size=4")
+    job = make_job(experts, "actor.expert_model_parallel_size=4", RECOMPUTE)
     assert traffic(job)["actor EP"].bytes_per_rank == LAYERS * 3 * 2 * 2 * TOKENS / 8 * HIDDEN * BYTES * 3 / 4
 
 
@@ -114,8 +122,9 @@ def test_operations_per_token_are_twice_the_weights() -> None:
 def test_seconds_follow_operations_and_memory() -> None:
     """Twice the accelerators' speed halves training; twice their bandwidth shortens decoding, and nothing else."""
 
-    def predict(**cluster: float) -> dict[str, float]:
-        job = make_job(published_shape("Qwen2.5-7B-Instruct"), "actor.tensor_model_parallel_size=4", **cluster)
+    def predict(*settings: str, **cluster: float) -> dict[str, float]:
+        shape = published_shape("Qwen2.5-7B-Instruct")
+        job = make_job(shape, "actor.tensor_model_parallel_size=4", *settings, **cluster)
         work = build_workload(job, ASSUMED)
         return predict_step(job, work, [], compute_memory(job), 0.0, ASSUMED).phases
 
@@ -124,3 +133,5 @@ def test_seconds_follow_operations_and_memory() -> None:
     assert wide["rollout"] < usual["rollout"] and wide["actor update"] == usual["actor update"]
     operations = 3 * TOKENS * count_operations(published_shape("Qwen2.5-7B-Instruct"), 384) / 8
     assert usual["actor update"] == pytest.approx(operations / (0.4 * 990e12))
+    assert usual["log-probs"] == 0.0
+    assert predict(RECOMPUTE)["log-probs"] == pytest.approx(usual["actor update"] / 3)

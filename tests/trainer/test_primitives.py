@@ -102,6 +102,8 @@ def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None
     before = describe(first, decode)
     assert len(before) == 32 and len({text for text, _ in before}) > 1
 
+    with pytest.raises(UserError, match="without old_logprobs, and an epoch has 2 optimizer steps"):
+        policy.forward_backward(next(policy.minibatches(first)), algorithm)
     updates = learn(policy, first, algorithm)
     assert len(updates) == 2 and all(update["policy/grad_norm"] > 0 for update in updates)
     second = policy.sample(1, [prompt], n=32)

@@ -267,7 +267,7 @@ _ALGORITHM: dict[str, Alias] = {
     "rollout_correction.rollout_rs_threshold": Ignored("it belongs to rollout_rs"),
     "rollout_correction.rollout_rs_threshold_lower": Ignored("it belongs to rollout_rs"),
     "rollout_correction.rollout_token_veto_threshold": Only((), "set algorithm.reject_sequence_above"),
-    "rollout_correction.bypass_mode": Only((False,), "old log-probs are always recomputed"),
+    "rollout_correction.bypass_mode": Only((False,), "set algorithm.importance_sampling=bypass"),
     "rollout_correction.use_policy_gradient": Only((False,), "set algorithm.policy_loss=policy_gradient"),
     "rollout_correction.loss_type": Only(("ppo_clip",), "algorithm.policy_loss decides"),
 }

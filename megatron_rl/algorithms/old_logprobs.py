@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the first pass of the update may give `old_logprobs`, or a forward pass of their own must.
+
+Where a pass over the samples is one optimizer step, the first one sees every sample with the weights from before the
+update: its log-probs, detached, are `old_logprobs`, and their ratio is exactly 1. The forward pass that is saved is a
+quarter of the matrix products of a step (2 of 8 operations per weight and token).
+"""
+
+from __future__ import annotations
+
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS, RegisteredEstimator
+from megatron_rl.config.schema import AlgorithmConfig, RunConfig
+from megatron_rl.types import UserError
+
+
+def plan_old_logprobs(config: RunConfig, estimator: RegisteredEstimator) -> str:
+    """What needs `old_logprobs` before the first pass of the update, in words; empty: nothing does.
+
+    Args:
+        config: of the run.
+        estimator: that `algorithm.adv_estimator` names.
+
+    Raises:
+        UserError: `importance_sampling` is bypass, and something needs them.
+    """
+    reader = _find_early_reader(config, estimator)
+    if reader and config.algorithm.importance_sampling == "bypass":
+        raise UserError(
+            f"algorithm.importance_sampling = 'bypass', and {reader}",
+            source="algorithm.importance_sampling",
+            expected="one optimizer step for each pass over the samples, and nothing that reads old_logprobs before",
+            hint="set algorithm.importance_sampling=token-truncate, which corrects by weights of its own",
+        )
+    return reader
+
+
+def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str:
+    algorithm, batch = config.algorithm, config.data.train_batch_size
+    minibatches = batch // (config.actor.ppo_mini_batch_size or batch)
+    if algorithm.old_logprobs == "recompute":
+        return "algorithm.old_logprobs = 'recompute' asks for a forward pass of their own"
+    if estimator.needs_old_logprobs:
+        return f"algorithm.adv_estimator = {algorithm.adv_estimator!r} reads them (needs_old_logprobs)"
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        return "algorithm.kl_in = 'reward' makes rewards of them"
+    return find_early_reader_of_loss(algorithm, minibatches)
+
+
+def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int) -> str:
+    """What of a policy loss needs `old_logprobs` before its first pass, in words; empty: nothing does.
+
+    Args:
+        algorithm: the loss with its settings.
+        minibatches: optimizer steps of a pass.
+    """
+    if minibatches > 1:
+        return f"an epoch has {minibatches} optimizer steps, and all but the first have changed weights"
+    if algorithm.policy_loss in CHOOSES_TOKENS:
+        return f"algorithm.policy_loss = {algorithm.policy_loss!r} chooses tokens of the whole step by them"
+    if algorithm.importance_normalize and algorithm.importance_sampling not in ("none", "bypass"):
+        return "algorithm.importance_normalize divides by a mean over the whole step"
+    return ""
