@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.command_line import run_command  # noqa: E402
+from megatron_rl.config.command_line import leave, run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.schema import RunConfig  # noqa: E402
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
@@ -30,7 +30,7 @@ def train(loaded: LoadedConfig, recipe: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(
+    leave(
         run_command(
             sys.argv[1:],
             name="pretrain_grpo",

@@ -25,6 +25,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.directory import resolve_weights
+from megatron_rl.config.command_line import leave
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.types import UserError
@@ -129,4 +130,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

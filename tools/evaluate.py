@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.config.command_line import end_program
+from megatron_rl.config.command_line import end_program, leave
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
 
@@ -108,4 +108,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

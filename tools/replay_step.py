@@ -28,7 +28,7 @@ from megatron_rl.capsule.record import Section, StepObserver
 from megatron_rl.capsule.replaying import Capsule, is_same_layout, make_config, open_capsule, restore_state
 from megatron_rl.capsule.rollouts import RecordedRollouts
 from megatron_rl.checkpoint.manifest import list_packages
-from megatron_rl.config.command_line import end_program
+from megatron_rl.config.command_line import end_program, leave
 from megatron_rl.experience.experience import Experience
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.roles.parts import Parts
@@ -165,4 +165,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

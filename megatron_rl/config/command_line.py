@@ -10,16 +10,18 @@ printed once in the job; every rank exits with the status that says what it was 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import NoReturn, Protocol, TextIO
 
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.loading import LoadedConfig, load_config, read_settings
@@ -147,6 +149,20 @@ def end_program(error: BaseException) -> int:
     return EXIT_USER_ERROR if is_user_error else EXIT_FAILED
 
 
+def leave(code: int) -> NoReturn:
+    """End this process with a status, as `sys.exit` does, but without taking the interpreter apart.
+
+    A thread of torch's process groups lets go of a tensor some time after its collective has returned. If it finds an
+    interpreter that is being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate
+    called without an active exception"; eight ranks that leave at once do it nearly every time).
+    """
+    vars(threading)["_shutdown"]()  # as the interpreter does: waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def end_program_on_errors() -> None:
     """Let `end_program` end a script that lets our exceptions through; every other exception ends it as before.
 
@@ -160,7 +176,7 @@ def end_program_on_errors() -> None:
         if reported_code(error) is None and not isinstance(error, UserError | Preempted):
             before(kind, error, trace)
             return
-        raise SystemExit(end_program(error))
+        leave(end_program(error))
 
     end.is_ours = True
     sys.excepthook = end

@@ -90,3 +90,24 @@ def test_what_nobody_foresaw_before_there_is_a_log_keeps_its_traceback(capsys: p
     assert run_command(SETTINGS, **PROGRAM, run=fail) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: \nTraceback") and said.endswith("KeyError: 'z'\n")
+
+
+LEAVING = """
+import atexit, logging, sys, threading, time
+from megatron_rl.config.command_line import leave
+
+class Loud:
+    def __del__(self):
+        print("taken apart")
+
+loud = Loud()
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("main", end="")
+leave(7)
+"""
+
+
+def test_leaving_ends_what_must_be_ended_and_takes_nothing_apart() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "mainthread\nat exit\n", "")
