@@ -28,6 +28,7 @@ from megatron_rl.planning.report import format_plan, make_plan, save_plot, to_di
 from megatron_rl.planning.schedule_choice import choose_schedule, format_schedules, schedules_to_dict
 from megatron_rl.planning.steptime import Assumptions
 from megatron_rl.roles.resolve import resolve
+from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.types import UserError
 
 
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan = make_plan(job, assumed)
         schedules = None
         if lengths is not None and plan.problem is None:
-            schedules = choose_schedule(job, plan.switch.prediction.seconds, lengths, assumed)
+            schedules = choose_schedule(job, plan.switch.prediction.seconds, lengths, assumed, assign_engines)
         found = to_dict(plan) | ({} if schedules is None else {"schedules": schedules_to_dict(schedules)})
         text = json.dumps(found, indent=2) + "\n"
         is_json_only = options.json is not None and str(options.json) == "-"

@@ -81,46 +81,46 @@ class EngineClock:
 
     Args:
         model: what it is.
-        prompt_tokens: of every prompt; computed once per engine and version of the weights.
-        queue: responses that wait for any engine which shares the queue.
+        prompt_tokens: of every prompt; computed once per version of the weights.
 
     Attributes:
         now: seconds, at the end of a pass.
         busy: of them, those in which something was computed.
-        queue: see there.
+        queue: responses that wait for room.
     """
 
-    def __init__(self, model: EngineModel, prompt_tokens: int, queue: deque[Response]) -> None:
-        self._model, self._prompt_tokens, self.queue = model, prompt_tokens, queue
+    def __init__(self, model: EngineModel, prompt_tokens: int) -> None:
+        self._model, self._prompt_tokens = model, prompt_tokens
+        self.queue: deque[Response] = deque()
         self.now = self.busy = 0.0
         self._passes = self._context = self._joined = self._version = 0
         self._running: dict[int, tuple[Response, int]] = {}  # in the order in which they joined, with the pass of it
         self._ends: list[tuple[int, int]] = []  # pass in which a response ends, and its place in that order
-        self._evicted: deque[Response] = deque()
         self._cached: set[int] = set()
 
     @property
-    def load(self) -> tuple[int, int]:
-        """Responses and tokens."""
-        return len(self._running), self._context
+    def is_running(self) -> bool:
+        """A pass has something to do."""
+        return bool(self._running)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses that run or wait."""
+        return len(self._running) + len(self.queue)
 
     def begin(self, now: float, version: int) -> None:
         """New weights are there: what was computed of prompts is computed again; what runs keeps its tokens."""
         self.now, self._version = now, version
         self._cached.clear()
 
-    def take_one(self) -> bool:
-        """Let the first that waits join; False if none does, or there is no room."""
-        waiting = self._evicted or self.queue
-        if not waiting:
-            return False
-        tokens = self._prompt_tokens + waiting[0].done
-        count = len(self._running)
-        fits = count < self._model.max_num_seqs and self._context + tokens + count + 1 <= self._model.cache_tokens
-        if count and not fits:
-            return False
-        self._join(waiting.popleft(), tokens)
-        return True
+    def fill(self) -> None:
+        """Let what waits join, in order, until there is no room."""
+        while self.queue:
+            tokens, count = self._prompt_tokens + self.queue[0].done, len(self._running)
+            fits = count < self._model.max_num_seqs and self._context + tokens + count + 1 <= self._model.cache_tokens
+            if count and not fits:
+                return
+            self._join(self.queue.popleft(), tokens)
 
     def _join(self, response: Response, tokens: int) -> None:
         response.join(self._version)
@@ -178,9 +178,8 @@ class EngineClock:
             if place in self._running:
                 finished.append(self._leave(place))
         while len(self._running) > 1 and self._context + len(self._running) > self._model.cache_tokens:
-            self._evicted.appendleft(self._leave(next(reversed(self._running))))
-        while self.take_one():
-            pass
+            self.queue.appendleft(self._leave(next(reversed(self._running))))
+        self.fill()
         return finished
 
     def _leave(self, place: int) -> Response:
@@ -192,11 +191,10 @@ class EngineClock:
     def count_tokens(self) -> int:
         """Tokens of responses that are not finished, prompts not counted."""
         held = sum(response.done + self._passes - joined for response, joined in self._running.values())
-        return held + sum(response.done for response in self._evicted)
+        return held + sum(response.done for response in self.queue)
 
-    def interrupt(self) -> list[Response]:
-        """End everything as it is."""
-        stopped = [self._leave(place) for place in list(self._running)] + list(self._evicted)
-        self._evicted.clear()
+    def interrupt(self) -> None:
+        """Forget keys and values: what runs waits, in the order of the stream, and is computed again."""
+        stopped = [self._leave(place) for place in list(self._running)]
+        self.queue = deque(sorted([*stopped, *self.queue], key=lambda response: response.ordinal))
         self._ends.clear()
-        return stopped

@@ -20,7 +20,7 @@ from megatron_rl.planning.layouts import check_job
 from megatron_rl.planning.lengths import LengthModel
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
-from megatron_rl.planning.schedules import Costs, Schedule, ScheduleTimes, simulate
+from megatron_rl.planning.schedules import Assign, Costs, Schedule, ScheduleTimes, simulate
 from megatron_rl.planning.steptime import Assumptions, build_workload, count_operations, predict_step
 from megatron_rl.types import UserError
 
@@ -68,7 +68,9 @@ class ScheduleChoice:
     pass_cost: StepCost
 
 
-def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assumed: Assumptions) -> ScheduleChoice:
+def choose_schedule(
+    job: Job, switch_seconds: float, lengths: LengthModel, assumed: Assumptions, assign: Assign
+) -> ScheduleChoice:
     """Simulate the schedules of a job that fits.
 
     Args:
@@ -76,6 +78,7 @@ def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assum
         switch_seconds: of the reshard plan, where engines and training use the same ranks.
         lengths: of the responses.
         assumed: efficiencies; its `mean_response` is not looked at.
+        assign: `rollout.dispatch.assign_engines`.
     """
     data, config = job.config.data, job.config
     assumed = replace(assumed, mean_response=lengths.mean(data.max_response_length) / data.max_response_length)
@@ -84,9 +87,8 @@ def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assum
     here = _describe_costs(job, compute_memory(job), num_engines, switch_seconds, assumed)
 
     def run(name: str, schedule: Schedule, costs: Costs, engine_gpus: int, overrides: list[str]) -> Option:
-        return Option(
-            name, schedule, engine_gpus, overrides, simulate(schedule, costs, lengths, steps, skip=steps // 3)
-        )
+        times = simulate(schedule, costs, lengths, assign, steps=steps, skip=steps // 3)
+        return Option(name, schedule, engine_gpus, overrides, times)
 
     world = job.cluster.world_size
     options = [

@@ -10,8 +10,7 @@ gate bounds how many prompts are begun, hence the mean age, but a single prompt 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +19,8 @@ import numpy as np
 from megatron_rl.planning.engine_clock import EngineClock, EngineModel, Response
 from megatron_rl.planning.lengths import LengthModel
 
+# Engines of samples: dispatch, tokens of each prompt, samples per prompt, engines, longest response, loads.
+Assign = Callable[[str, Sequence[int], int, int, int, np.ndarray], np.ndarray]
 _SEED = 1
 
 
@@ -33,15 +34,14 @@ class Schedule:
             update waits until everything that may begin is finished.
         order: "stream" or "whole", see above.
         own_ranks: engines and training are on different ranks; else on the same, by turns.
-        dispatch: "groups" and "samples" as in `rollout.dispatch`; "least_loaded": whatever waits goes to the engine
-            with the fewest responses that has room.
+        dispatch: as `rollout.dispatch`. A response stays on its engine, with its KV cache if nobody else uses the rank.
     """
 
     max_staleness: int = 0
     updates: Literal["drain", "in_flight"] = "in_flight"
     order: Literal["stream", "whole"] = "stream"
     own_ranks: bool = False
-    dispatch: Literal["groups", "samples", "least_loaded"] = "least_loaded"
+    dispatch: Literal["groups", "samples"] = "samples"
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,19 @@ class ScheduleTimes:
     carried_tokens: float
 
 
-def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, steps: int, skip: int = 0) -> ScheduleTimes:
+def simulate(
+    schedule: Schedule, costs: Costs, lengths: LengthModel, assign: Assign, *, steps: int, skip: int = 0
+) -> ScheduleTimes:
     """Run a schedule for some steps.
 
     Args:
         schedule, costs: see there.
         lengths: of the responses; the same for every schedule.
+        assign: `rollout.dispatch.assign_engines`.
         steps: of training.
         skip: of them, steps at the beginning that are not counted.
     """
-    assert schedule.own_ranks or schedule.max_staleness == 0 or schedule.updates == "in_flight"
-    run = _Run(schedule, costs, lengths)
+    run = _Run(schedule, costs, lengths, assign)
     rows = [run.step() for _ in range(steps)][skip:]
     seconds, waited, trained, busy, carried = (
         float(np.mean([getattr(row, name) for row in rows]))
@@ -134,19 +136,13 @@ class _Step:
 class _Run:
     """The state between two steps."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, lengths: LengthModel) -> None:
-        self._schedule, self._costs, self._lengths = schedule, costs, lengths
-        shared: deque[Response] = deque()
-        is_shared = schedule.dispatch == "least_loaded"
-        self._engines = [
-            EngineClock(costs.engine, costs.prompt_tokens, shared if is_shared else deque())
-            for _ in range(costs.num_engines)
-        ]
+    def __init__(self, schedule: Schedule, costs: Costs, lengths: LengthModel, assign: Assign) -> None:
+        self._schedule, self._costs, self._lengths, self._assign = schedule, costs, lengths, assign
+        self._engines = [EngineClock(costs.engine, costs.prompt_tokens) for _ in range(costs.num_engines)]
         self._groups: dict[int, list[Response]] = {}  # may begin, not trained on yet; in order
         self._missing: dict[int, int] = {}  # of them, responses that are not finished, where there are any
-        self._interrupted: list[Response] = []
-        self._num_open = self._num_handed_out = 0
-        self._version, self._num_ready = 0, 0  # groups that are whole, of those that may be in the batch
+        self._num_ready = 0  # groups that are whole, of those that may be in the batch
+        self._num_open = self._version = 0
         self._now = 0.0
 
     def step(self) -> _Step:
@@ -154,20 +150,27 @@ class _Run:
         costs, engines, is_colocated = self._costs, self._engines, not self._schedule.own_ranks
         start, busy = self._now, self._count_busy()
         self._open_gate()
+        if is_colocated:
+            for engine in engines:  # what has begun makes a pass, even if the batch is whole
+                self._finish(engine.run_past(np.nextafter(engine.now, np.inf)))
         self._run_until(lambda: self._num_ready >= costs.batch_size)
         batch = self._take_batch()
         ages = np.array([self._version - response.version for response in batch])
         seconds = costs.train(sum(response.length for response in batch))
-        if is_colocated:
+        drains = self._schedule.updates == "drain"
+        if is_colocated and drains:
+            self._run_until(lambda: not self._missing)
+        elif is_colocated:
             self._settle(self._now)
         collected, trained = self._now, self._now + seconds
         if not is_colocated:
             self._run_until(lambda: False, trained)
-            if self._schedule.updates == "drain":
+            if drains:
                 self._run_until(lambda: not self._missing)
         carried = sum(engine.count_tokens() for engine in engines)
         if is_colocated:
-            self._interrupt()
+            for engine in engines:
+                engine.interrupt()
         self._now = max(self._now, trained) + costs.switch_seconds
         self._version += 1
         for engine in engines:
@@ -178,46 +181,37 @@ class _Run:
         return sum(engine.busy for engine in self._engines)
 
     def _open_gate(self) -> None:
-        """Let prompts begin that now may, and hand out what waits."""
-        costs, waiting, size = self._costs, self._interrupted, self._costs.batch_size
+        """Let prompts begin that now may."""
+        costs, size, begun = self._costs, self._costs.batch_size, []
         while self._num_open < (self._version + 1 + self._schedule.max_staleness) * size:
             rows = self._lengths.draw(_SEED, self._num_open, size, costs.group_size, costs.longest)
             for ordinal, row in enumerate(rows.tolist(), start=self._num_open):
                 self._groups[ordinal] = [Response(ordinal, length) for length in row]
                 self._missing[ordinal] = len(row)
-                waiting += self._groups[ordinal]
+                begun += self._groups[ordinal]
             self._num_open += size
-        self._interrupted = []
         self._num_ready = sum(self._may_be_in_batch(i) for i in self._groups if i not in self._missing)
-        self._hand_out(waiting)
+        loads = np.array([engine.num_unfinished for engine in self._engines])
+        prompts = [costs.prompt_tokens] * (len(begun) // costs.group_size)
+        engine_of = self._assign(
+            self._schedule.dispatch, prompts, costs.group_size, costs.num_engines, costs.longest, loads
+        )
+        for response, number in zip(begun, engine_of.tolist(), strict=True):
+            self._engines[number].queue.append(response)
+        for engine in self._engines:
+            engine.fill()
 
     def _may_be_in_batch(self, ordinal: int) -> bool:
         return self._schedule.order == "whole" or ordinal < (self._version + 1) * self._costs.batch_size
 
-    def _hand_out(self, waiting: list[Response]) -> None:
-        """Bring responses to engines, in the order of the stream."""
-        engines, dispatch = self._engines, self._schedule.dispatch
-        for response in waiting:
-            place = response.ordinal if dispatch == "groups" else self._num_handed_out
-            engines[place % len(engines)].queue.append(response)
-            self._num_handed_out += 1
-        loads = [(engine.load, number) for number, engine in enumerate(engines)]
-        heapq.heapify(loads)
-        while loads:  # the engine with the fewest first, until none has room
-            number = loads[0][1]
-            if engines[number].take_one():
-                heapq.heapreplace(loads, (engines[number].load, number))
-            else:
-                heapq.heappop(loads)
-
     def _run_until(self, is_done: Callable[[], bool], end: float = np.inf) -> None:
         """Run the engines until something is so, or until a time, at which each finishes its pass."""
-        events = [(engine.next_event(), number) for number, engine in enumerate(self._engines) if engine.load[0]]
+        events = [(engine.next_event(), number) for number, engine in enumerate(self._engines) if engine.is_running]
         heapq.heapify(events)
         while not is_done() and events and events[0][0] <= end:
             self._now, number = events[0]
             self._finish(self._engines[number].run_to_event())
-            if self._engines[number].load[0]:
+            if self._engines[number].is_running:
                 heapq.heapreplace(events, (self._engines[number].next_event(), number))
             else:
                 heapq.heappop(events)
@@ -242,11 +236,3 @@ class _Run:
         whole = [ordinal for ordinal in self._groups if ordinal not in self._missing][: self._costs.batch_size]
         assert len(whole) == self._costs.batch_size, "every prompt that may begin is finished in the end"
         return [response for ordinal in whole for response in self._groups.pop(ordinal)]
-
-    def _interrupt(self) -> None:
-        """Engines forget their keys and values while others use their ranks: what runs is computed again later."""
-        stopped = [response for engine in self._engines for response in engine.interrupt()]
-        for engine in self._engines:
-            stopped += engine.queue
-            engine.queue.clear()
-        self._interrupted = sorted(stopped, key=lambda response: response.ordinal)

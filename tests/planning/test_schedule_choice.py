@@ -11,6 +11,7 @@ from megatron_rl.planning.lengths import make_lognormal
 from megatron_rl.planning.schedule_choice import Option, ScheduleChoice, choose_schedule, recommend
 from megatron_rl.planning.schedules import Schedule, ScheduleTimes
 from megatron_rl.planning.steptime import Assumptions
+from megatron_rl.rollout.dispatch import assign_engines
 from planning_jobs import make_job, published_shape
 
 TIMES = ScheduleTimes(1.0, 1.0, 0.0, None, 0.0, 0, 0.0)
@@ -30,7 +31,7 @@ def choose(*overrides: str, nodes: int = 4, **cluster: float) -> ScheduleChoice:
         nodes=nodes,
         **cluster,
     )
-    return choose_schedule(job, 1.0, LONG_TAIL, Assumptions())
+    return choose_schedule(job, 1.0, LONG_TAIL, Assumptions(), assign_engines)
 
 
 def seconds(choice: ScheduleChoice) -> dict[str, float]:

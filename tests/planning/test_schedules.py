@@ -8,7 +8,7 @@ a real engine is described by four numbers.
 from __future__ import annotations
 
 import json
-from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributed import run_ranks
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.planning.engine_clock import EngineClock, EngineModel, Response, StepCost
@@ -25,6 +26,7 @@ from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
 from tools.benchmarks._scripted_engine import ScriptedEngine
+from tools.benchmarks._scripted_stream import ScriptedStream
 
 PASSES = StepCost(fixed=1.0, per_request=0.0)  # seconds are decoding passes
 COST = StepCost(fixed=1.0, per_request=0.03, per_prompt_token=0.01, per_context_token=0.002)
@@ -64,19 +66,41 @@ def step_engines(costs: Costs, dispatch: str, steps: int) -> float:
 def test_synchronous_steps_take_what_stepped_engines_take(dispatch, cost):
     """Engines that the serving loop steps, responses that wait for a slot, a shared prompt computed once per engine."""
     costs = make_costs(cost)
-    found = simulate(Schedule(dispatch=dispatch), costs, LENGTHS, steps=3)
+    found = simulate(Schedule(dispatch=dispatch), costs, LENGTHS, assign_engines, steps=3)
     assert found.seconds == pytest.approx(step_engines(costs, dispatch, 3), rel=1e-12)
     assert (found.staleness_max, found.carried_tokens, found.trainer_idle) == (0, 0, None)
+
+
+def test_partial_rollouts_take_the_passes_of_a_run():
+    """The stream of a run on three ranks whose engines are stepped; where it interrupts, after the same pass on all."""
+    costs, steps = replace(make_costs(PASSES), train=lambda tokens: 0.0, switch_seconds=0.0), 6
+    schedules = [Schedule(1), Schedule(2), Schedule(1, "drain")]
+
+    def measure(schedule: Schedule) -> list[float]:
+        every = 1 if schedule.updates == "in_flight" else None
+        stream = ScriptedStream(schedule, costs, LENGTHS, steps, steps_per_update=every)
+        passes = [0.0]
+        for _ in range(steps):
+            stream.take()
+            passes.append(stream.engine.seconds)
+        return np.diff(passes).tolist()
+
+    measured = np.array(run_ranks(lambda rank, world_size: [measure(one) for one in schedules], 3)).max(axis=0)
+    for schedule, passes in zip(schedules, measured.tolist(), strict=True):
+        assert passes == [
+            simulate(schedule, costs, LENGTHS, assign_engines, steps=n + 1, skip=n).rollout_seconds
+            for n in range(steps)
+        ]
 
 
 def test_colocated_partial_rollouts_end_with_the_batch():
     """Passes of one engine without limits, by hand: batch 0 takes 5, then batch 1 has 3 tokens left of its 8."""
     lengths = GivenLengths([5, 8, 20, 30])
     costs = Costs(EngineModel(PASSES, 99, ROOMY), 1, 1, 1, 0, 99, lambda tokens: 100.0, 3.0)
-    two = simulate(Schedule(1), costs, lengths, steps=2)
+    two = simulate(Schedule(1), costs, lengths, assign_engines, steps=2)
     assert (two.seconds, two.rollout_seconds) == ((5 + 3) / 2 + 103, (5 + 3) / 2)
     assert (two.staleness_mean, two.staleness_max, two.carried_tokens) == (0.5, 1, (5 + 3) / 2)
-    last = simulate(Schedule(1), costs, lengths, steps=3, skip=2)  # batch 2 ran 3 passes before
+    last = simulate(Schedule(1), costs, lengths, assign_engines, steps=3, skip=2)  # batch 2 ran 3 passes before
     assert last.seconds == 17 + 103
 
 
@@ -93,15 +117,17 @@ class GivenLengths(LengthModel):
 def test_own_ranks_overlap_generation_and_training():
     """One engine, one response per batch, by hand; an update waits for the pass that runs, or for all that runs."""
     costs = Costs(EngineModel(PASSES, 99, ROOMY), 1, 1, 1, 0, 999, lambda tokens: 10.0, 3.0)
-    flying = simulate(Schedule(1, "in_flight", own_ranks=True), costs, GivenLengths([5, 20, 9]), steps=2)
+    flying = simulate(
+        Schedule(1, "in_flight", own_ranks=True), costs, GivenLengths([5, 20, 9]), assign_engines, steps=2
+    )
     # Batch 0 is there at 5 and trained at 15; the switch ends at 18. Batch 1 has 15 of 20 tokens and is there at 23,
     # trained at 33, switched at 36.
     assert (flying.seconds, flying.rollout_seconds, flying.staleness_max) == (18, 5, 1)
     assert flying.trainer_idle == pytest.approx(1 - 10 / 18)
-    drained = simulate(Schedule(1, "drain", own_ranks=True), costs, GivenLengths([5, 20, 9]), steps=2)
+    drained = simulate(Schedule(1, "drain", own_ranks=True), costs, GivenLengths([5, 20, 9]), assign_engines, steps=2)
     # The first switch waits for batch 1, to 20 + 3; it is trained at 33, switched at 36, and batch 2 is whole at 32.
     assert (drained.seconds, drained.rollout_seconds, drained.carried_tokens) == ((23 + 13) / 2, 5 / 2, 0)
-    alone = simulate(Schedule(0, own_ranks=True), costs, GivenLengths([5, 20]), steps=2)
+    alone = simulate(Schedule(0, own_ranks=True), costs, GivenLengths([5, 20]), assign_engines, steps=2)
     assert alone.seconds == (5 + 20) / 2 + 10 + 3
 
 
@@ -116,9 +142,9 @@ def test_own_ranks_overlap_generation_and_training():
 @settings(max_examples=40, deadline=None)
 def test_no_response_is_older_than_the_gate_allows(k, order, own_ranks, drains, train, cache):
     """In the order of the stream; with `whole` no bound holds for one, and the mean is what the gate bounds."""
-    updates = "drain" if drains and (own_ranks or k == 0) else "in_flight"
+    updates = "drain" if drains else "in_flight"
     costs = Costs(EngineModel(COST, 5, cache), 3, 4, 4, PROMPT, 400, lambda tokens: train, 3.0)
-    found = simulate(Schedule(k, updates, order, own_ranks), costs, LENGTHS, steps=9)
+    found = simulate(Schedule(k, updates, order, own_ranks), costs, LENGTHS, assign_engines, steps=9)
     assert found.staleness_mean <= k + 1e-9 if order == "stream" else found.staleness_mean <= k + 1
     assert found.staleness_max <= k or order == "whole"
     assert 0 <= found.engine_idle <= 1 and found.seconds >= train + 3
@@ -131,11 +157,11 @@ def test_a_full_cache_evicts_what_joined_last():
     It computes prompt and tokens again: the prompt is cached, 3 tokens are not.
     """
     cost = StepCost(fixed=1.0, per_request=0.0, per_prompt_token=0.5)
-    engine = EngineClock(EngineModel(cost, 9, 17), 5, deque([Response(0, 10), Response(0, 10)]))
-    while engine.take_one():
-        pass
+    engine = EngineClock(EngineModel(cost, 9, 17), 5)
+    engine.queue.extend([Response(0, 10), Response(0, 10)])
+    engine.fill()
     finished = []
-    while engine.load[0]:
+    while engine.is_running:
         finished += [(engine.now, response.done) for response in engine.run_to_event()]
     first = 5 * 0.5 + 10
     assert [done for _, done in finished] == [10, 10]
@@ -143,9 +169,9 @@ def test_a_full_cache_evicts_what_joined_last():
 
 
 def test_engines_run_on_past_a_time_by_less_than_a_pass():
-    engine = EngineClock(EngineModel(COST, 9, ROOMY), 5, deque([Response(0, 100), Response(1, 80)]))
-    while engine.take_one():
-        pass
+    engine = EngineClock(EngineModel(COST, 9, ROOMY), 5)
+    engine.queue.extend([Response(0, 100), Response(1, 80)])
+    engine.fill()
     start = engine.now
     assert engine.run_past(start + 30) == [] and engine.now >= start + 30
     passes = engine.count_tokens() // 2

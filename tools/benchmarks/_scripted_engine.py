@@ -21,15 +21,22 @@ class ScriptedEngine:
         slots: requests that run at once; the others wait in the order in which they were added.
         cost: of a step.
         spend: is told the seconds of each step, `time.sleep` for one; None: only `seconds` counts them.
+        prompt_tokens: of every prompt; what a request has beyond them was sampled before. None: nothing was.
 
     Attributes:
         seconds: spent in steps.
     """
 
     def __init__(
-        self, lengths: Mapping[int, int], slots: int, cost: StepCost, spend: Callable[[float], None] | None = None
+        self,
+        lengths: Mapping[int, int],
+        slots: int,
+        cost: StepCost,
+        spend: Callable[[float], None] | None = None,
+        prompt_tokens: int | None = None,
     ) -> None:
         self._lengths, self._slots, self._cost, self._spend = lengths, slots, cost, spend
+        self._prompt_tokens = prompt_tokens
         self._waiting: list[Request] = []
         self._running: dict[int, tuple[Request, int]] = {}  # by key, with the number of tokens so far
         self._cached: set[bytes] = set()
@@ -45,7 +52,7 @@ class ScriptedEngine:
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting.pop(0)
             self._running[request.key] = request, 0
-            seconds += self._cost.per_prompt_token * self._count_uncached(request.tokens)
+            seconds += self._cost.per_prompt_token * self._count_uncached(request)
         context = sum(len(request.tokens) + done for request, done in self._running.values())
         seconds += self._cost.of_passes(1, len(self._running), context)
         self.seconds += seconds
@@ -54,16 +61,25 @@ class ScriptedEngine:
         finished = []
         for key, (request, done) in list(self._running.items()):
             self._running[key] = request, done + 1
-            limit = request.sampling.max_tokens
-            if done + 1 >= min(self._lengths[key], limit):
-                finished.append(self._end(key, "length" if self._lengths[key] > limit else "stop"))
+            left, limit = self._lengths[key] - self._count_sampled(request), request.sampling.max_tokens
+            if done + 1 >= min(left, limit):
+                finished.append(self._end(key, "length" if left > limit else "stop"))
         return finished
 
-    def _count_uncached(self, tokens: np.ndarray) -> int:
-        """Tokens of a prompt that the prefix cache does not have: none of one that came before."""
-        known = len(self._cached)
-        self._cached.add(tokens.tobytes())
-        return len(tokens) * (len(self._cached) - known)
+    def _count_sampled(self, request: Request) -> int:
+        """Tokens of a response that came before the request."""
+        return 0 if self._prompt_tokens is None else len(request.tokens) - self._prompt_tokens
+
+    def _count_uncached(self, request: Request) -> int:
+        """Tokens that the prefix cache does not have: those of a response, and of a prompt that did not come before."""
+        known, sampled = len(self._cached), self._count_sampled(request)
+        prompt = request.tokens[: len(request.tokens) - sampled]
+        self._cached.add(prompt.tobytes())
+        return sampled + len(prompt) * (len(self._cached) - known)
+
+    def drop_cache(self) -> None:
+        """What was computed with other weights is not used again."""
+        self._cached.clear()
 
     def _end(self, key: int, reason: str) -> Sampled:
         request, done = self._running.pop(key)

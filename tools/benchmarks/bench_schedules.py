@@ -33,6 +33,7 @@ from megatron_rl.planning.schedules import Costs, Schedule, simulate
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
+from tools.benchmarks._scripted_stream import ScriptedStream
 
 TOLERANCE = 0.05
 # The proportions of 8B parameters on one GPU.
@@ -63,10 +64,22 @@ def measure_synchronous(schedule: Schedule, costs: Costs, lengths: LengthModel, 
     return (time.perf_counter() - start) / steps
 
 
+def measure_partial(schedule: Schedule, costs: Costs, lengths: LengthModel, steps: int) -> float:
+    """Mean seconds of a step of colocated partial rollouts; collective."""
+    stream = ScriptedStream(schedule, costs, lengths, steps, time.sleep)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        time.sleep(costs.train(stream.take()) + costs.switch_seconds)
+    return (time.perf_counter() - start) / steps
+
+
 # Each schedule by name, and what runs it on these ranks.
 MODES: dict[str, tuple[Schedule, Measure]] = {
     "synchronous, whole groups": (Schedule(dispatch="groups"), measure_synchronous),
     "synchronous, samples spread": (Schedule(dispatch="samples"), measure_synchronous),
+    "partial rollouts, k=1": (Schedule(1), measure_partial),
+    "partial rollouts, k=2": (Schedule(2), measure_partial),
 }
 
 
@@ -102,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     found: dict[str, Any] = {}
     for name, (schedule, measure) in MODES.items():
-        simulated = simulate(schedule, costs, lengths, args.steps, skip=0)
+        simulated = simulate(schedule, costs, lengths, assign_engines, steps=args.steps)
         of_ranks = [0.0] * process.world_size
         dist.all_gather_object(of_ranks, measure(schedule, costs, lengths, args.steps))
         measured = max(of_ranks)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Colocated partial rollouts as a run has them, with a scripted engine on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.config.loading import load_config
+from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.planning.lengths import LengthModel
+from megatron_rl.planning.schedules import Costs, Schedule
+from megatron_rl.rollout.control import Channel
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.phase import open_phase_end
+from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.types import Prompt
+from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
+
+_LENGTH_SEED = 1  # that of the simulator
+
+
+class ScriptedStream:
+    """The samples of a run of `steps` steps whose engines, one per rank, are scripted; building it is collective.
+
+    Args:
+        schedule: with `max_staleness` above 0, colocated.
+        costs: with as many engines as there are ranks.
+        lengths: of the responses, drawn as the simulator does.
+        steps: that will be taken.
+        spend: see `ScriptedEngine`.
+        steps_per_update: see `schedule.steps_per_update`.
+
+    Attributes:
+        engine: of this rank.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        lengths: LengthModel,
+        steps: int,
+        spend: Callable[[float], None] | None = None,
+        steps_per_update: int | None = None,
+    ) -> None:
+        size, group_size, world_size = costs.batch_size, costs.group_size, dist.get_world_size()
+        batches = steps + schedule.max_staleness + 1
+        drawn = [lengths.draw(_LENGTH_SEED, n * size, size, group_size, costs.longest).ravel() for n in range(batches)]
+        self.engine = ScriptedEngine(
+            dict(enumerate(np.concatenate(drawn).tolist())),
+            costs.engine.max_num_seqs,
+            costs.engine.cost,
+            spend,
+            costs.prompt_tokens,
+        )
+        rng = np.random.default_rng(0)
+        prompts = [
+            Prompt(i, rng.integers(0, VOCAB_SIZE, costs.prompt_tokens, dtype=np.int32), "", None)
+            for i in range(batches * size)
+        ]
+        every = "null" if steps_per_update is None else str(steps_per_update)
+        config = load_config(
+            None,
+            [
+                "model.path=none",
+                "data.train_files=[none]",
+                f"data.train_batch_size={size}",
+                f"rollout.n={group_size}",
+                f"rollout.dispatch={schedule.dispatch}",
+                f"schedule.max_staleness={schedule.max_staleness}",
+                f"schedule.updates={schedule.updates}",
+                f"schedule.steps_per_update={every}",
+                "algorithm.importance_sampling=token-truncate",
+            ],
+        ).config
+        self._weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
+        engines = EngineRanks.consecutive(world_size, 1)
+        generator = RolloutGenerator(
+            BuiltEngine(self.engine, None, "ScriptedEngine", engines),
+            self._weights,
+            Channel(),
+            config=config.rollout,
+            run_seed=0,
+            group=dist.group.WORLD,
+            progress=RolloutProgress(),
+        )
+        self._stream = RolloutStream(
+            generator,
+            PromptBatches(PromptStream(prompts, False, 0), size),
+            config,
+            open_phase_end(steps_per_update, engines.of, None),
+            dist.group.WORLD,
+        )
+        self._sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
+
+    def take(self) -> int:
+        """The samples of the next step, and new weights: tokens of the responses of all ranks; collective."""
+        taken = self._stream.take(self._sampling, None)
+        self._weights.policy_version += 1
+        self.engine.drop_cache()
+        of_ranks = [0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, sum(len(rollout.response_tokens) for _, rollout in taken.rollouts))
+        return sum(of_ranks)
