@@ -26,7 +26,7 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
 
 # The schema asks for them; an evaluation does not look at them.
-_NOT_READ = ("data.train_files=[none]", "data.train_batch_size=1")
+_NOT_READ = ("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -114,7 +114,7 @@ def read_split(files: list[Path]) -> Iterator[Row]:
                 expected="one JSON object",
                 hint="correct or remove this file",
             ) from None
-        yield Row(index, str(file), columns)
+        yield Row(index, index, str(file), columns)
 
 
 def build_prompt(row: Row, dataset: Dataset, split: str, instruction: str) -> dict[str, Any]:

@@ -142,6 +142,8 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
     }
     sections["data"] |= {
         "train_files": [str(capsule.directory / ROLLOUTS_FILE)],
+        "weights": None,
+        "pass_rates": None,
         "validation_files": [],
         "prompt_key": "prompt",
         "answer_key": "answer",

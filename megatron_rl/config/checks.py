@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 
 from megatron_rl.config.checked import CheckedConfig
+from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
 from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
@@ -229,6 +230,39 @@ def _check_data(config: CheckedConfig) -> None:
         f"shares {', '.join(shared)} with data.train_files",
         expected="files that are not trained on",
         hint="split the file",
+    )
+    _check_weights(config)
+    bounds = config.get("data.pass_rate_range")
+    config.require(
+        len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1,
+        "data.pass_rate_range",
+        "is no range",
+        expected="two numbers from 0 to 1, the smaller one first",
+        hint="[0.1, 0.9] leaves out what is hardly ever or nearly always right",
+    )
+
+
+def _check_weights(config: CheckedConfig) -> None:
+    name, weights, files = "data.weights", config.get("data.weights"), config.get("data.train_files")
+    if weights is None:
+        return
+    config.require(
+        len(weights) == len(files),
+        name,
+        f"has {len(weights)} numbers for {len(files)} files",
+        expected="a number per file of data.train_files, in their order",
+        hint="a file without prompts in the mixture is left out of both",
+    )
+    config.require(
+        min(weights) > 0, name, "has a number that is not positive", expected="> 0", hint="leave the file out"
+    )
+    period = sum(reduce_weights(weights))
+    config.require(
+        period <= LONGEST_PERIOD,
+        name,
+        f"repeats after {period} prompts",
+        expected=f"numbers whose proportions repeat within {LONGEST_PERIOD} prompts",
+        hint="write fewer digits; they need not add up to 1: [2, 1] for thirds",
     )
 
 

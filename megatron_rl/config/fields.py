@@ -31,6 +31,7 @@ SIMPLE_TYPES: dict[Any, str] = {
     str: "text",
     list[str]: "list of texts",
     list[int]: "list of integers",
+    list[float]: "list of numbers",
 }
 _TYPE_NAMES = SIMPLE_TYPES | {dict[str, Any]: "mapping"}
 
@@ -170,6 +171,8 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if kind == dict[str, Any]:
         return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED
     items, (item_kind,) = value if isinstance(value, list) else [value], typing.get_args(kind)
+    if item_kind is float:
+        items = [_convert_number(item) for item in items]
     return list(items) if all(type(item) is item_kind for item in items) else _REFUSED
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 
 _Idle = tuple[str, str, Any]
+_PASS_RATES = [0.1, 0.9]
 _SHAPE_SETTINGS = {"bucket_tokens": [], "max_num_seqs": 64, "graph_memory_gib": None}
 
 
@@ -43,6 +44,8 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
     if config.trainer.test_freq and not config.data.validation_files:
         yield ("trainer.test_freq", "data.validation_files is empty", 0)
+    if config.data.pass_rate_range != _PASS_RATES and config.data.pass_rates is None:
+        yield ("data.pass_rate_range", "data.pass_rates is null", _PASS_RATES)
     for leaf, default in (("kl_controller", "fixed"), ("kl_in", "loss")):
         if getattr(config.algorithm, leaf) != default and config.algorithm.kl_coef == 0:
             yield (f"algorithm.{leaf}", "algorithm.kl_coef is 0", default)

@@ -58,7 +58,7 @@ def check_options(name: str, options: type, place: str) -> None:
             raise UserError(
                 f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}",
                 source=place,
-                expected="int, float, bool, str, list[str], list[int] or Literal, each alone or with | None",
+                expected="int, float, bool, str, list of str, int or float, or Literal, each alone or with | None",
                 hint="declare it with one of these types",
             )
         coerce(info, info.default, place)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.data import DataConfig
 from megatron_rl.config.declaring import MISSING, option
 from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.schedule import ScheduleConfig
@@ -30,33 +31,6 @@ class ModelConfig:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = option(
         "auto", "Modules of the layers: megatron-core's own, or Transformer Engine's (auto: where usable)."
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Prompts."""
-
-    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
-    validation_files: list[str] = option(
-        [],
-        "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
-        "or gsm8k-test beside another test).",
-    )
-    train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
-    validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
-    validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
-    max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
-    max_response_length: int = option(1024, "Longest response.", "tokens")
-    overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
-        "error",
-        "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
-        "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.",
-    )
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "Options of the chat template, such as enable_thinking.")
-    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
-    answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
-    response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")
-    shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
 
 
 @dataclass(frozen=True, kw_only=True)

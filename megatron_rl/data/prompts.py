@@ -27,11 +27,22 @@ from megatron_rl.types import Prompt, Rollout, UserError
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one list of files, and what became of those that were too long."""
+    """The prompts of one list of files, and what became of those that were too long.
+
+    Attributes:
+        prompts: file after file, row after row.
+        file_starts: `prompt_id` of the first row of each file.
+    """
 
     prompts: list[Prompt]
     num_truncated: int
     num_dropped: int
+    file_starts: list[int]
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Prompts of each file."""
+        return _count_by_file(self.prompts, self.file_starts)
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,23 @@ class SftSet:
 
     Attributes:
         examples: prompts with the response to learn, which ends with EOS, in place of a sampled one.
+        file_starts: `prompt_id` of the first row of each file.
     """
 
     examples: list[Rollout]
     num_truncated: int
     num_dropped: int
+    file_starts: list[int]
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Examples of each file."""
+        return _count_by_file([example.prompt for example in self.examples], self.file_starts)
+
+
+def _count_by_file(prompts: Sequence[Prompt], file_starts: Sequence[int]) -> list[int]:
+    edges = np.searchsorted([prompt.prompt_id for prompt in prompts], file_starts)
+    return np.diff([*edges, len(prompts)]).tolist()
 
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
@@ -72,10 +95,13 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
         UserError: a file or row is wrong, a prompt is too long under the policy "error", or none is left.
     """
     prompts: list[Prompt] = []
+    starts: list[int] = []
     truncated = dropped = 0
     for row in read_rows(files):
         if limit is not None and len(prompts) >= limit:
             break
+        if row.file == len(starts):
+            starts.append(row.index)
         ground_truth = _ground_truth(row, cfg)
         fitted = _tokenize_prompt(row, tokenizer, cfg)
         dropped += fitted is None
@@ -94,7 +120,7 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
             )
         )
     _refuse_empty(len(prompts), dropped, files, cfg)
-    return PromptSet(prompts, truncated, dropped)
+    return PromptSet(prompts, truncated, dropped, starts)
 
 
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
@@ -110,8 +136,11 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     """
     column = cfg.response_key or cfg.answer_key
     examples: list[Rollout] = []
+    starts: list[int] = []
     truncated = dropped = 0
     for row in read_rows(files):
+        if row.file == len(starts):
+            starts.append(row.index)
         response = tokenizer.encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
         if len(response) > cfg.max_response_length:
             raise UserError(
@@ -128,7 +157,7 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         prompt = Prompt(row.index, fitted.tokens, text="", ground_truth=None)
         examples.append(Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"))
     _refuse_empty(len(examples), dropped, files, cfg)
-    return SftSet(examples, truncated, dropped)
+    return SftSet(examples, truncated, dropped, starts)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,13 @@ class Row:
 
     Attributes:
         index: position over all the files that were read together, from 0.
+        file: position of its file among them, from 0.
         location: "file:line" (JSONL) or "file:row N" (parquet), counted from 1.
         columns: name -> value.
     """
 
     index: int
+    file: int
     location: str
     columns: dict[str, Any]
 
@@ -112,11 +114,11 @@ def read_rows(files: list[str]) -> Iterator[Row]:
             hint="list the files in the recipe",
         )
     index = 0
-    for name in files:
+    for file, name in enumerate(files):
         reader = _reader_of(Path(name))
         first = index
         for location, columns in reader(Path(name)):
-            yield Row(index, location, columns)
+            yield Row(index, file, location, columns)
             index += 1
         if index == first:
             raise UserError(

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endless order in which training sees its prompts: what comes at position i follows from (seed, i) alone.
 
-Invariants: nothing is drawn before anything else is, so any position may be asked for at any time; each item comes
-exactly once per epoch.
+Any position may be asked for at any time. Each prompt comes exactly once per epoch: of all files together, or with
+`data.weights` of its file. Then the files take turns in a fixed pattern: after n prompts a file with share w has given
+n w of them, to less than one (the chairman assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from megatron_rl.config.data import reduce_weights
 from megatron_rl.types import UserError
 
 T = TypeVar("T")
@@ -40,25 +43,81 @@ class EpochOrder:
         return np.random.default_rng([*self._seed, epoch]).permutation(self._size)
 
 
-class PromptStream(Generic[T]):
-    """Prompts without an end: each once per epoch, in an order that (seed, epoch) alone decides.
+class Turns:
+    """Whose turn it is among parties with shares.
 
     Args:
-        prompts: of the data set.
+        shares: whole numbers; a period of as many positions as they add up to has that many turns of each.
+    """
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        self._shares, self._period = shares, sum(shares)
+        self._party = np.array(_take_turns(shares))
+        turns = np.arange(len(shares))[:, None] == self._party
+        self._before = (np.cumsum(turns, axis=1) - turns)[self._party, np.arange(self._period)]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The party at a position, and how many turns it has had before."""
+        period, place = divmod(position, self._period)
+        party = int(self._party[place])
+        return party, period * self._shares[party] + int(self._before[place])
+
+
+def _take_turns(shares: Sequence[int]) -> list[int]:
+    """A period: of those that may have a turn, the one whose turn must come first.
+
+    With D = sum(shares) and d = 1 / (2 parties - 2), a party with c turns may have the next at the first n with
+    n share / D - c >= d, and must have it by the last n with n share / D - c <= 1 - d.
+    """
+    if len(shares) == 1:
+        return [0] * shares[0]
+    total, parts, turns, counts = sum(shares), 2 * len(shares) - 2, [], [0] * len(shares)
+    for n in range(1, total + 1):
+        due = [
+            ((parts * (count + 1) - 1) * total // (parts * share), party)
+            for party, (share, count) in enumerate(zip(shares, counts, strict=True))
+            if parts * (n * share - count * total) >= total
+        ]
+        turns.append(min(due)[1])
+        counts[turns[-1]] += 1
+    return turns
+
+
+class PromptStream(Generic[T]):
+    """Prompts without an end, in an order that the seed alone decides.
+
+    Args:
+        prompts: of the data set, file after file.
         shuffle: a new permutation for each epoch; False: the order of the files.
         seed: of the permutations.
+        weights: share of each file on any scale, `data.weights`; None: the prompts of all files are one set.
+        file_sizes: with weights, prompts of each file.
 
     Attributes:
         num_prompts: of the data set.
     """
 
-    def __init__(self, prompts: Sequence[T], shuffle: bool, seed: int) -> None:
-        self._prompts, self._order = prompts, EpochOrder(len(prompts), [seed], shuffle)
-        self.num_prompts = len(prompts)
+    def __init__(
+        self,
+        prompts: Sequence[T],
+        shuffle: bool,
+        seed: int,
+        *,
+        weights: Sequence[float] | None = None,
+        file_sizes: Sequence[int] = (),
+    ) -> None:
+        self._prompts, self.num_prompts = prompts, len(prompts)
+        if weights is None:
+            self._turns, self._orders, self._first = Turns([1]), [EpochOrder(len(prompts), [seed], shuffle)], [0]
+        else:
+            self._turns = Turns(reduce_weights(weights))
+            self._orders = [EpochOrder(size, [seed, file], shuffle) for file, size in enumerate(file_sizes)]
+            self._first = [0, *accumulate(file_sizes)]
 
     def prompt(self, position: int) -> T:
         """The prompt at a position of the stream, from 0."""
-        return self._prompts[self._order.at(position)]
+        file, draw = self._turns.at(position)
+        return self._prompts[self._first[file] + self._orders[file].at(draw)]
 
 
 class PromptBatches(Generic[T]):
@@ -101,7 +160,7 @@ class PromptBatches(Generic[T]):
         self.position += count
 
     def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: epoch, prompts of it already given out, and the size of the data set."""
+        """Where the iteration stands, and the size of the data set: an epoch is as many prompts as there are."""
         epoch, offset = divmod(self.position, self.stream.num_prompts)
         return {"epoch": epoch, "offset": offset, "num_prompts": self.stream.num_prompts}
 

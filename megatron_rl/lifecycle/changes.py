@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.pass_rates import list_pass_rate_files
 from megatron_rl.types import UserError
 
 Dependencies = dict[str, dict[str, str]]  # name -> {"source": paths, "digest": of their content}
@@ -36,6 +37,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     if config.reward_model.path:
         found["reward_model"] = _list_weights(config.reward_model.path)
     found["train_files"] = [Path(file) for file in config.data.train_files]
+    if config.data.pass_rates is not None:
+        found["train_files"] += list_pass_rate_files(config.data).values()
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
     targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}

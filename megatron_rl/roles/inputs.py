@@ -16,13 +16,13 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
-from megatron_rl.data.prompts import PromptSet, SftSet, load_prompts, load_sft_examples, name_files
+from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
 from megatron_rl.data.tokenizer import Tokenizer, find_stop_tokens
 from megatron_rl.engines.protocol import find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
-from megatron_rl.rewards.truths import check_truths
 from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
+from megatron_rl.roles.prompt_inputs import check_mixture, read_prompts
 from megatron_rl.roles.resolve import resolve, resolve_sft
 from megatron_rl.types import UserError
 
@@ -39,7 +39,8 @@ class RlInputs:
         tokenizer: of the policy.
         stop_token_ids: that end its responses.
         plan: batch arithmetic for these prompts.
-        notes: settings that have no effect in this run, and ground truths that a rule cannot read, one line each.
+        notes: settings that have no effect in this run, prompts that pass rates leave out, and ground truths that a
+            rule cannot read, one line each.
     """
 
     spec: RunSpec
@@ -93,24 +94,18 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     policy = roles["actor"].shape
     policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     stop_token_ids = find_stop_tokens(tokenizer, find_model_files(config.model.path), policy.vocab_size)
-    validation = {
-        name: load_prompts([file], tokenizer, config.data, limit=config.data.validation_limit)
-        for name, file in name_files(config.data.validation_files).items()
-    }
-    train = load_prompts(config.data.train_files, tokenizer, config.data)
-    plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
-    prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
-    notes = _find_idle_settings(config, spec, plan) + check_truths(reward_plan, prompts)
+    prompts = read_prompts(config.data, tokenizer, reward_plan)
+    plan = BatchPlan.build(config, world_size, spec, len(prompts.train.prompts))
     return RlInputs(
         spec=spec,
         roles=roles,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
-        train=train,
-        validation=validation,
+        train=prompts.train,
+        validation=prompts.validation,
         reward_plan=reward_plan,
         plan=plan,
-        notes=notes,
+        notes=_find_idle_settings(config, spec, plan) + prompts.notes,
     )
 
 
@@ -124,6 +119,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     find_loss_aggregation(config.algorithm.loss_agg_mode)
     roles, tokenizer = read_models(config, resolve_sft(config), world_size)
     data = load_sft_examples(config.data.train_files, tokenizer, config.data)
+    check_mixture(config.data, data.file_sizes)
     plan = SftPlan.build(config, world_size, len(data.examples))
     return SftInputs(roles["actor"], data, plan, _NOT_READ)
 

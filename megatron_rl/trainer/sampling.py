@@ -68,8 +68,11 @@ def build_rollout_members(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
         )
-    stream = PromptStream(inputs.train.prompts, config.data.shuffle, config.trainer.seed)
-    prompts = PromptBatches(stream, config.data.train_batch_size)
+    data, train = config.data, inputs.train
+    order = PromptStream(
+        train.prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=train.file_sizes
+    )
+    prompts = PromptBatches(order, data.train_batch_size)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     score = partial(score_all_rollouts, parts.reward_model, decode) if parts.reward_model else model

@@ -50,7 +50,13 @@ class SftTrainer:
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
-        stream = PromptStream(inputs.data.examples, config.data.shuffle, config.trainer.seed)
+        stream = PromptStream(
+            inputs.data.examples,
+            config.data.shuffle,
+            config.trainer.seed,
+            weights=config.data.weights,
+            file_sizes=inputs.data.file_sizes,
+        )
         self.examples = PromptBatches(stream, config.data.train_batch_size)
         self.checkpoints = Checkpoints(
             config,

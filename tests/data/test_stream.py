@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the prompts: epochs, random access, batches and resume. Not covered: reading files."""
+"""The order of the prompts: epochs, mixtures of files, random access, batches, resume. Not covered: reading files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.config.data import reduce_weights
+from megatron_rl.data.stream import PromptBatches, PromptStream, Turns
 from megatron_rl.types import Prompt, UserError
 
 
@@ -77,3 +78,56 @@ def test_a_state_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next():
     whole = take(make_batches(8, 4), 4)
     assert resumed.state_dict() == {"epoch": 1, "offset": 0, "num_prompts": 8}
     assert take(resumed, 2) == whole[2:]
+
+
+@given(shares=st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_files_have_their_share_of_every_beginning(shares):
+    """Counts after n turns are within one of n times the share, and a turn's number is the count before it."""
+    turns, total = Turns(shares), sum(shares)
+    counts = [0] * len(shares)
+    for position in range(2 * total + 1):
+        party, before = turns.at(position)
+        assert before == counts[party]
+        counts[party] += 1
+        assert all(
+            abs(count * total - (position + 1) * share) < total for count, share in zip(counts, shares, strict=True)
+        )
+
+
+def mix(sizes: list[int], weights: list[float] | None, seed: int = 5, shuffle: bool = True) -> PromptStream:
+    return PromptStream(make_prompts(sum(sizes)), shuffle, seed, weights=weights, file_sizes=sizes)
+
+
+def test_a_mixture_has_epochs_of_each_file():
+    """Two files of 4 and 10 prompts, 3 to 1: the small one three times while the other is seen once, each in full."""
+    stream = mix([4, 10], [0.75, 0.25])
+    ids = [stream.prompt(i).prompt_id for i in range(40)]
+    small, large = [i for i in ids if i < 4], [i for i in ids if i >= 4]
+    assert (len(small), len(large)) == (30, 10) and sorted(large) == list(range(4, 14))
+    epochs = [small[start : start + 4] for start in range(0, 28, 4)]
+    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len(set(map(tuple, epochs))) > 1
+    expected = np.random.default_rng([5, 1, 0]).permutation(10) + 4
+    assert large == expected.tolist()
+    assert ids != [mix([4, 10], [3, 1], seed=6).prompt(i).prompt_id for i in range(40)]
+    assert ids == [mix([4, 10], [3, 1]).prompt(i).prompt_id for i in range(40)]  # any scale
+    in_order = mix([2, 2], [1, 1], shuffle=False)
+    assert sorted(in_order.prompt(i).prompt_id for i in range(4)) == [0, 1, 2, 3]
+
+
+def test_without_weights_files_are_one_set():
+    ids = [mix([4, 10], None).prompt(i).prompt_id for i in range(28)]
+    assert ids == take(make_batches(14, 14, seed=5), 2)[0] + take(make_batches(14, 14, seed=5), 2)[1]
+
+
+def test_a_mixture_resumes_at_its_position():
+    first = PromptBatches(mix([4, 10], [1, 1]), 3)
+    whole = take(PromptBatches(mix([4, 10], [1, 1]), 3), 12)
+    take(first, 7)
+    resumed = PromptBatches(mix([4, 10], [1, 1]), 3)
+    resumed.load_state_dict(first.state_dict())
+    assert take(resumed, 5) == whole[7:]
+
+
+def test_weights_are_proportions():
+    assert reduce_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert reduce_weights([50.0, 100.0]) == [1, 2] and reduce_weights([1e-05, 1.0]) == [1, 100_000]

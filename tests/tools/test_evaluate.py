@@ -17,6 +17,10 @@ import pytest
 from distributed import run_ranks
 from launch_runs import assert_succeeded, run
 from megatron_rl.checkpoint.directory import find_weights
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data.pass_rates import select_by_pass_rate
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.observability.rollout_page import write_page
 from rl_runs import layout_overrides, overrides_for, read_records, train
 
@@ -61,7 +65,10 @@ def validation_of(record: dict[str, Any]) -> dict[str, float]:
 def test_a_checkpoint_in_another_layout(
     task: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The run's numbers to the last bit, from the run directory, with PP 2 and one engine of TP 2; rollouts open."""
+    """The run's numbers to the last bit, from the run directory, with PP 2 and one engine of TP 2.
+
+    The rollouts that are written open in the viewer, and prompts can be chosen by them.
+    """
     codes = run_tool(
         2,
         *settings_for(task, trained, *layout_overrides(1, 2, 2), "rollout.validation_temperature=1.0"),
@@ -92,6 +99,17 @@ def test_a_checkpoint_in_another_layout(
     ]
     assert sum(row["reward"] for row in rows) / 64 == pytest.approx(found["validation/validation/accuracy"])
     assert {row["policy_version"] for row in rows} == {4}
+    data = DataConfig(
+        train_files=[f"{task}/validation.jsonl"],
+        train_batch_size=1,
+        max_prompt_length=8,
+        pass_rates=str(tmp_path / "rollouts"),
+        pass_rate_range=[0.25, 0.75],
+    )
+    kept, _ = select_by_pass_rate(load_prompts(data.train_files, load_tokenizer(task / "model"), data), data, "")
+    correct = {i: sum(row["reward"] >= 0.5 for row in rows if row["prompt_id"] == i) for i in range(16)}
+    assert [prompt.prompt_id for prompt in kept.prompts] == [i for i in range(16) if 1 <= correct[i] <= 3]
+    assert 0 < len(kept.prompts) < 16
 
 
 def test_a_run_by_its_own_config_and_plain_python(task: Path, trained: Path, tmp_path: Path) -> None:

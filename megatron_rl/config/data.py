@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section `data`: prompts, and how often each of their files is drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from megatron_rl.config.declaring import MISSING, option
+
+LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts."""
+
+    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
+    weights: list[float] | None = option(
+        None,
+        "Shares of the train files in the prompts, a number per file on any scale; each file has epochs of its own. "
+        "Default: all files together, each prompt once per epoch.",
+    )
+    pass_rates: str | None = option(
+        None,
+        "What tools/evaluate.py --rollouts wrote for the train files; prompts whose responses are correct less or more "
+        "often than pass_rate_range says are left out.",
+    )
+    pass_rate_range: list[float] = option([0.1, 0.9], "Least and largest share of correct responses.")
+    validation_files: list[str] = option(
+        [],
+        "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
+        "or gsm8k-test beside another test).",
+    )
+    train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
+    validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
+    validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
+    max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
+    max_response_length: int = option(1024, "Longest response.", "tokens")
+    overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
+        "error",
+        "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
+        "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.",
+    )
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "Options of the chat template, such as enable_thinking.")
+    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
+    answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
+    response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")
+    shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
+
+
+def reduce_weights(weights: Sequence[float]) -> list[int]:
+    """The smallest integers in the proportion of positive weights, as they are written in decimals."""
+    shares = [Fraction(repr(weight)) for weight in weights]
+    unit = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * unit) for share in shares]
+    return [share // math.gcd(*whole) for share in whole]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training prompts by how often a policy answers them correctly, as `tools/evaluate.py --rollouts` measured it.
+
+A prompt whose responses are all right or all wrong teaches estimators with a group baseline nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data.prompts import PromptSet, name_files
+from megatron_rl.data.rows import Row, read_rows
+from megatron_rl.types import Prompt, UserError
+
+_CORRECT_FROM = 0.5  # least reward of a correct response, as in pass@k
+_HINT = (
+    "evaluate the train files with these settings: tools/evaluate.py RECIPE data.validation_files=[TRAIN_FILE] "
+    "--samples 8 rollout.validation_temperature=1.0 --rollouts DIR"
+)
+
+Measured = dict[int, tuple[str, list[bool]]]  # by row of the file: text of the prompt, which responses are correct
+
+
+def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
+    """The rollouts of each train file, by the file; of several steps those of the latest.
+
+    Raises:
+        UserError: a train file has none.
+    """
+    found = {}
+    for name, file in name_files(cfg.train_files).items():
+        folder = Path(cfg.pass_rates or "") / name / "rollouts"
+        steps = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.jsonl")}
+        if not steps:
+            raise _refuse(f"no rollouts of {file}", f"{folder}/step_<N>.jsonl")
+        found[file] = steps[max(steps)]
+    return found
+
+
+def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tuple[PromptSet, list[str]]:
+    """The prompts whose pass rate lies in `pass_rate_range`, ends included, and a note on the others.
+
+    Args:
+        train: of `cfg.train_files`.
+        cfg: without `pass_rates` all prompts are kept, and there is no note.
+        shaping: a component of the reward that does not say whether a response is correct.
+
+    Raises:
+        UserError: a prompt has not been measured, or was another one then.
+    """
+    if cfg.pass_rates is None:
+        return train, []
+    measured = [_read(path, shaping) for path in list_pass_rate_files(cfg).values()]
+    low, high = cfg.pass_rate_range
+    kept = [prompt for prompt in train.prompts if low <= _find_rate(prompt, train, measured, cfg) <= high]
+    note = f"data.pass_rates: {len(kept)} of {len(train.prompts)} prompts are right in {low:g} to {high:g} of the cases"
+    return replace(train, prompts=kept), [note]
+
+
+def _find_rate(prompt: Prompt, train: PromptSet, measured: list[Measured], cfg: DataConfig) -> float:
+    file = bisect_right(train.file_starts, prompt.prompt_id) - 1
+    row = prompt.prompt_id - train.file_starts[file]
+    text, correct = measured[file].get(row, (None, []))
+    if text != prompt.text:
+        state = "has not been measured" if text is None else "was another one when it was measured"
+        raise _refuse(f"the prompt in row {row} (from 0) of {cfg.train_files[file]} {state}", "rollouts of each prompt")
+    return sum(correct) / len(correct)
+
+
+def _read(path: Path, shaping: str) -> Measured:
+    found: Measured = {}
+    for row in read_rows([str(path)]):
+        number, text, is_correct = _parse(row, shaping)
+        found.setdefault(number, (text, []))[1].append(is_correct)
+    return found
+
+
+def _parse(row: Row, shaping: str) -> tuple[int, str, bool]:
+    """Row of the prompt, its text, and whether the response is correct."""
+    columns = row.columns
+    try:
+        reward = columns["reward"] - columns["reward_components"].get(shaping, 0.0)
+        return int(columns["prompt_id"]), str(columns["prompt"]), reward >= _CORRECT_FROM
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise _refuse(f"{row.location} is no scored rollout", "rollouts that tools/evaluate.py wrote") from None
+
+
+def _refuse(found: str, expected: str) -> UserError:
+    return UserError(found, source="data.pass_rates", expected=expected, hint=_HINT)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of a run: read, chosen by pass rate, and checked against the files' weights and the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data.pass_rates import select_by_pass_rate
+from megatron_rl.data.prompts import PromptSet, load_prompts, name_files
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.rewards.plan import OVERLONG, RewardPlan
+from megatron_rl.rewards.truths import check_truths
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """Prompts to train on and to validate on, the latter by set, and what is to be said of them, one line each."""
+
+    train: PromptSet
+    validation: dict[str, PromptSet]
+    notes: list[str]
+
+
+def read_prompts(config: DataConfig, tokenizer: Tokenizer, reward_plan: RewardPlan) -> PromptInputs:
+    """Read and check all prompts.
+
+    Raises:
+        UserError: a file, a row or a measured pass rate that is wrong or missing, or ground truths that the reward
+            cannot use.
+    """
+    validation = {
+        name: load_prompts([file], tokenizer, config, limit=config.validation_limit)
+        for name, file in name_files(config.validation_files).items()
+    }
+    loaded = load_prompts(config.train_files, tokenizer, config)
+    train, notes = select_by_pass_rate(loaded, config, shaping=OVERLONG)
+    check_mixture(config, train.file_sizes)
+    prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
+    return PromptInputs(train, validation, notes + check_truths(reward_plan, prompts))
+
+
+def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
+    """Refuse weights of files of which one has no prompt (UserError)."""
+    empty = [file for file, size in zip(config.train_files, sizes, strict=True) if not size]
+    if config.weights is not None and empty:
+        raise UserError(
+            f"no prompt of {', '.join(empty)} is left",
+            source="data.weights and data.train_files",
+            expected="a prompt in each file that has a weight",
+            hint="raise data.max_prompt_length, widen data.pass_rate_range, or leave out the file and its weight",
+        )
