@@ -50,7 +50,7 @@ def build_actor(model: Path) -> Actor:
 def take_step(
     actor: Actor, options: argparse.Namespace, step: int, device: torch.device, reference: Actor | None = None
 ) -> dict[str, Any]:
-    """Pack, log-probs, updates: the CPU-seconds of each, and the log-probs to compare.
+    """Pack, and update: the CPU-seconds of each, and the log-probs to compare, which the first update gives.
 
     With a reference the update is that of all epochs; else their mean.
     """
@@ -58,21 +58,22 @@ def take_step(
     work, times = draw_workload(options, step), [time.process_time()]
     batch = build_bench_batch(actor, work, max_tokens=options.max_tokens, share_prompts=True, device=device)
     times.append(time.process_time())
-    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
-    times.append(time.process_time())
+    room = torch.zeros_like(batch.rollout_logprobs)
+    batch = replace(batch, update_logprobs=room, update_entropy=room.clone())
     if reference is not None:
         batch = replace(batch, ref_logprobs=reference.compute_logprobs(batch))
     times.append(time.process_time())
     for _ in range(NUM_UPDATES):
         actor.forward_backward(batch, algorithm)
         actor.optim_step()
+        if batch.old_logprobs is None:
+            batch = replace(batch, old_logprobs=room.clone())
         times.append(time.process_time())
-    packing, logprobs, of_reference, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
+    packing, of_reference, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
     sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding
-    sums.index_add_(0, batch.sequence_ids % len(sums), batch.old_logprobs.double())
+    sums.index_add_(0, batch.sequence_ids % len(sums), batch.column("old_logprobs").double())
     return {
         "packing": packing,
-        "logprobs": logprobs,
         "reference": of_reference,
         "update": (sum if reference else statistics.mean)(updates),
         "logprob_sums": sums[:-1].tolist(),

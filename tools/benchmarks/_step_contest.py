@@ -46,7 +46,7 @@ PARTS = ("packing", "logprobs", "reference", "update", "whole")
 KL_COEF = 0.01
 LEARNING_RATE = 1e-4
 SMALL_LEARNING_RATE = 1e-8  # where each side samples: a policy that learns would change its lengths
-NUM_UPDATES = 2  # per step; with one, TRL does without a pass of log-probs
+NUM_UPDATES = 2  # per step; with one, and no engine to correct for, TRL does without a pass of log-probs, too
 MARK = "ANSWER "
 
 

@@ -6,8 +6,10 @@
 Needs TRL (`pip install trl==1.16.0`), in this environment or in the one of `--trl-python`. Each side is a process of
 its own with one thread; a step of the one is followed by the same step of the other, in changing order. All steps have
 16 prompts x 8 samples. Generation is measured in the last workload only: in the others both sides are given responses
-of scripted lengths, TRL through the `rollout_func` of its GRPOTrainer, and a step is one pass of log-probs of the
-policy before the update (`num_iterations=2` makes TRL take it) and one update, the mean of two.
+of scripted lengths, TRL through the `rollout_func` of its GRPOTrainer, and a step is the log-probs of the policy before
+the update and one update, the mean of two. TRL takes a pass for these log-probs, as it does by default with vLLM, whose
+log-probs it corrects (here `num_iterations=2` makes it); ours has them of the update. Two more ratios are printed: of
+two epochs, one pass of TRL's to two updates, and of one update without that pass, as where TRL corrects nothing.
 
     ragged     32 prompt tokens, up to 128 in a response (geometric, mean about 45)
     prompt     256 prompt tokens, up to 64 in a response (geometric, mean about 33)
@@ -17,8 +19,8 @@ policy before the update (`num_iterations=2` makes TRL take it) and one update, 
                vLLM in process against TRL with transformers. The model ends a response with a probability of about
                1/49 at each token. Measured per 1000 response tokens, as lengths differ by chance
 
-Ours is charged with packing, log-probs and update; TRL with log-probs and update only, its padding, rewards and
-advantages are left out. The log-probs of both sides are compared in every step, after the updates of the steps before.
+Ours is charged with packing and update; TRL with log-probs and update only, its padding, rewards and advantages are
+left out. The log-probs of both sides are compared in every step, after the updates of the steps before.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from tools.benchmarks._bench_actor import write_random_model
 from tools.benchmarks._step_contest import MARK, MODEL, PARTS, WORDS, WORKLOADS, add_worker_options, draw_workload
 
 TOOLS = Path(__file__).resolve().parent
+ONE_UPDATE = ("ragged", "prompt", "fixed")
+RATIOS = ("ratio", "two_epochs_ratio", "update_ratio")
 SIDES = {"ours": TOOLS / "_our_side.py", "trl": TOOLS / "_trl_side.py"}
 
 
@@ -172,10 +176,14 @@ def summarize(
             }
             | {"ratio": sums["trl"] / sums["ours"]}
         )
+        if workload in ONE_UPDATE:
+            ours, trl = (table[-1][name] for name in ("ours", "trl"))
+            table[-1]["two_epochs_ratio"] = (trl["total"] + trl["update"]) / (ours["total"] + ours["update"])
+            table[-1]["update_ratio"] = (trl["total"] - trl["logprobs"]) / ours["total"]
     return {
         "workload": workload,
         "rounds": table,
-        "ratio": min(row["ratio"] for row in table),
+        **{name: min(row[name] for row in table) for name in RATIOS if name in table[0]},
         "response_tokens": statistics.median(a - b for a, b in zip(tokens, prompt_tokens, strict=True)),
         "tokens": statistics.median(tokens),
         "max_logprob_gap": max(step["logprob_gap"] for steps in rounds for step in steps),
@@ -198,6 +206,8 @@ def format_result(result: dict[str, Any]) -> str:
                 + f"{found['tokens_computed']:10.0f}"
             )
         lines.append(f"        TRL takes {row['ratio']:.2f} times as long")
+        if "update_ratio" in row:
+            lines[-1] += f"; two epochs: {row['two_epochs_ratio']:.2f}, without its pass: {row['update_ratio']:.2f}"
     return "\n".join(lines)
 
 
