@@ -40,6 +40,7 @@ RUNS = {
     "tp2 pp2": (4, [*COMMON, *layout_overrides(2, 2, 1)]),
     "cp2": (2, [*COMMON, "actor.context_parallel_size=2"]),
     "dp2 static": (2, [*COMMON, "actor.step_mode=static", "actor.max_tokens_per_microbatch=48"]),
+    "stale samples": (1, [*COMMON, "schedule.max_staleness=1", "trainer.total_steps=3"]),
     "critic": (1, [*COMMON, "algorithm.adv_estimator=gae", "critic.lr=1e-3", "trainer.critic_warmup=1"]),
 }
 
