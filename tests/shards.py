@@ -106,7 +106,7 @@ def find_differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.
 
 def as_shards(tables: Sequence[Sequence[ShardBox]]) -> list[Shard]:
     """Ranks with equal tables are one shard."""
-    return group_shards(tables.__getitem__, lambda rank: tuple(tables[rank]), len(tables))
+    return group_shards(tables.__getitem__, lambda rank: tuple(tables[rank]), range(len(tables)))
 
 
 def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[ShardBox]]:

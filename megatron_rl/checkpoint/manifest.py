@@ -49,6 +49,11 @@ class RunContent:
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
     """What is known when the checkpoint is taken; nothing in it changes when training goes on.
 
+    Args:
+        content: of the run.
+        roles: whose first rank this is.
+        with_optimizer: the checkpoint has optimizer states.
+
     Raises:
         TypeError: `content.state` cannot be written as JSON.
     """
@@ -110,23 +115,24 @@ def finish_directory(
     partial: Path,
     manifest: dict[str, Any],
     content: RunContent,
-    parts: Sequence[tuple[dict[str, list[Chunk]], list[FileRecord]]],
+    parts: Sequence[tuple[dict[str, list[Chunk]], list[FileRecord], dict[str, Any]]],
 ) -> int:
     """Write what describes the ranks' files, and give the directory its name; returns its bytes.
 
     Args:
         partial: `<name>.partial`, with the files of all ranks.
-        manifest: from `make_manifest`.
+        manifest: from `make_manifest` on rank 0.
         content: the same as there.
-        parts: of every rank: chunks by role, and the files it wrote.
+        parts: of every rank: chunks by role, the files it wrote, and the roles in its manifest.
 
     Raises:
         OSError: something cannot be written.
         UserError: the files do not cover every tensor of the roles.
     """
-    records = [record for _, files in parts for record in files]
+    records = [record for _, files, _ in parts for record in files]
+    manifest = {**manifest, "roles": {name: role for *_, roles in parts for name, role in roles.items()}}
     for name in manifest["roles"]:
-        chunks = [chunk for by_role, _ in parts for chunk in by_role.get(name, ())]
+        chunks = [chunk for by_role, *_ in parts for chunk in by_role.get(name, ())]
         records += finish_role(partial / name, chunks, content.side_files.get(name, {}), {"iteration": content.step})
     records.append(write_file(partial / RECIPE_FILE, content.recipe.encode()))
     return seal(partial, manifest, records)

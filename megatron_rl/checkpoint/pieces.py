@@ -110,7 +110,7 @@ def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:
 def find_holders(role: SavedRole) -> Holders:
     """Logical tensor and box -> the ranks that hold it."""
     holders: Holders = {}
-    for shard in group_shards(role.model.placements, role.model.shard_key, role.model.groups.layout.world_size):
+    for shard in group_shards(role.model.placements, role.model.shard_key, role.model.groups.layout.ranks):
         for p in shard.placements:
             if box_volume(p.hf_box):
                 holders.setdefault((p.hf_name, p.hf_box), []).extend(shard.ranks)
@@ -119,7 +119,7 @@ def find_holders(role: SavedRole) -> Holders:
 
 def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]:
     """The placements of `rank` that it saves: each box is saved once, and the replicas share the bytes."""
-    loads, mine = [0] * role.model.groups.layout.world_size, set()
+    loads, mine = dict.fromkeys(role.model.groups.layout.ranks, 0), set()
     for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):
         owner = min(ranks, key=loads.__getitem__)
         loads[owner] += box_volume(box)

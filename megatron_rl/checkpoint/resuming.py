@@ -24,7 +24,8 @@ from megatron_rl.checkpoint.pieces import Piece, SavedRole, make_weight_pieces
 from megatron_rl.checkpoint.rng import restore_rng
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.torch_dist import ChunkReader
-from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.parallel.collectives import gather_objects, raise_together
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
 
@@ -63,7 +64,7 @@ def load_training_state(
 
     Args:
         directory: `step_<N>`.
-        roles: "actor" and, where there is one, "critic".
+        roles: of this rank: "actor" and, where there is one, "critic".
         side_files: role -> files of its model, see `list_side_files`; the tokenizers are compared.
         group: all ranks.
         is_verified: its digests were looked at a moment ago (`find_newest_valid`).
@@ -80,21 +81,24 @@ def load_training_state(
             hint="take an older one, or copy this one again",
         )
     error: UserError | None = None
+    random_numbers, is_same = directory / "rng" / f"rank_{group.rank()}.safetensors", False
     try:
         manifest = read_manifest(directory)
         recipe = (directory / RECIPE_FILE).read_text(encoding="utf-8")
         _check_roles(directory, manifest, roles, side_files)
+        is_same = random_numbers.is_file() and all(
+            ParallelLayout(**manifest["roles"][name]["layout"]) == role.model.groups.layout
+            for name, role in roles.items()
+        )
     except UserError as caught:
         error = caught
     raise_together(error, group)
+    same_layout = all(gather_objects(is_same, group))
     try:
         for name, role in roles.items():
             _load_role(directory / name, manifest["roles"][name], role, group.rank())
-        same_layout = all(
-            describe_role(role)["layout"] == manifest["roles"][name]["layout"] for name, role in roles.items()
-        )
         if same_layout:
-            restore_rng(_read_tensors(directory / "rng" / f"rank_{group.rank()}.safetensors"))
+            restore_rng(_read_tensors(random_numbers))
     except UserError as caught:
         error = caught
     raise_together(error, group)

@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +140,8 @@ class CheckpointSaver:
 
         Args:
             content: what is said about the checkpoint and what belongs to no rank.
-            roles: "actor" and, where there is one, "critic".
+            roles: of this rank: "actor" and, where there is one, "critic". `content.side_files` names those of all
+                ranks.
             with_optimizer: save optimizer states and random numbers too (else it cannot be resumed from).
             is_best: `best` shall name it.
             export: called on every rank with a directory inside the new checkpoint (to write the HF model there).
@@ -149,10 +150,11 @@ class CheckpointSaver:
         self.wait()
         started = time.monotonic()
         partial = self._root / f"step_{content.step}.partial"
-        manifest = make_manifest(content, roles, with_optimizer=with_optimizer)
+        led = {name: role for name, role in roles.items() if role.model.groups.layout.first_rank == self._group.rank()}
+        manifest = make_manifest(content, led, with_optimizer=with_optimizer)
         pending = _Pending(content, manifest, partial, is_best, started)
         try:
-            self._prepare(partial, roles)
+            self._prepare(partial, {*roles, *content.side_files})
             if export is not None:
                 export(partial / "huggingface")
         except Exception as error:
@@ -192,7 +194,7 @@ class CheckpointSaver:
             self._blocked += time.monotonic() - began
             self._commit(pending)
 
-    def _prepare(self, partial: Path, roles: Mapping[str, SavedRole]) -> None:
+    def _prepare(self, partial: Path, roles: Iterable[str]) -> None:
         """Rank 0 makes the empty directories."""
         error: UserError | None = None
         if self._group.rank() == 0:
@@ -211,7 +213,8 @@ class CheckpointSaver:
         try:
             raise_together(pending.error, self._group)
             parts: list[Any] = [None] * self._group.size() if self._group.rank() == 0 else []
-            dist.gather_object((pending.chunks, pending.records), parts or None, group=self._group, group_dst=0)
+            mine = pending.chunks, pending.records, pending.manifest["roles"]
+            dist.gather_object(mine, parts or None, group=self._group, group_dst=0)
             error: UserError | None = None
             if self._group.rank() == 0:
                 try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_rl.config.placement_checks import check_placement
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
@@ -22,7 +23,8 @@ class BatchPlan:
     """Every number that follows from the config and the world size.
 
     Attributes:
-        world_size, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
+        world_size: ranks of the job.
+        actor_ranks, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
         engine_ranks, num_engines: ranks per rollout engine, and engines.
         engine_is_actor: the engine runs the actor's modules, in the actor's layout.
         train_batch_size: prompts per step of the main loop.
@@ -44,6 +46,7 @@ class BatchPlan:
     """
 
     world_size: int
+    actor_ranks: int
     tp_size: int
     pp_size: int
     cp_size: int
@@ -85,15 +88,16 @@ class BatchPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        for role in spec.laid_out:
-            check_ranks(role.layout, world_size, role.section)
+        check_placement(cfg, spec, world_size)
+        for role in spec.roles.values():
+            check_ranks(role.layout, cfg.placement.ranks_of(role.name, world_size), role.section)
             check_longest_sequence(cfg.data, role.layout, role.section)
         engine_ranks = _count_engine_ranks(cfg, world_size)
-        num_engines = world_size // engine_ranks
         _check_batches(cfg, spec, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
-        dp_size = world_size // (tp_size * pp_size * actor.context_parallel_size)
+        actor_ranks = len(cfg.placement.ranks_of("actor", world_size))
+        dp_size = actor_ranks // (tp_size * pp_size * actor.context_parallel_size)
         part = group_size if cfg.rollout.dispatch == "groups" else 1  # what stays together
         parts = data.train_batch_size * group_size // part
         mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
@@ -103,18 +107,19 @@ class BatchPlan:
         optimizer_steps = minibatches * actor.ppo_epochs
         return cls(
             world_size=world_size,
+            actor_ranks=actor_ranks,
             tp_size=tp_size,
             pp_size=pp_size,
             cp_size=actor.context_parallel_size,
             dp_size=dp_size,
             engine_ranks=engine_ranks,
-            num_engines=num_engines,
+            num_engines=world_size // engine_ranks,
             engine_is_actor=cfg.rollout.engine == "megatron",
             train_batch_size=data.train_batch_size,
             group_size=group_size,
             rollouts_per_step=data.train_batch_size * group_size,
-            rollouts_per_engine_min=parts // num_engines * part,
-            rollouts_per_engine_max=-(-parts // num_engines) * part,
+            rollouts_per_engine_min=parts * engine_ranks // world_size * part,
+            rollouts_per_engine_max=-(-parts * engine_ranks // world_size) * part,
             ppo_mini_batch_size=mini_batch_size,
             ppo_epochs=actor.ppo_epochs,
             minibatches_per_epoch=minibatches,
@@ -136,7 +141,8 @@ class BatchPlan:
         """Each derived number as "name = formula = formula with numbers = value"."""
         n, batch, mini = self.group_size, self.train_batch_size, self.ppo_mini_batch_size
         lines = [
-            f"dp_size = world_size / (tp * pp * cp) = {self.world_size} / "
+            f"dp_size = {'world_size' if self.actor_ranks == self.world_size else 'ranks of the actor'} / "
+            f"(tp * pp * cp) = {self.actor_ranks} / "
             f"({self.tp_size} * {self.pp_size} * {self.cp_size}) = {self.dp_size}",
             f"num_engines = world_size / {'(tp * pp * ep)' if self.engine_is_actor else 'rollout_tp'} = "
             f"{self.world_size} / {self.engine_ranks} = {self.num_engines}",
@@ -196,16 +202,17 @@ def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def check_ranks(layout: LayoutConfig, world_size: int, section: str) -> int:
-    """The number of replicas of a section's model; refuses a world size that its layout does not divide (UserError)."""
+def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
+    """The number of replicas of a section's model; refuses ranks that its layout does not divide (UserError)."""
     sizes = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size)
     model_size = math.prod(sizes)
+    world_size = len(ranks)
     if world_size % model_size:
         tp_size, pp_size, cp_size = sizes
         raise UserError(
             f"world_size {world_size} is no multiple of tp * pp * cp = {tp_size} * {pp_size} * {cp_size} = "
             f"{model_size}",
-            source=f"world size (torchrun) and the layout of the section {section}",
+            source=f"world size (torchrun), or the placement of the role, and the layout of the section {section}",
             expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
             hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbours",
         )

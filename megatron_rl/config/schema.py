@@ -16,6 +16,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.declaring import MISSING, option
 from megatron_rl.config.observability import ObservabilityConfig
+from megatron_rl.config.placement import HybridConfig, PlacementConfig
 from megatron_rl.config.schedule import ScheduleConfig
 
 
@@ -173,22 +174,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig:
-    """The switch between training and rollout: how weights reach the engine, and what is checked."""
-
-    transport: Literal["auto", "pull", "buckets"] = option(
-        "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible."
-    )
-    bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
-    alias_weights: bool = option(
-        True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy."
-    )
-    verify: Literal["off", "sample", "full"] = option(
-        "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     """The frozen model of the KL term; built only when algorithm.kl_coef > 0. Layout: the actor's."""
 
@@ -335,6 +320,7 @@ class RunConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     hybrid: HybridConfig = dataclasses.field(default_factory=HybridConfig)
+    placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
     reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)

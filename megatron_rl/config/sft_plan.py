@@ -40,7 +40,14 @@ class SftPlan:
                 expected="false",
                 hint="evaluate by tools/evaluate.py",
             )
-        dp_size = check_ranks(cfg.actor, world_size, "actor")
+        if cfg.placement.placed:
+            raise UserError(
+                f"placement.{cfg.placement.placed[0]} in supervised fine-tuning, which has one role",
+                source=f"placement.{cfg.placement.placed[0]}",
+                expected="null",
+                hint="remove the section placement",
+            )
+        dp_size = check_ranks(cfg.actor, range(world_size), "actor")
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)
         return cls(

@@ -78,6 +78,8 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     now = batch.update_logprobs
     if now is None:
         return {}
+    if not len(now):  # the actor is on other ranks
+        return dict.fromkeys(("ratio", "entropy", "clipped"), now)
     inputs = replace(loss_inputs(batch), logprobs=now)
     if algorithm.importance_sampling == "bypass":
         inputs = replace(inputs, old_logprobs=batch.rollout_logprobs)

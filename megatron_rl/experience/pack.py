@@ -23,7 +23,6 @@ from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, padding_metrics
 from megatron_rl.packing.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch, LossLedger
 
@@ -31,9 +30,10 @@ FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 
 class PackableModel(Protocol):
-    """What packing asks of a model; see `PackedModel`."""
+    """What packing asks of a model; see `LaidOutModel`."""
 
-    groups: ParallelGroups
+    layout: ParallelLayout
+    dp_rank: int | None
     buckets: Buckets | None
     pad_multiple: int
     attention_ratio: float
@@ -90,7 +90,7 @@ class Packer:
         """Roles with equal keys have one packing, that of the first which needs it."""
         model = self.model
         return (
-            model.groups.layout,
+            model.layout,
             model.pad_multiple,
             model.buckets,
             self.config.max_tokens_per_microbatch,
@@ -102,7 +102,7 @@ class Packer:
 
         Collective, as `fetch_branches` is.
         """
-        layout, minibatches = self.model.groups.layout, []
+        layout, minibatches = self.model.layout, []
         lengths, prompt_lengths = headers["num_tokens"].tolist(), headers["num_prompt_tokens"].tolist()
         group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
         for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
@@ -123,7 +123,7 @@ class Packer:
             branches,
             weights,
             [(range(part.start, part.stop), part.plan) for part in minibatches],
-            dp_rank=self.model.groups.at.dp,
+            dp_rank=self.model.dp_rank,
             device=self.device,
             padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
             group_of=group_of,
@@ -143,7 +143,7 @@ class Packer:
         model = self.model
         plan = plan_microbatches(
             lengths,
-            dp_size=model.groups.layout.dp_size,
+            dp_size=model.layout.dp_size,
             max_tokens=self.config.max_tokens_per_microbatch,
             count_multiple=model.microbatch_count_multiple,
             attention_ratio=model.attention_ratio,
@@ -203,7 +203,7 @@ def number_prompts(headers: Headers) -> np.ndarray:
 
 def list_replicas(layout: ParallelLayout) -> np.ndarray:
     """Ranks of each DP replica, [dp_size, pp * cp * tp]."""
-    ranks = np.arange(layout.world_size).reshape(layout.pp_size, layout.dp_size, -1)
+    ranks = np.array(layout.ranks).reshape(layout.pp_size, layout.dp_size, -1)
     return ranks.transpose(1, 0, 2).reshape(layout.dp_size, -1)
 
 

@@ -129,7 +129,7 @@ class Checkpoints:
             "dependencies": self._opened.dependencies,
             "failed_saves": list(self._run.failed_saves),
         }
-        version = self._state.roles["actor"].optimizer.steps
+        version = self._state.policy_version
         self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), self._state.rank_state()
 
     def _end_of_last_step(self) -> tuple[RunContent, RankState]:

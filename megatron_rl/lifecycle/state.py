@@ -50,7 +50,7 @@ class TrainingState:
     """Everything that changes while a program trains.
 
     Attributes:
-        roles: that are trained, by name.
+        roles: that are trained, by name; those of this rank.
         parts: what else has a state, by name.
         side_files: role -> files of its model, see `list_side_files`.
         rollouts: that were begun and not learned from; None: a program that begins none ahead of their step.
@@ -60,6 +60,11 @@ class TrainingState:
     parts: Mapping[str, Stateful]
     side_files: Mapping[str, Mapping[str, Path]]
     rollouts: HeldRollouts | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps behind the actor's weights; -1 where the actor is not."""
+        return self.roles["actor"].optimizer.steps if "actor" in self.roles else -1
 
     def small_parts(self) -> dict[str, Any]:
         """The states of the parts."""
@@ -98,8 +103,7 @@ class TrainingState:
         Raises:
             UserError: it cannot be written; on every rank.
         """
-        version = self.roles["actor"].optimizer.steps
-        content = RunContent(step, version, recipe, self.small_parts(), self.side_files)
+        content = RunContent(step, self.policy_version, recipe, self.small_parts(), self.side_files)
         outcome = save_now(root, content, self.roles, world(), self.rank_state())
         if outcome.error is not None:
             raise outcome.error

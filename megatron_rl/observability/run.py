@@ -176,6 +176,12 @@ class Run:
         for name, value in metrics.items():
             self._counts.setdefault(name, []).append(float(value))
 
+    def complete(self, series: Mapping[str, Sequence[float]], times: Mapping[str, float]) -> None:
+        """Add what another rank has counted and timed (`PhaseTimers.seen`) in this step, and this one has not."""
+        for name, values in series.items():
+            self._counts.setdefault(name, list(values))
+        self.timers.complete(times)
+
     @property
     def series(self) -> Mapping[str, Sequence[float]]:
         """What was counted in this step, every value in order."""

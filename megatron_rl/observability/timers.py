@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -95,10 +95,23 @@ class PhaseTimers:
         """
         return _Watched(role, self, phases)
 
-    def pop(self) -> dict[str, float]:
-        """Seconds by `time/<name>` and bytes by `memory/<name>` since the last call; starts again at zero."""
+    def seen(self) -> dict[str, float]:
+        """Seconds by `time/<name>` and bytes by `memory/<name>` since the last `pop`."""
         record: dict[str, float] = {f"time/{name}": value for name, value in self._seconds.items()}
-        record |= {f"memory/{name}": value for name, value in self._bytes.items()}
+        return record | {f"memory/{name}": value for name, value in self._bytes.items()}
+
+    def complete(self, seen: Mapping[str, float]) -> None:
+        """Take over from another rank what was not timed here."""
+        for name, value in seen.items():
+            kind, _, phase = name.partition("/")
+            if kind == "time":
+                self._seconds.setdefault(phase, value)
+            else:
+                self._bytes.setdefault(phase, int(value))
+
+    def pop(self) -> dict[str, float]:
+        """What was `seen`; starts again at zero."""
+        record = self.seen()
         self._seconds.clear()
         self._bytes.clear()
         return record

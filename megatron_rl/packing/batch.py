@@ -169,7 +169,7 @@ def build_train_batch(
     sequence_weights: Sequence[float] | np.ndarray,
     minibatch_plans: Sequence[tuple[Sequence[int], MicrobatchPlan]],
     *,
-    dp_rank: int,
+    dp_rank: int | None,
     padding: Padding,
     device: torch.device,
     group_of: Sequence[int] | np.ndarray | None = None,
@@ -180,7 +180,7 @@ def build_train_batch(
         sequences: branches of the step, those of this DP rank at least.
         sequence_weights: loss weight of each of their response tokens.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
-        dp_rank: whose microbatches to build.
+        dp_rank: whose microbatches to build; None: of a rank outside of the role, which has no token.
         padding: what the lengths of the microbatches must be.
         device: where the tensors live.
         group_of: a number per sequence; sequences of one number that follow each other in a microbatch share their
@@ -189,8 +189,11 @@ def build_train_batch(
     rows = _Rows()
     slices: list[MicrobatchSlice] = []
     members_of: list[list[int]] = []
+    sizes: list[int] = []
     for indices, plan in minibatch_plans:
-        members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
+        sizes.append(0 if dp_rank is None else len(plan[dp_rank]))
+        if dp_rank is not None:
+            members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
     for members in members_of:
         first = rows.begin_microbatch()
         previous = None
@@ -212,7 +215,7 @@ def build_train_batch(
         sequence_ids=flat["ids"],
         rollout_logprobs=flat["logprobs"],
         slices=slices,
-        minibatch_sizes=[len(plan[dp_rank]) for _, plan in minibatch_plans],
+        minibatch_sizes=sizes,
     )
     return replace(batch, loss_weights=expand_to_tokens(sequence_weights, batch) * batch.loss_mask)
 
@@ -248,12 +251,15 @@ def _have_same_prompt(first: Branch, second: Branch) -> bool:
     return np.array_equal(first.tokens[: first.num_prompt_tokens], second.tokens[: second.num_prompt_tokens])
 
 
+_ROW_TYPES = (np.int64, np.int64, np.int64, bool, np.int64, np.float32)
+
+
 class _Rows:
     """Columns that grow by a segment at a time, and the segments of the current microbatch."""
 
     def __init__(self) -> None:
         names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
-        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        self.columns = {name: [np.empty(0, dtype)] for name, dtype in zip(names, _ROW_TYPES, strict=True)}
         self.lengths: list[int] = []
         self.prefixes: list[tuple[int, int]] = []
         self._total = self._first = self._prompt_start = 0
@@ -306,8 +312,7 @@ class _Rows:
             )
 
     def _append_segment(self, *values: np.ndarray, prefix: tuple[int, int]) -> None:
-        types = (np.int64, np.int64, np.int64, bool, np.int64, np.float32)
-        for column, piece, dtype in zip(self.columns.values(), values, types, strict=True):
+        for column, piece, dtype in zip(self.columns.values(), values, _ROW_TYPES, strict=True):
             column.append(np.asarray(piece, dtype))
         length = len(values[0])
         if length:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.parallel.collectives import align_group_names, connect, current_device, make_group, world
+from megatron_rl.parallel.collectives import align_group_names, connect, current_device, make_group
 from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 
@@ -80,7 +80,9 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
 
 
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:
-    """Create the process groups of `layout`; collective over the default group.
+    """Create the process groups of `layout` on its ranks; collective over the default group.
+
+    Ranks that are not in the layout call `align_group_names` meanwhile.
 
     A rank creates the groups that it is in, and waits for their members only: a handful of calls, whatever the
     number of ranks. Groups that have the same ranks everywhere are one group, with one communicator.
@@ -89,7 +91,7 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     no rank in common.
 
     Args:
-        layout: on all ranks.
+        layout: has this rank.
         timeout: of the groups; the default group, which serves where a group is all ranks, has its own.
     """
     rank = dist.get_rank()
@@ -98,8 +100,11 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     align_group_names()
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     of: dict[str, dist.ProcessGroup | None] = {}
-    on_first = list_groups(layout, 0)  # names whose groups are the same there have the same groups on every rank
-    for name, ranks in list_groups(layout, rank).items():
+    whole = {"world": [*layout.ranks]}
+    on_first = (
+        list_groups(layout, layout.first_rank) | whole
+    )  # names whose groups are the same there have the same groups on every rank
+    for name, ranks in (list_groups(layout, rank) | whole).items():
         key = tuple(on_first[name])
         if key not in made:
             made[key] = make_group(ranks, timeout)
@@ -108,13 +113,13 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
     # `tp_dp_cp` is of auxiliary losses, which are off.
     collection = ProcessGroupCollection(
-        **{name: group for name, group in of.items() if name != "tp_pp"},
+        **{name: group for name, group in of.items() if name not in ("tp_pp", "world")},
         mp=of["tp_pp"],
         pos_embd=None,
         tp_dp_cp=None,
         intra_dp_cp=of["dp_cp"],
         intra_expt_dp=of["expt_dp"],
-        intra_dist_opt=world(),
+        intra_dist_opt=of["world"],
         inter_dist_opt=None,
         hcp=None,
     )
@@ -123,7 +128,6 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         layout=layout,
         at=layout.coordinates(rank),
         expert_at=layout.expert_coordinates(rank),
-        world=world(),
         collection=collection,
-        **{name: own[name] for name in ("tp", "pp", "cp", "dp")},
+        **{name: own[name] for name in ("world", "tp", "pp", "cp", "dp")},
     )

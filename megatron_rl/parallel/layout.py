@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ParallelLayout: rank <-> (pp, dp, cp, tp) coordinates, pure arithmetic.
 
-Ranks are numbered as Megatron numbers them (order "tp-cp-ep-dp-pp"): tp runs fastest, pp slowest.
+Ranks are numbered as Megatron numbers them (order "tp-cp-ep-dp-pp"): tp runs fastest, pp slowest. They are ranks of the
+job everywhere: a role that has its own ranks counts its coordinates from the first of them.
 Expert parallelism takes its ranks out of cp x dp of a dense layer; an expert is split over the same TP
 ranks as a dense layer (expert tensor parallel size = TP).
 """
@@ -43,6 +44,7 @@ class ParallelLayout:
         world_size: ranks of the role.
         tp_size: tensor parallel size; likewise pp, cp, ep.
         vpp_size: model chunks per pipeline stage (1: no interleaving).
+        first_rank: the ranks of the role are those that follow from this one.
     """
 
     world_size: int
@@ -51,6 +53,7 @@ class ParallelLayout:
     vpp_size: int = 1
     cp_size: int = 1
     ep_size: int = 1
+    first_rank: int = 0
 
     def __post_init__(self) -> None:
         model = self.tp_size * self.pp_size * self.cp_size
@@ -71,21 +74,26 @@ class ParallelLayout:
                 hint="expert parallelism takes its ranks from the context and data parallel ranks",
             )
 
+    @property
+    def ranks(self) -> range:
+        """The ranks of the role."""
+        return range(self.first_rank, self.first_rank + self.world_size)
+
     @cached_property
     def dp_size(self) -> int:
         """Data parallel size: what the other dimensions leave."""
         return self.world_size // (self.tp_size * self.pp_size * self.cp_size)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of `rank` (0 <= rank < world_size)."""
-        rest, tp = divmod(rank, self.tp_size)
+        """Coordinates of `rank`, one of `ranks`."""
+        rest, tp = divmod(rank - self.first_rank, self.tp_size)
         rest, cp = divmod(rest, self.cp_size)
         pp, dp = divmod(rest, self.dp_size)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Inverse of `coordinates`."""
-        return tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
+        return self.first_rank + tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
         """Coordinates of `rank` in the expert layers."""
@@ -98,17 +106,27 @@ class ParallelLayout:
 
         Example: with tp=2, pp=2, dp=1, `group_of(3, "pp")` is `[1, 3]`.
         """
-        return _spread(rank, axes, dict(tp=self.tp_size, cp=self.cp_size, dp=self.dp_size, pp=self.pp_size))
+        return self._spread(rank, axes, dict(tp=self.tp_size, cp=self.cp_size, dp=self.dp_size, pp=self.pp_size))
 
     def expert_group_of(self, rank: int, *axes: str) -> list[int]:
         """The same for the expert layers: `axes` of "tp", "ep", "dp", "pp"."""
         replicas = self.cp_size * self.dp_size // self.ep_size
-        return _spread(rank, axes, dict(tp=self.tp_size, ep=self.ep_size, dp=replicas, pp=self.pp_size))
+        return self._spread(rank, axes, dict(tp=self.tp_size, ep=self.ep_size, dp=replicas, pp=self.pp_size))
+
+    def _spread(self, rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+        """All ranks that differ from `rank` in these axes only; `sizes` by axis, the fastest first."""
+        ranks, stride = [rank], 1
+        for axis, size in sizes.items():
+            if axis in axes:
+                at = (rank - self.first_rank) // stride % size
+                ranks = [other + (step - at) * stride for step in range(size) for other in ranks]
+            stride *= size
+        return ranks
 
     def model_copies(self) -> EngineRanks:
         """The ranks that hold the model once: all of tp and pp, and with experts the ranks that share them."""
         found: dict[int, tuple[int, ...]] = {}
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             if rank not in found:
                 ranks = tuple(self.expert_group_of(rank, "tp", "ep", "pp"))
                 found |= dict.fromkeys(ranks, ranks)
@@ -153,14 +171,3 @@ class EngineRanks:
         if others[-1] - first == len(others):
             return f"ranks {first}-{others[-1]}"
         return f"ranks {', '.join(map(str, ranks))}"
-
-
-def _spread(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
-    """All ranks that differ from `rank` in these axes only; `sizes` by axis, the fastest first."""
-    ranks, stride = [rank], 1
-    for axis, size in sizes.items():
-        if axis in axes:
-            at = rank // stride % size
-            ranks = [other + (step - at) * stride for step in range(size) for other in ranks]
-        stride *= size
-    return ranks

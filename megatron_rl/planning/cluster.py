@@ -130,14 +130,15 @@ class Job:
         return replace(self, config=config, spec=self.spec.with_config(config))
 
 
-def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
-    """The layout that a section of the config describes.
+def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> ParallelLayout:
+    """The layout that a section of the config describes, on so many ranks from the first one on.
 
     Raises:
         UserError: the sizes do not divide the world.
     """
     return ParallelLayout(
         world_size,
+        first_rank=first_rank,
         tp_size=config.tensor_model_parallel_size,
         pp_size=config.pipeline_model_parallel_size,
         vpp_size=config.virtual_pipeline_model_parallel_size or 1,
@@ -146,9 +147,9 @@ def build_layout(config: LayoutConfig, world_size: int) -> ParallelLayout:
     )
 
 
-def check_layout(role: RoleSpec, shape: ModelShape, world_size: int) -> ParallelLayout:
-    """The layout of a role, which its model must allow (UserError)."""
-    layout = build_layout(role.layout, world_size)
+def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
+    """The layout of a role on its ranks, which its model must allow (UserError)."""
+    layout = build_layout(role.layout, len(ranks), ranks.start)
     shape.check_training_layout(
         layout.tp_size,
         layout.pp_size,

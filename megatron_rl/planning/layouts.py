@@ -99,7 +99,7 @@ def check_job(job: Job) -> BatchPlan:
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
-        check_layout(role, job.shape, job.cluster.world_size)
+        check_layout(role, job.shape, job.config.placement.ranks_of(role.name, job.cluster.world_size))
     job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
     return plan
 

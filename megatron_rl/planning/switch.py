@@ -30,12 +30,12 @@ def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> 
     source = group_shards(
         lambda rank: megatron_placements(shape, layout, rank),
         lambda rank: attrgetter("tp", "pp", "ep")(layout.expert_coordinates(rank)),
-        layout.world_size,
+        layout.ranks,
     )
     destination = group_shards(
         lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
         lambda rank: rank % rollout_tp,
-        layout.world_size,
+        layout.ranks,
     )
     return source, destination
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel.collectives import current_device
 from megatron_rl.resharding.planner import TransferOp
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices
 
@@ -60,6 +61,11 @@ def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucke
     return buckets
 
 
+def find_device(*sides: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where the parameters of a rank live; it may hold some on one side only, or on none."""
+    return next((tensor.device for side in sides for tensor in side.values()), current_device())
+
+
 @dataclass(frozen=True)
 class _Exchange:
     """One receive and one send under way."""
@@ -76,7 +82,7 @@ class BucketTransport:
     Args:
         sends: destination rank -> pieces.
         receives: source rank -> pieces.
-        source, destination: this rank's parameters by name; staging buffers are where the source is.
+        source, destination: this rank's parameters by name.
         group: group whose rank numbers the plan uses.
         bucket_bytes: the four staging buffers take at most twice this.
         dtype: what travels: the type of the destination parameters.
@@ -92,7 +98,7 @@ class BucketTransport:
         bucket_bytes: int,
         dtype: torch.dtype,
     ) -> None:
-        self._group, self._dtype, self._device = group, dtype, next(iter(source.values())).device
+        self._group, self._dtype, self._device = group, dtype, find_device(source, destination)
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
         self._sends = {
             peer: [

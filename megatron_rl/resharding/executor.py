@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.collectives import connect, gather_objects
-from megatron_rl.resharding.buckets import BucketTransport
+from megatron_rl.parallel.collectives import connect, current_device, gather_objects
+from megatron_rl.resharding.buckets import BucketTransport, find_device
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
@@ -106,7 +106,7 @@ class Resharder:
         receives, sends = (
             {peer: ops for peer, ops in side.items() if peer not in near} for side in (plan.receives, plan.sends)
         )
-        self._device = device = next(iter(source.values())).device
+        self._device = device = find_device(source, destination)
         if self.transport != "pull":
             connect(group, device)
         self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
@@ -172,11 +172,11 @@ def _map_peers(
             expected="room for the parameters of all ranks of the host",
             hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets",
         )
-    exports, device = gather_objects(export_params(source), group), next(iter(source.values())).device
+    exports = gather_objects(export_params(source), group)
     near = {peer for peer, export in enumerate(exports) if export.host == exports[group.rank()].host}
     mapped, failure = {}, ""
     try:
-        mapped = {peer: map_params(exports[peer], device) for peer in plan.receives if peer in near}
+        mapped = {peer: map_params(exports[peer], current_device()) for peer in plan.receives if peer in near}
     except RuntimeError as error:  # no link between two GPUs
         failure = f"rank {group.rank()} cannot map a peer's memory: {str(error).splitlines()[0]}"
     found = gather_objects((len(mapped) < len(plan.receives), failure), group)

@@ -90,22 +90,22 @@ class _Part:
 
 
 def group_shards(
-    placements_of: Callable[[int], Iterable[ShardBox]], key_of: Callable[[int], Hashable], num_ranks: int
+    placements_of: Callable[[int], Iterable[ShardBox]], key_of: Callable[[int], Hashable], ranks: Iterable[int]
 ) -> list[Shard]:
-    """Group the ranks of a layout.
+    """Group ranks that hold the same.
 
     Args:
         placements_of: the table of a rank; called once per shard.
         key_of: equal for ranks that hold the same placements (the tp and pp coordinates, say).
-        num_ranks: ranks 0 to num_ranks - 1 are grouped.
+        ranks: ascending.
 
     Returns:
         Shards in the order of their first ranks.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    for rank in range(num_ranks):
+    for rank in ranks:
         members[key_of(rank)].append(rank)
-    return [Shard(tuple(ranks), as_table(placements_of(ranks[0]))) for ranks in members.values()]
+    return [Shard(tuple(found), as_table(placements_of(found[0]))) for found in members.values()]
 
 
 def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> RankPlan:

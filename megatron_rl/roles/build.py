@@ -8,9 +8,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel.collectives import align_group_names
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.roles.absent import AbsentRole
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import RlInputs
@@ -18,6 +22,7 @@ from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
 
 _ROLES: dict[str, Callable[[RoleSetup], Any]] = {
@@ -41,15 +46,25 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
     """The roles of an RL run by name; those of equal layout share their process groups. Collective."""
-    groups: dict[ParallelLayout, ParallelGroups] = {}
-    roles = {}
+    groups: dict[ParallelLayout, ParallelGroups | None] = {}
+    roles, steps = {}, inputs.plan.total_optimizer_steps or 0
     for name, role in inputs.roles.items():
         if role.layout not in groups:
-            groups[role.layout] = build_groups(role.layout, group_timeout(config))
-        roles[name] = build_role(
-            config, role, groups[role.layout], inputs.plan.total_optimizer_steps or 0, make=parts.roles.get(name)
-        )
+            groups[role.layout] = _build_groups(role.layout, group_timeout(config))
+        mine = groups[role.layout]
+        if mine is None:
+            roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
+        else:
+            roles[name] = build_role(config, role, mine, steps, make=parts.roles.get(name))
     return roles
+
+
+def _build_groups(layout: ParallelLayout, timeout: timedelta) -> ParallelGroups | None:
+    """The groups of a layout; None where this rank has no part in it. Collective over the job."""
+    if dist.get_rank() in layout.ranks:
+        return build_groups(layout, timeout)
+    align_group_names()
+    return None
 
 
 def build_role(

@@ -29,7 +29,7 @@ def build_rollout(
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
     def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
-        if not config.hybrid.alias_weights:
+        if not config.hybrid.alias_weights or process.rank not in actor.model.layout.ranks:
             return {}
         pairs = find_aliases(actor.model.placements(process.rank), wanted)
         return {name: actor.model.params[owned] for name, owned in pairs.items()}

@@ -9,22 +9,35 @@ from pathlib import Path
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.resharding.planner import group_shards
+from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
 
 
-def actor_export(config: RunConfig, model: PackedModel) -> Callable[[Path], None]:
+def actor_export(config: RunConfig, model: LaidOutModel) -> Callable[[Path], None]:
     """What writes the actor in HF format to a directory, with the tokenizer and config of `model.path`; collective."""
     model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
 
-    def export(directory: Path) -> None:
-        shards = group_shards(model.placements, model.shard_key, model.groups.layout.world_size)
+    def write(model: PackedModel, directory: Path) -> None:
+        shards = group_shards(model.placements, model.shard_key, model.layout.ranks)
         save_huggingface(
             directory,
             ShardedModel(model.shape, shards, model.params, model.groups.world),
             side_files_from=model_files,
             bucket_bytes=config.hybrid.bucket_bytes,
         )
+
+    def export(directory: Path) -> None:
+        error = None
+        if isinstance(model, PackedModel):
+            try:
+                write(model, directory)
+            except Exception as caught:
+                if not hasattr(caught, "raised_on"):
+                    raise  # on this rank alone: the others wait in a collective
+                error = caught
+        raise_together(error, world())
 
     return export
 

@@ -31,7 +31,7 @@ class RoleInputs:
     Attributes:
         spec: of the role.
         shape: of the model.
-        layout: on all ranks.
+        layout: on the ranks of the role.
     """
 
     spec: RoleSpec
@@ -58,7 +58,7 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
     found = {"actor": actor}
     for name, role in spec.roles.items():
         if name == "reference":
-            found[name] = _read_reference(role, actor)
+            found[name] = _read_reference(role, actor, config.placement.ranks_of(name, world_size))
         elif name != "actor":
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
@@ -67,14 +67,14 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
     shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
-    layout = _read_layout(spec, world_size, shape)
+    layout = _read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape)
     _check_weights(spec, shape)
     _check_positions(config, shape)
     return RoleInputs(spec, shape, layout)
 
 
-def _read_reference(spec: RoleSpec, actor: RoleInputs) -> RoleInputs:
-    """A model like the actor's, in its layout; its files are read where they are others."""
+def _read_reference(spec: RoleSpec, actor: RoleInputs, ranks: range) -> RoleInputs:
+    """A model like the actor's, in its layout on its own ranks; its files are read where they are others."""
     if spec.path != actor.spec.path:
         shape = load_model_shape(find_model_files(spec.path))
         if shape != actor.shape:
@@ -85,12 +85,12 @@ def _read_reference(spec: RoleSpec, actor: RoleInputs) -> RoleInputs:
                 hint="use a checkpoint of the same model",
             )
         _check_weights(spec, shape)
-    return replace(actor, spec=spec)
+    return replace(actor, spec=spec, layout=_read_layout(spec, ranks, actor.shape))
 
 
-def _read_layout(spec: RoleSpec, world_size: int, shape: ModelShape) -> ParallelLayout:
+def _read_layout(spec: RoleSpec, ranks: range, shape: ModelShape) -> ParallelLayout:
     """A role's layout, checked against its model."""
-    layout, section = check_layout(spec, shape, world_size), spec.section
+    layout, section = check_layout(spec, shape, ranks), spec.section
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
     if shape.num_experts and isinstance(spec.layout, TrainedConfig):
         _check_experts(spec.layout, shape, section)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles as the main loop calls them: they are given samples, pack them privately, and leave columns behind."""
+"""Roles as the main loop calls them: they are given samples, pack them privately, and leave columns behind.
+
+Every rank makes the same calls. On a rank that is not one of a role's own, its calls take part in the exchange of
+columns and return: roles on different ranks work at the same time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from megatron_rl.experience.experience import Column, Experience, Minibatch
 from megatron_rl.experience.fetch import Holders
 from megatron_rl.experience.pack import Packer
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.parallel.collectives import broadcast_tensors
+from megatron_rl.parallel.collectives import broadcast_tensors, share_object, world
 from megatron_rl.roles.actor import LossFunction
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Rollout, UserError
@@ -35,8 +39,13 @@ class RoleOnSamples:
 
     @property
     def model(self) -> PackedModel:
-        """The role's model."""
+        """The role's model, on its own ranks."""
         return self.role.model
+
+    @property
+    def is_here(self) -> bool:
+        """True on the role's own ranks."""
+        return self.packer.model.dp_rank is not None
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Its share of the samples, with some columns where there are such."""
@@ -56,12 +65,16 @@ class RoleOnSamples:
         """Values [t] of its batch as a column of the samples; None stays None."""
         return None if values is None else Column(values, samples.pack(self.packer))
 
-    def compute(self, function: Callable[[TrainBatch], torch.Tensor], samples: Experience) -> Column:
-        """The column that a function of its batch makes."""
-        return Column(function(self.read(samples)), samples.pack(self.packer))
+    def compute(self, method: str, samples: Experience) -> Column:
+        """The column that a method of the role makes of its batch, [t] float32; [0] where the role is not."""
+        batch = self.read(samples)
+        values = getattr(self.role, method)(batch) if self.is_here else torch.empty_like(batch.loss_weights)
+        return Column(values, samples.pack(self.packer))
 
-    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch:
-        return self.read(minibatch.samples, *names).minibatch(minibatch.index)
+    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch | None:
+        """Its share of a minibatch; None where the role is not."""
+        batch = self.read(minibatch.samples, *names)
+        return batch.minibatch(minibatch.index) if self.is_here else None
 
 
 class PolicyOnSamples(RoleOnSamples):
@@ -69,7 +82,7 @@ class PolicyOnSamples(RoleOnSamples):
 
     def logprobs(self, samples: Experience) -> Column:
         """Log-probs of the tokens in the loss; 0 elsewhere."""
-        return self.compute(self.role.compute_logprobs, samples)
+        return self.compute("compute_logprobs", samples)
 
 
 class ActorOnSamples(PolicyOnSamples):
@@ -77,11 +90,11 @@ class ActorOnSamples(PolicyOnSamples):
 
     def sum_pi_squared(self, samples: Experience) -> Column:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""
-        return self.compute(self.role.compute_sum_pi_squared, samples)
+        return self.compute("compute_sum_pi_squared", samples)
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
         """Values [t] that only the last pipeline stage knows, as a column."""
-        packing, layout = samples.pack(self.packer), self.model.groups.layout
+        packing, layout = samples.pack(self.packer), self.packer.model.layout
         last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
 
@@ -96,24 +109,15 @@ class ActorOnSamples(PolicyOnSamples):
         samples = minibatch.samples
         if isinstance(loss, AlgorithmConfig):
             self._make_room(samples, loss)
-        self.role.forward_backward(
-            self._read_minibatch(
-                minibatch,
-                (
-                    "old_logprobs",
-                    "ref_logprobs",
-                    "advantages",
-                    "importance_weights",
-                    "chosen",
-                    "update_logprobs",
-                    "update_entropy",
-                ),
-            ),
-            loss,
-        )
+        names = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen")
+        batch = self._read_minibatch(minibatch, (*names, "update_logprobs", "update_entropy"))
+        if batch is not None:
+            self.role.forward_backward(batch, loss)
         if isinstance(loss, AlgorithmConfig) and samples.old_logprobs is None:
-            seen, groups = samples.update_logprobs.values.clone(), self.model.groups
-            broadcast_tensors([seen], groups.last_stage_rank, groups.pp)
+            seen = samples.update_logprobs.values.clone()
+            if self.is_here:
+                groups = self.model.groups
+                broadcast_tensors([seen], groups.last_stage_rank, groups.pp)
             samples.old_logprobs = self.as_column(samples, seen)
 
     def _make_room(self, samples: Experience, loss: AlgorithmConfig) -> None:
@@ -133,8 +137,8 @@ class ActorOnSamples(PolicyOnSamples):
             samples.update_entropy = self.as_update(samples, nothing.clone())
 
     def optim_step(self) -> dict[str, float]:
-        """Update the weights with these gradients; returns metrics, the same on every rank."""
-        return self.role.optim_step()
+        """Update the weights with these gradients; returns metrics, the same on all of the role's ranks."""
+        return self.role.optim_step() if self.is_here else {}
 
 
 def sft(
@@ -149,15 +153,17 @@ class CriticOnSamples(RoleOnSamples):
 
     def values(self, samples: Experience) -> Column:
         """The value of the state in which each token in the loss was chosen; 0 elsewhere."""
-        return self.compute(self.role.compute_values, samples)
+        return self.compute("compute_values", samples)
 
     def forward_backward(self, minibatch: Minibatch) -> None:
         """The gradients of the distance to the returns over a minibatch."""
-        self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
+        batch = self._read_minibatch(minibatch, ("values", "returns"))
+        if batch is not None:
+            self.role.forward_backward(batch)
 
     def optim_step(self) -> dict[str, float]:
-        """Update the weights with these gradients; returns metrics, the same on every rank."""
-        return self.role.optim_step()
+        """Update the weights with these gradients; returns metrics, the same on all of the role's ranks."""
+        return self.role.optim_step() if self.is_here else {}
 
 
 class RewardModelOnSamples(RoleOnSamples):
@@ -165,7 +171,11 @@ class RewardModelOnSamples(RoleOnSamples):
 
     def __call__(self, samples: Experience) -> np.ndarray:
         """The score at the end of each rollout, [num_rollouts] float64; the same on every rank."""
-        scores = self.role.compute_scores(self.read(samples)).double().cpu().numpy()
+        batch, layout = self.read(samples), self.packer.model.layout
+        scores = self.role.compute_scores(batch).double().cpu().numpy() if self.is_here else None
+        if layout.world_size < world().size():
+            scores = share_object(scores, world(), layout.first_rank)
+        assert scores is not None
         return scores[np.append(samples.headers.first_of_rollout[1:], len(samples.headers)) - 1]
 
 

@@ -56,7 +56,7 @@ def build_primitives(
         for name in roles
     }
     state = TrainingState(
-        {role.name: roles[role.name] for role in spec.trained},
+        {role.name: roles[role.name] for role in spec.trained if roles[role.name].model.dp_rank is not None},
         {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
         | ({"stream": sampling.stream} if sampling.stream is not None else {}),
         {role.name: side_files(config, role.path) for role in spec.trained},

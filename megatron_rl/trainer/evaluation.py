@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.directory import FoundWeights, find_weights
-from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, ReferenceConfig, RunConfig
+from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
 from megatron_rl.experience.describe import rollout_row
 from megatron_rl.experience.experience import Experience
 from megatron_rl.experience.table import join_headers
@@ -64,6 +64,7 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
     return replace(
         config,
         critic=CriticConfig(),
+        placement=PlacementConfig(),
         reference=ReferenceConfig(),
         # An estimator that asks for nothing but the policy.
         algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),

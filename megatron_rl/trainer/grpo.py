@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from megatron_rl.algorithms.kl import measure_for_target
 from megatron_rl.config.schema import AlgorithmConfig
@@ -46,6 +47,7 @@ class Trainer(Session):
             for step in self.steps():
                 samples = self.policy.sample(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
+                self.fetch_tokens(samples)
                 if self.reference:  # for the KL term
                     samples.ref_logprobs = self.reference.logprobs(samples)
                 if self.recomputes(step):  # else the first pass of the update gives them
@@ -58,6 +60,8 @@ class Trainer(Session):
                 samples.advantages, samples.returns = self.estimate(samples)
                 samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
                 self.checkpoints.safe_point()  # or here, or after the step
+                if self.critic:
+                    self.critic.read(samples, "values", "returns")  # so that it does not wait for the policy's update
                 for minibatch in self.policy.minibatches(samples, self.plan.ppo_epochs):
                     if not self.is_warmup(step):
                         self.policy.forward_backward(minibatch, self.algorithm_now())
@@ -70,6 +74,12 @@ class Trainer(Session):
                 if self.reference:
                     self.adapt_kl(samples)
                 self.describe(step, samples)
+
+    def fetch_tokens(self, samples: Experience) -> None:
+        """Bring the tokens to all roles before one computes: those on different ranks then do at the same time."""
+        for role in (self.reference, self.policy, self.critic):
+            if role:
+                role.read(samples)
 
     def algorithm_now(self) -> AlgorithmConfig:
         """The algorithm with the KL controller's current coefficient."""
@@ -93,6 +103,8 @@ class Trainer(Session):
     def compare_by_age(self, samples: Experience) -> None:
         """The gap to the engine by the age of its weights; in bitwise mode the current ones leave none; collective."""
         batch, version = self.policy.read(samples, "old_logprobs"), self.policy.role.policy_version
+        if not self.policy.is_here:
+            return
         steps, group = self.plan.optimizer_steps_per_step, self.policy.model.groups.dp
         lags = (version - samples.pack(self.policy.packer).versions) // steps
         if self.config.rollout.bitwise:
@@ -101,15 +113,19 @@ class Trainer(Session):
             self.run.count(measure_lags(batch, lags, most, group))
             self.run.count(describe_staleness(samples.headers, version, steps))
 
-    def measure_kl(self, samples: Experience) -> np.ndarray:
-        """KL to the reference of each rollout, summed over its tokens in the loss; collective."""
+    def measure_kl(self, samples: Experience) -> np.ndarray | None:
+        """KL to the reference of each rollout, summed over its tokens in the loss, on the actor's ranks; collective."""
         batch, algorithm = self.policy.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
+        if not self.policy.is_here:
+            return None
         kl = measure_kl(samples.headers, batch, algorithm.kl_type, self.policy.model.groups.dp)
         self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
         return kl
 
     def adapt_kl(self, samples: Experience) -> None:
         """Let the KL controller react to this step's KL: the next step has another coefficient."""
+        if not self.policy.is_here:
+            return
         headers = samples.headers
         tokens = headers.sum_per_rollout(headers.num_loss_tokens)
         measured = measure_for_target(samples.kl_per_rollout, tokens, self.config.algorithm)
@@ -118,6 +134,9 @@ class Trainer(Session):
     def correct_mismatch(self, samples: Experience) -> Column | None:
         """Weights that correct for the gap between actor and engine, where the config asks for them; collective."""
         batch = self.policy.read(samples, "old_logprobs")
+        if not self.policy.is_here:
+            samples.mismatch = {}
+            return None
         weights, samples.mismatch = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
         self.run.count(samples.mismatch)
         return self.policy.as_column(samples, weights)
@@ -127,6 +146,9 @@ class Trainer(Session):
         batch = self.policy.read(
             samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights"
         )
+        if not self.policy.is_here:
+            nothing = Column(torch.empty_like(batch.loss_weights), samples.pack(self.policy.packer))
+            return nothing, nothing if self.critic else None
         found = compute_advantages(samples, batch, self.algorithm_now(), self.policy.model.groups.dp)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
         return Column(found.advantages, samples.pack(self.policy.packer)), self.policy.as_column(samples, found.returns)
@@ -134,6 +156,8 @@ class Trainer(Session):
     def choose_tokens(self, samples: Experience) -> Column | None:
         """The tokens that the policy loss treats in another way, where it does that; collective."""
         batch = self.policy.read(samples, "old_logprobs", "advantages")
+        if not self.policy.is_here:
+            return None
         return self.policy.as_column(samples, choose_tokens(batch, self.algorithm_now(), self.policy.model.groups.dp))
 
     def describe(self, step: int, samples: Experience) -> None:
@@ -153,3 +177,4 @@ class Trainer(Session):
         self.run.write_histograms(step, partial(describe_distributions, headers, batch))
         self.run.write_rollouts(step, (rollout_row(r, self.token_texts, found) for r, found in logged))
         self.capsule.end(step, samples)
+        self.count_elsewhere()

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
+from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.trainer.primitives import Primitives
 from megatron_rl.training.fast_path import find_fast_paths, format_table
@@ -16,19 +17,20 @@ from megatron_rl.training.fast_path import find_fast_paths, format_table
 
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
     """Lines that say what runs, and what was found in the data."""
-    plan, hybrid, train, model = inputs.plan, primitives.policy.hybrid, inputs.train, primitives.policy.model
+    plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
+    impl = choose_transformer_impl(config.model.transformer_impl)
     yield from (f"note: {note}" for note in inputs.notes)
     why = inputs.spec.why_recompute
     yield (
         f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
         + (f"a forward pass of their own: {why}" if why else "the update's first pass")
     )
-    yield (
-        f"actor: {model.groups.layout.describe()}, {config.model.dtype}, {model.transformer_impl} layers on {device}"
-    )
-    for name, role in (("critic", primitives.critic), ("reward model", primitives.reward_model)):
-        if role:
-            yield f"{name}: {role.model.groups.layout.describe()}"
+    for role in inputs.roles.values():
+        ranks, is_actor = role.layout.ranks, role.spec.name == "actor"
+        where = f" on ranks {ranks.start}-{ranks.stop - 1}" if len(ranks) < plan.world_size else ""
+        what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
+        if where or role.spec.name != "reference":
+            yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
     modes = describe_modes(config.rollout, device)
     yield (
         f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "

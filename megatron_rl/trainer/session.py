@@ -17,7 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
 from megatron_rl.observability.rollout_log import TokenTexts
-from megatron_rl.parallel.collectives import init_distributed, memory_in_use, open_store, world
+from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.roles.build import group_timeout
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.trainer.building import build_primitives
@@ -153,6 +153,15 @@ class Session:
             metrics = self.policy.validate(self.inputs.validation)
         self.run.count(metrics)
         return metrics
+
+    def count_elsewhere(self) -> None:
+        """Bring what roles without rank 0 have counted to the rank that writes it; collective."""
+        leaders = {role.layout.first_rank for role in self.inputs.roles.values()} - {0}
+        if leaders:
+            mine = (dict(self.run.series), self.run.timers.seen()) if self.process.rank in leaders else None
+            for found in gather_objects(mine, world()):
+                if found is not None:
+                    self.run.complete(*found)
 
     def close(self) -> None:
         """Release the engine, end reward workers and close the sinks (also after an error)."""

@@ -178,28 +178,39 @@ class Optimizer:
 
 
 def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimizer:
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=role.lr,
-            min_lr=role.min_lr,
-            weight_decay=role.weight_decay,
-            adam_beta1=role.adam_beta1,
-            adam_beta2=role.adam_beta2,
-            adam_eps=role.adam_eps,
-            clip_grad=role.clip_grad,
-            bf16=model.config.bf16,
-            params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=role.use_distributed_optimizer,
-        ),
-        [*model.ddp],
-        use_gloo_process_groups=False,
-        pg_collection=model.groups.collection,
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=role.lr,
+        min_lr=role.min_lr,
+        weight_decay=role.weight_decay,
+        adam_beta1=role.adam_beta1,
+        adam_beta2=role.adam_beta2,
+        adam_eps=role.adam_eps,
+        clip_grad=role.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=role.use_distributed_optimizer,
     )
+    with _job_of(model.groups.world):
+        optimizer = get_megatron_optimizer(
+            config, [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection
+        )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
             _use_fused_adam(part, is_capturable=model.stream is not None)
     return optimizer
+
+
+@contextmanager
+def _job_of(group: dist.ProcessGroup) -> Iterator[None]:
+    """megatron-core asks all ranks of the job for their parameter groups, and means those of the role."""
+    real = dist.get_world_size, dist.all_gather_object
+    dist.get_world_size = lambda group=group: real[0](group)
+    dist.all_gather_object = lambda found, value, group=group: real[1](found, value, group)
+    try:
+        yield
+    finally:
+        dist.get_world_size, dist.all_gather_object = real
 
 
 def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_steps: int) -> OptimizerParamScheduler:

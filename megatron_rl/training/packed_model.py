@@ -7,7 +7,7 @@ a head (`heads.py`) says what is made of them, and only that stage ever has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,13 @@ from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.packing.buckets import Buckets, build_buckets
-from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.training.host_memory import HostMemory
+from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements
-from megatron_rl.weights.shard_box import ShardBox, check_placements
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.shard_box import check_placements
 
 # (hidden states of the last stage, microbatch) -> tensors [t] of the whole microbatch; see `heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
@@ -42,26 +41,22 @@ Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
 LossFunction = Callable[..., tuple[torch.Tensor, Any]]
 
 
-class PackedModel:
+class PackedModel(LaidOutModel):
     """This rank's stages of one model, complete with its weights; collective over the role.
 
     Attributes:
-        shape: the architecture.
         groups: process groups of the role.
         device: of the weights.
         stages: model chunks (`vpp_size` of them).
         ddp: wrappers of the stages of a model that is trained.
         stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
-        params: this rank's parameters by name.
-        buckets: the shapes that its training step takes; None: any.
-        batch_invariant: the bits of a token do not depend on what is computed beside it.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
         spec, groups = setup.spec, setup.groups
         assert setup.shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
-        self.shape, self.groups, self.batch_invariant = setup.shape, groups, spec.batch_invariant
-        at = groups.at
+        super().__init__(spec, setup.shape, groups.layout, groups.at.dp)
+        self.groups, at = groups, groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
             setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True
@@ -78,7 +73,6 @@ class PackedModel:
         self.stages = build_gpt_stages(setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant)
         self.device = next(self.stages.parameters()).device
         self._load(spec)
-        self.buckets: Buckets | None = None
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable:
@@ -93,7 +87,7 @@ class PackedModel:
 
     def _load(self, spec: RoleSpec) -> None:
         at, params = self.groups.at, self._list_params()
-        placements = self.placements(self.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
+        placements = self.placements(self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
         check_placements(
             placements,
             {name: tuple(p.shape) for name, p in params.items()},
@@ -103,14 +97,10 @@ class PackedModel:
         load_weights(Path(spec.path), self.shape, placements, params, may_lack=spec.may_lack)
 
     def _prepare_training(self, config: TrainedConfig) -> None:
-        """Fix the shapes of its steps, and wrap the stages in DDP, which moves the parameters into buffers.
+        """Wrap the stages in DDP, which moves the parameters into buffers.
 
         Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
         """
-        if config.step_mode != "eager":
-            self.buckets = build_buckets(
-                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs
-            )
         if config.step_mode == "graph":
             self.stream = torch.cuda.Stream()
         ddp_config = DistributedDataParallelConfig(
@@ -137,43 +127,10 @@ class PackedModel:
     def _list_params(self) -> dict[str, torch.Tensor]:
         return {name: p.data for name, p in self.stages.named_parameters()}
 
-    def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the layout."""
-        return megatron_placements(self.shape, self.groups.layout, rank)
-
-    def shard_key(self, rank: int) -> Hashable:
-        """Ranks with equal keys have equal placement tables."""
-        at = self.groups.layout.expert_coordinates(rank)
-        return at.tp, at.pp, at.ep
-
-    @property
-    def pad_multiple(self) -> int:
-        """Every microbatch's token count is a multiple of this."""
-        layout = self.groups.layout
-        sp_size = layout.tp_size if self.config.sequence_parallel else 1
-        return find_pad_multiple(layout.cp_size, sp_size, self.batch_invariant)
-
     @property
     def attention_backend(self) -> str | None:
         """Of `build_packed_sequences`; None: the fastest."""
         return "tiled" if self.batch_invariant else None
-
-    @property
-    def attention_ratio(self) -> float:
-        """Cost of attention in units of the linear layers, see `compute_attention_ratio`."""
-        shape = self.shape
-        return compute_attention_ratio(
-            shape.hidden_size,
-            shape.ffn_hidden_size * (shape.experts_per_token if shape.num_experts else 1),
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-        )
-
-    @property
-    def microbatch_count_multiple(self) -> int:
-        """The number of microbatches is a multiple of this (interleaved schedules go by pipeline size)."""
-        return self.groups.layout.pp_size if self.groups.layout.vpp_size > 1 else 1
 
     def offload(self) -> None:
         """Keep the weights on the host and give their device memory back, until `restore`.
@@ -207,7 +164,7 @@ class PackedModel:
 
     def own_rows(self, microbatch: TrainBatch) -> slice:
         """The rows of a microbatch that this context parallel rank holds."""
-        return shard_rows(len(microbatch.tokens), self.groups.layout.cp_size, self.groups.at.cp)
+        return shard_rows(len(microbatch.tokens), self.layout.cp_size, self.groups.at.cp)
 
     @torch.no_grad()
     def compute_forward(self, batch: TrainBatch, head: Head) -> torch.Tensor:
@@ -238,7 +195,7 @@ class PackedModel:
             On the last stage one entry per microbatch: the loss's metrics, or the first tensor [t] that the head gives
             when `loss_function` is None; empty on other stages.
         """
-        layout = self.groups.layout
+        layout = self.layout
         is_forward_only = loss_function is None
         is_interleaved = layout.vpp_size > 1
         modules = self.modules
@@ -276,7 +233,7 @@ class PackedModel:
             microbatch.position_ids,
             self.shape,
             dtype=self.config.params_dtype,
-            cp_size=self.groups.layout.cp_size,
+            cp_size=self.layout.cp_size,
             cp_rank=self.groups.at.cp,
             backend=self.attention_backend,
         )

@@ -23,7 +23,7 @@ from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import EngineWeights
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, reduce_scalars
-from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.classes import Shard
@@ -39,14 +39,15 @@ class SourceModel(Protocol):
     """The weights that the engine gets."""
 
     shape: ModelShape
-    params: dict[str, torch.Tensor]  # of this rank, by name
+    layout: ParallelLayout
+    params: dict[str, torch.Tensor]  # of this rank, by name; none where the actor is not
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
         ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the job."""
+        """ShardBox table of any rank of the layout."""
         ...
 
 
@@ -108,7 +109,7 @@ class HybridEngine:
     ) -> None:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
-        source = group_shards(actor.model.placements, actor.model.shard_key, process.world_size)
+        source = group_shards(actor.model.placements, actor.model.shard_key, actor.model.layout.ranks)
         self._resharder = self._build_resharder(source, process, config)
         self._certificate = self._build_certificate(source, process, engines)
         self.reshard_stats = self._total_stats()
@@ -123,7 +124,7 @@ class HybridEngine:
         destination = group_shards(
             lambda rank: as_table(engine.placements(rank)).without(shared[rank]),
             lambda rank: (engine.shard_key(rank), shared[rank]),
-            process.world_size,
+            range(process.world_size),
         )
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(
@@ -148,7 +149,9 @@ class HybridEngine:
         actor, engine, (index, place) = self._actor.model, self._engine, engines.find(process.rank)
         ranks = engines.of[index]
         destination = group_shards(
-            lambda place: engine.placements(ranks[place]), lambda place: engine.shard_key(ranks[place]), len(ranks)
+            lambda place: engine.placements(ranks[place]),
+            lambda place: engine.shard_key(ranks[place]),
+            range(len(ranks)),
         )
         padded = [name for name in actor.params if name.endswith(PADDED_PARAMETERS)]
         return Certificate(
@@ -186,7 +189,15 @@ class HybridEngine:
                     self.verified_tensors = self._certificate.verify(self._certificate_turn if samples else None)
                     self._certificate_turn += samples
             self._engine.end_weight_update()
-        self.policy_version = self._actor.policy_version
+        self.policy_version = self._find_version()
+
+    def _find_version(self) -> int:
+        """The version of the actor's weights, which ranks without an actor ask for; collective then."""
+        version = self._actor.policy_version
+        if self._actor.model.layout.world_size == self._group.size():
+            return version
+        found = reduce_scalars({"version": version}, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
+        return int(found["version"])
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:

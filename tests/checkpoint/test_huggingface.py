@@ -295,7 +295,7 @@ def save_from_ranks(
     """Load the checkpoint on every rank and write it again; the error's text, or nothing."""
     shape = load_model_shape(source, head)
     tables = place_megatron(shape, ParallelLayout(world_size, **sizes))
-    shards = group_shards(lambda r: tables[r], lambda r: r, world_size)
+    shards = group_shards(lambda r: tables[r], lambda r: r, range(world_size))
     params = make_empty_shards(tables[rank], dtype, PADDING_ROWS)
     load_huggingface(source, tables[rank], params, may_lack=("score.weight",))
     try:

@@ -40,9 +40,9 @@ ESTIMATORS = ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "remax", "r
 
 def _estimate(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -> dict[str, object]:
     samples = replicate(rollouts, PROMPTS, dist.group.WORLD, baselines=np.array([0.25, 0.5]))
-    layout = ParallelLayout(1)
     model = SimpleNamespace(
-        groups=SimpleNamespace(layout=layout, at=layout.coordinates(0)),
+        layout=ParallelLayout(1),
+        dp_rank=0,
         pad_multiple=4,
         microbatch_count_multiple=1,
         attention_ratio=0.0,

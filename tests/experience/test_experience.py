@@ -55,9 +55,9 @@ def collect(rank: int, world_size: int, engine_tp: int, **options: Any) -> Exper
 
 
 def make_packer(rank: int, layout: ParallelLayout, share_prompts: bool = False) -> Packer:
-    groups = SimpleNamespace(layout=layout, at=layout.coordinates(rank))
+    dp_rank = layout.coordinates(rank).dp if rank in layout.ranks else None
     model = SimpleNamespace(
-        groups=groups, pad_multiple=4, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None
+        layout=layout, dp_rank=dp_rank, pad_multiple=4, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None
     )
     plan = SimpleNamespace(rollouts_per_minibatch=16, max_response_length=40, longest_sequence=80)
     config = ActorConfig(max_tokens_per_microbatch=256, share_prompts=share_prompts)

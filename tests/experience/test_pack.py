@@ -20,9 +20,13 @@ from megatron_rl.types import Branch, Rollout
 
 def pack(rollouts: list[tuple[int, Rollout]], algorithm: AlgorithmConfig, size: int = 4) -> tuple[Headers, Packing]:
     """On one rank, where everything is."""
-    groups = SimpleNamespace(layout=ParallelLayout(1), at=SimpleNamespace(dp=0))
     model = SimpleNamespace(
-        groups=groups, pad_multiple=1, microbatch_count_multiple=1, attention_ratio=0.0, buckets=None
+        layout=ParallelLayout(1),
+        dp_rank=0,
+        pad_multiple=1,
+        microbatch_count_multiple=1,
+        attention_ratio=0.0,
+        buckets=None,
     )
     plan = SimpleNamespace(rollouts_per_minibatch=size, max_response_length=100, longest_sequence=200)
     headers = build_headers(rollouts, holder=0, mask_truncated=algorithm.mask_truncated)

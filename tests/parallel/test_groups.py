@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.collectives import align_group_names, init_distributed
 from megatron_rl.parallel.groups import build_groups, list_groups
 from megatron_rl.parallel.layout import ParallelLayout
 
@@ -110,6 +110,32 @@ def test_a_rank_creates_as_many_groups_in_a_larger_world() -> None:
     for sizes in (dict(tp_size=2), dict(pp_size=2)):
         calls = [set(run_ranks(_count_calls, world_size, sizes, timeout=60)) for world_size in (4, 8)]
         assert calls == [{3}, {3}], sizes  # one axis, the other, and the rank alone
+
+
+def _build_apart(rank: int, world_size: int) -> tuple[list[list[int]], int, list[float]]:
+    """Two roles on ranks of their own, one after the other, as `build_roles` makes them; groups of this rank's role."""
+    found = []
+    for layout in (ParallelLayout(2, tp_size=2), ParallelLayout(4, pp_size=2, first_rank=2)):
+        if rank in layout.ranks:
+            groups = build_groups(layout)
+            total = torch.tensor(float(rank))
+            dist.all_reduce(total, group=groups.world)
+            collection = groups.collection
+            members = (groups.world, collection.intra_dist_opt, groups.tp, groups.pp, groups.dp)
+            found = [dist.get_process_group_ranks(group) for group in members], groups.last_stage_rank, total.item()
+        else:
+            align_group_names()
+    return found
+
+
+def test_roles_on_ranks_of_their_own() -> None:
+    """Groups hold ranks of the job, and both roles are built without waiting for the other's ranks in a circle."""
+    found = run_ranks(_build_apart, 6, timeout=60)
+    assert found[0] == ([[0, 1], [0, 1], [0, 1], [0], [0]], 0, 1.0)
+    assert found[1] == ([[0, 1], [0, 1], [0, 1], [1], [1]], 1, 1.0)
+    whole = [2, 3, 4, 5]
+    assert found[2] == ([whole, whole, [2], [2, 4], [2, 3]], 4, 14.0)
+    assert found[5] == ([whole, whole, [5], [3, 5], [4, 5]], 5, 14.0)
 
 
 def _build_after_others(rank: int, world_size: int) -> list[list[int]]:

@@ -39,6 +39,20 @@ def test_rank_is_the_inverse_of_coordinates(layout: ParallelLayout) -> None:
     assert len(seen) == layout.world_size
 
 
+@given(layouts(), st.integers(0, 50))
+def test_a_role_on_later_ranks_has_the_same_coordinates_there(layout: ParallelLayout, first: int) -> None:
+    later = replace(layout, first_rank=first)
+    assert list(later.ranks) == [first + rank for rank in layout.ranks]
+    for rank in layout.ranks:
+        at = layout.coordinates(rank)
+        assert later.coordinates(first + rank) == at
+        assert later.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == first + rank
+        for axes in (("tp",), ("dp", "cp"), ("pp",)):
+            assert later.group_of(first + rank, *axes) == [first + other for other in layout.group_of(rank, *axes)]
+    copies = later.model_copies().of
+    assert copies == tuple(tuple(first + rank for rank in ranks) for ranks in layout.model_copies().of)
+
+
 def test_numbering_runs_over_tp_first_and_pp_last() -> None:
     layout = ParallelLayout(24, tp_size=2, cp_size=3, pp_size=2)
     assert layout.dp_size == 2

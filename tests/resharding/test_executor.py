@@ -58,7 +58,7 @@ def spy_on_rounds(rounds: list[tuple[int, int]]) -> None:
 
 def plan_tables(rank: int, source: list[list[ShardBox]], destination: list[list[ShardBox]]) -> RankPlan:
     """This rank's plan; every rank is a shard of its own."""
-    sides = (group_shards(lambda r, t=table: t[r], lambda r: r, len(table)) for table in (source, destination))
+    sides = (group_shards(lambda r, t=table: t[r], lambda r: r, range(len(table))) for table in (source, destination))
     return plan_rank(rank, *sides, ranks_per_node=len(source))
 
 

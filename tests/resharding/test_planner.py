@@ -217,7 +217,7 @@ def test_groups_are_made_from_one_table_each() -> None:
         asked.append(rank)
         return [ShardBox(f"p{rank}", ((0, 1),), "t", ((0, 1),))]
 
-    shards = group_shards(table, lambda rank: rank % 3, 8)
+    shards = group_shards(table, lambda rank: rank % 3, range(8))
     assert [shard.ranks for shard in shards] == [(0, 3, 6), (1, 4, 7), (2, 5)]
     assert asked == [0, 1, 2] and [shard.placements[0].param for shard in shards] == ["p0", "p1", "p2"]
 

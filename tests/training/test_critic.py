@@ -250,7 +250,7 @@ def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Pa
     critic = build_critic(case, path)
     batch, model = build_value_batch(critic, case), critic.model
     take_step(critic, batch)
-    shards = group_shards(model.placements, model.shard_key, world_size)
+    shards = group_shards(model.placements, model.shard_key, range(world_size))
     save_huggingface(
         target,
         ShardedModel(model.shape, shards, model.params, model.groups.world),

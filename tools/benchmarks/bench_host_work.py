@@ -92,9 +92,9 @@ class HostStep:
         return Headers(rows, ("score",), rows["reward"][:, None])
 
     def _build_packer(self) -> Packer:
-        layout = ParallelLayout(world_size=self.dp_size)
         model: Any = SimpleNamespace(
-            groups=SimpleNamespace(layout=layout, at=SimpleNamespace(dp=0)),
+            layout=ParallelLayout(world_size=self.dp_size),
+            dp_rank=0,
             buckets=None,
             pad_multiple=1,
             attention_ratio=1e-4,

@@ -106,12 +106,14 @@ class Bench:
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, aliased)
         source = group_shards(
-            self.source_table, lambda r: (self.layout.coordinates(r).tp, self.layout.coordinates(r).pp), self.world
+            self.source_table,
+            lambda r: (self.layout.coordinates(r).tp, self.layout.coordinates(r).pp),
+            range(self.world),
         )
         destination = group_shards(
             lambda r: [p for p in self.destination_table(r) if p.param not in everyone[r]],
             lambda r: (r % self.tp, everyone[r]),
-            self.world,
+            range(self.world),
         )
         start = time.perf_counter()
         self.plan = plan_rank(self.rank, source, destination, ranks_per_node=self.world)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank of the job knows of a model, whether it holds a part of it or not."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.packing.buckets import Buckets, build_buckets
+from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.shard_box import ShardBox
+
+
+class LaidOutModel:
+    """A model by its shape and its layout: which rank holds what, and which microbatches it takes.
+
+    Attributes:
+        shape: the architecture.
+        layout: on the ranks of the role.
+        params: parameters of this rank by name; none outside of the role.
+        dp_rank: of this rank; None outside of the role.
+        buckets: the shapes that its training step takes; None: any.
+        batch_invariant: the bits of a token do not depend on what is computed beside it.
+    """
+
+    def __init__(self, spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dp_rank: int | None = None) -> None:
+        self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
+        self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.layout.sequence_parallel
+        self.params: dict[str, torch.Tensor] = {}
+        self.buckets: Buckets | None = None
+        if spec.trainable and spec.training.step_mode != "eager":
+            config = spec.training
+            self.buckets = build_buckets(
+                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs
+            )
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """ShardBox table of any rank of the layout."""
+        return megatron_placements(self.shape, self.layout, rank)
+
+    def shard_key(self, rank: int) -> Hashable:
+        """Ranks with equal keys have equal placement tables."""
+        at = self.layout.expert_coordinates(rank)
+        return at.tp, at.pp, at.ep
+
+    @property
+    def pad_multiple(self) -> int:
+        """Every microbatch's token count is a multiple of this."""
+        sp_size = self.layout.tp_size if self._sequence_parallel else 1
+        return find_pad_multiple(self.layout.cp_size, sp_size, self.batch_invariant)
+
+    @property
+    def attention_ratio(self) -> float:
+        """Cost of attention in units of the linear layers, see `compute_attention_ratio`."""
+        shape = self.shape
+        return compute_attention_ratio(
+            shape.hidden_size,
+            shape.ffn_hidden_size * (shape.experts_per_token if shape.num_experts else 1),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+
+    @property
+    def microbatch_count_multiple(self) -> int:
+        """The number of microbatches is a multiple of this (interleaved schedules go by pipeline size)."""
+        return self.layout.pp_size if self.layout.vpp_size > 1 else 1

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`placement`: which ranks a role has, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.placement import PlacementConfig
+from megatron_rl.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from megatron_rl.config.sft_plan import SftPlan
+from megatron_rl.roles.resolve import resolve
+from megatron_rl.types import UserError
+
+PPO = RunConfig(
+    model=ModelConfig(path="policy"),
+    data=DataConfig(train_files=["a"], train_batch_size=8),
+    actor=ActorConfig(tensor_model_parallel_size=2),
+    rollout=RolloutConfig(engine="hf"),
+    algorithm=AlgorithmConfig(adv_estimator="gae", kl_coef=0.1),
+    trainer=TrainerConfig(total_steps=1),
+)
+
+
+def build(world_size: int, config: RunConfig = PPO, **placement: str) -> BatchPlan:
+    config = replace(config, placement=PlacementConfig(**placement))
+    return BatchPlan.build(config, world_size, resolve(config))
+
+
+def test_ranks_of_roles() -> None:
+    placement = PlacementConfig(actor="0-1", critic="5", reward_model=" 2-3 ")
+    assert placement.ranks_of("actor", 6) == range(2)
+    assert placement.ranks_of("critic", 6) == range(5, 6)
+    assert placement.ranks_of("reward_model", 6) == range(2, 4)
+    assert placement.ranks_of("reference", 6) == range(6), "roles that are not named are on all ranks"
+    assert placement.placed == ["actor", "critic", "reward_model"]
+
+
+def test_the_plan_counts_the_ranks_of_the_actor() -> None:
+    plan = build(6, actor="0-3", critic="4-5")
+    assert (plan.world_size, plan.actor_ranks, plan.dp_size) == (6, 4, 2)
+    assert "dp_size = ranks of the actor / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in plan.formulas()
+    assert "dp_size = world_size / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in build(4).formulas()
+
+
+@pytest.mark.parametrize(
+    ("placement", "found"),
+    [
+        (dict(critic="2-6"), "placement.critic = '2-6' in a job of 6 rank(s)"),
+        (dict(critic="3-2"), "placement.critic = '3-2' in a job of 6 rank(s)"),
+        (dict(critic="1,3"), "placement.critic = '1,3' in a job of 6 rank(s)"),
+        (dict(actor="2-5"), "placement.actor = '2-5' leaves out rank 0"),
+        (dict(actor="0-2"), "world_size 3 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
+        (dict(reference="3-5"), "world_size 3 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
+    ],
+)
+def test_what_does_not_fit_the_job_is_refused(placement: dict[str, str], found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(6, **placement)
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (dict(rollout=RolloutConfig(engine="megatron")), "rollout.engine = 'megatron' on other ranks than the actor"),
+        (dict(trainer=TrainerConfig(total_steps=1, capture_step=1)), "trainer.capture_step with roles on ranks of"),
+    ],
+)
+def test_what_does_not_work_with_it_is_refused(settings: dict[str, Any], found: str) -> None:
+    config = replace(PPO, **settings)
+    build(4, config)
+    with pytest.raises(UserError, match=found):
+        build(4, config, actor="0-1", critic="2-3")
+
+
+def test_fine_tuning_has_one_role() -> None:
+    with pytest.raises(UserError, match="placement.actor in supervised fine-tuning, which has one role"):
+        SftPlan.build(replace(PPO, placement=PlacementConfig(actor="0")), 2)

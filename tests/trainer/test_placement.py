@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles on ranks of their own: the numbers of roles on all ranks, and work at the same time.
+
+Runs of the whole program on gloo. Not covered: GPUs, and roles that share some of their ranks only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed import run_ranks
+from golden_runs import compare, make_golden_task, observe
+from megatron_rl.config.loading import load_config
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.critic import Critic
+from megatron_rl.roles.parts import Parts
+from megatron_rl.trainer.grpo import Trainer
+from rl_runs import overrides_for, train
+
+# Bitwise: the log-probs of a response do not depend on the engine that it came from, nor on what ran beside it.
+PPO = [
+    "data.validation_files=[]",
+    "rollout.engine=hf",
+    "rollout.bitwise=true",
+    "actor.pipeline_model_parallel_size=2",
+    "critic.tensor_model_parallel_size=2",
+    "critic.sequence_parallel=true",
+    "critic.max_tokens_per_microbatch=96",
+    "critic.lr=1e-3",
+    "algorithm.adv_estimator=gae",
+    "algorithm.gae_lambda=0.95",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_controller=adaptive",
+    "algorithm.kl_target=0.01",
+    "algorithm.kl_horizon=64",
+    "trainer.log_rollouts=-1",
+]
+# What crosses between ranks is no result.
+TRAFFIC = ("metrics: reshard/bytes_moved.", "metrics: samples/bytes_per_rank.")
+
+
+@pytest.fixture(scope="module")
+def golden_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("golden")
+    make_golden_task(directory)
+    return directory
+
+
+def run(task: Path, run_dir: Path, legs: list[tuple[int, list[str]]]) -> None:
+    """A run whose legs have so many ranks and further settings; each but the last ends after a step."""
+    model = [
+        f"reward_model.path={task}/reward_model",
+        "reward_model.max_tokens_per_microbatch=64",
+        "reward.function=null",
+        f"reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
+    ]
+    for step, (world_size, settings) in enumerate(legs, 1):
+        steps = 3 if step == len(legs) else step
+        overrides = overrides_for(task, run_dir, *PPO, *model, *settings, f"trainer.total_steps={steps}")
+        assert run_ranks(train, world_size, overrides, timeout=170) == [None] * world_size
+
+
+def test_the_numbers_of_roles_on_all_ranks(golden_task: Path, tmp_path: Path) -> None:
+    """Metrics, rollouts, weights and states of three steps, in one run that is resumed in other placements."""
+    run(golden_task, tmp_path / "together", [(2, [])])
+    legs = [
+        (4, ["placement.actor=0-1", "placement.critic=2-3", "placement.reference=2-3", "placement.reward_model=0-1"]),
+        (2, []),
+        (6, ["placement.actor=0-1", "placement.critic=2-3", "placement.reference=4-5", "placement.reward_model=2-3"]),
+    ]
+    run(golden_task, tmp_path / "apart", legs)
+    found = compare(observe(tmp_path / "together"), observe(tmp_path / "apart"))
+    assert found.is_exact and min(found.counts[part] for part in ("metrics", "rollouts", "weights")) > 80
+    assert not [line for line in found.differences if not line.startswith(TRAFFIC)]
+    # A role that is elsewhere is timed where it is.
+    last = json.loads((tmp_path / "apart/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["time/update_critic"] > 0 < last["time/values"] and last["memory/ref_logprobs"] > 0
+
+
+class _SlowActor(Actor):
+    def forward_backward(self, minibatch: TrainBatch, loss: object) -> None:
+        """Takes half a second more, and leaves a note when."""
+        _sleep("actor")
+        super().forward_backward(minibatch, loss)  # pyright: ignore[reportArgumentType]
+
+
+class _SlowCritic(Critic):
+    def forward_backward(self, minibatch: TrainBatch) -> None:
+        """As above."""
+        _sleep("critic")
+        super().forward_backward(minibatch)
+
+
+def _sleep(role: str) -> None:
+    began = time.monotonic()
+    time.sleep(0.5)
+    with Path(os.environ["NOTES"], role).open("a") as file:
+        file.write(f"{began}\n")
+
+
+def _train_slowly(rank: int, world_size: int, overrides: list[str], notes: Path) -> None:
+    os.environ.update(WORLD_SIZE=str(world_size), NOTES=str(notes))
+    config = load_config(None, overrides).config
+    Trainer.from_config(config, parts=Parts(actor=_SlowActor, critic=_SlowCritic)).train()
+
+
+def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Path) -> None:
+    """Two minibatches, each with half a second of work for the actor and for the critic, take one second."""
+    settings = [
+        "data.validation_files=[]",
+        "rollout.engine=hf",
+        "critic.max_tokens_per_microbatch=128",
+        "algorithm.adv_estimator=gae",
+        "algorithm.kl_coef=0",
+        "trainer.total_steps=1",
+        "placement.actor=0",
+        "placement.critic=1",
+    ]
+    run_ranks(_train_slowly, 2, overrides_for(task, tmp_path / "run", *settings), tmp_path, timeout=120)
+    began = {role: [float(x) for x in (tmp_path / role).read_text().split()] for role in ("actor", "critic")}
+    assert len(began["actor"]) == len(began["critic"]) == 2
+    spans = [max(began[role]) + 0.5 - min(began["actor"] + began["critic"]) for role in began]
+    assert max(spans) < 1.6, "one after the other it takes two seconds"
