@@ -92,7 +92,8 @@ class BatchPlan:
         for role in spec.roles.values():
             check_ranks(role.layout, cfg.placement.ranks_of(role.name, world_size), role.section)
             check_longest_sequence(cfg.data, role.layout, role.section)
-        engine_ranks = _count_engine_ranks(cfg, world_size)
+        rollout_ranks = len(cfg.placement.ranks_of("rollout", world_size))
+        engine_ranks = _count_engine_ranks(cfg, rollout_ranks)
         _check_batches(cfg, spec, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
@@ -113,13 +114,13 @@ class BatchPlan:
             cp_size=actor.context_parallel_size,
             dp_size=dp_size,
             engine_ranks=engine_ranks,
-            num_engines=world_size // engine_ranks,
+            num_engines=rollout_ranks // engine_ranks,
             engine_is_actor=cfg.rollout.engine == "megatron",
             train_batch_size=data.train_batch_size,
             group_size=group_size,
             rollouts_per_step=data.train_batch_size * group_size,
-            rollouts_per_engine_min=parts * engine_ranks // world_size * part,
-            rollouts_per_engine_max=-(-parts * engine_ranks // world_size) * part,
+            rollouts_per_engine_min=parts * engine_ranks // rollout_ranks * part,
+            rollouts_per_engine_max=-(-parts * engine_ranks // rollout_ranks) * part,
             ppo_mini_batch_size=mini_batch_size,
             ppo_epochs=actor.ppo_epochs,
             minibatches_per_epoch=minibatches,
@@ -140,12 +141,14 @@ class BatchPlan:
     def formulas(self) -> list[str]:
         """Each derived number as "name = formula = formula with numbers = value"."""
         n, batch, mini = self.group_size, self.train_batch_size, self.ppo_mini_batch_size
+        rollout_ranks = self.num_engines * self.engine_ranks
         lines = [
             f"dp_size = {'world_size' if self.actor_ranks == self.world_size else 'ranks of the actor'} / "
             f"(tp * pp * cp) = {self.actor_ranks} / "
             f"({self.tp_size} * {self.pp_size} * {self.cp_size}) = {self.dp_size}",
-            f"num_engines = world_size / {'(tp * pp * ep)' if self.engine_is_actor else 'rollout_tp'} = "
-            f"{self.world_size} / {self.engine_ranks} = {self.num_engines}",
+            f"num_engines = {'world_size' if rollout_ranks == self.world_size else 'ranks of the engines'} / "
+            f"{'(tp * pp * ep)' if self.engine_is_actor else 'rollout_tp'} = "
+            f"{rollout_ranks} / {self.engine_ranks} = {self.num_engines}",
             f"rollouts_per_step = train_batch_size * n = {batch} * {n} = {self.rollouts_per_step}",
             self._engine_formula(),
             f"minibatches_per_epoch = train_batch_size / ppo_mini_batch_size = {batch} / {mini} = "

@@ -40,13 +40,6 @@ def check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
             expected="the ranks of the actor",
             hint="set placement.rollout to those of placement.actor, or choose another rollout.engine",
         )
-    if placement.rollout is not None:
-        raise UserError(
-            f"placement.rollout = {placement.rollout!r}: engines are on all ranks",
-            source="placement.rollout",
-            expected="null",
-            hint="remove it; the actor, the critic, the reference and the reward model can have ranks of their own",
-        )
     if cfg.trainer.capture_step is not None:
         raise UserError(
             "trainer.capture_step with roles on ranks of their own",

@@ -76,7 +76,7 @@ def import_library(name: str, device: torch.device) -> None:
 
 
 def build_engine(spec: EngineSpec) -> BuiltEngine:
-    """Build the engine named by `rollout.engine`; collective over the job.
+    """Build the engine named by `rollout.engine`; collective over its ranks.
 
     Raises:
         UserError: unknown name, or a layout that the model does not fit.
@@ -89,6 +89,6 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     ranks = (
         engine.engine_ranks
         if isinstance(engine, PlacedEngine)
-        else EngineRanks.consecutive(spec.process.world_size, tp_size)
+        else EngineRanks.consecutive(spec.ranks or range(spec.process.world_size), tp_size)
     )
     return BuiltEngine(requests, engine, type(engine).__name__, ranks)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rollout engine is, and the registry in which `rollout.engine` is looked up.
 
-An engine lives in the training processes: `tensor_model_parallel_size` consecutive ranks form one engine (or the
-ranks that it names itself: `PlacedEngine`), and all engines together span the job. It has two sides. `RolloutEngine`:
-requests are added, and each step returns what is finished (`rollout.serving` is the only caller). `EngineWeights`:
-parameters and their placement table, so that the hybrid engine can write weights into it shard to shard.
+An engine lives in the processes of the job: `tensor_model_parallel_size` consecutive ranks form one engine (or the
+ranks that it names itself: `PlacedEngine`), and all engines together span `placement.rollout`. It has two sides.
+`RolloutEngine`: requests are added, and each step returns what is finished (`rollout.serving` is the only caller).
+`EngineWeights`: parameters and their placement table, so that the hybrid engine can write weights into it shard to
+shard.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class EngineSpec:
         shareable: given the engine's placement table of this rank, tensors of the actor by the engine's names for
             them, which may be its parameters instead of storage of its own (they hold the same pieces).
         model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules; None: no actor.
+        ranks: of the job, on which the engines are; None: all.
     """
 
     model_path: str
@@ -91,6 +93,11 @@ class EngineSpec:
     seed: int
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
     model: Any = None
+    ranks: range | None = None
+
+    def find_place(self, rank: int) -> int:
+        """Of a rank in its engine, where `tensor_model_parallel_size` neighbors are one."""
+        return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
 
 
 class AnyEngine(Protocol):

@@ -144,15 +144,15 @@ class EngineRanks:
     """Which ranks form which rollout engine.
 
     Attributes:
-        of: the ranks of each engine, ascending; all engines have equally many, and every rank of the job is in one.
+        of: the ranks of each engine, ascending; all engines have equally many, and a rank is in one engine or in none.
     """
 
     of: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def consecutive(cls, world_size: int, width: int) -> EngineRanks:
-        """`width` neighbors each; `world_size` is a multiple of it."""
-        return cls(tuple(tuple(range(first, first + width)) for first in range(0, world_size, width)))
+    def consecutive(cls, ranks: range, width: int) -> EngineRanks:
+        """`width` neighbors each; the number of ranks is a multiple of it."""
+        return cls(tuple(tuple(ranks[first : first + width]) for first in range(0, len(ranks), width)))
 
     @property
     def width(self) -> int:
@@ -160,8 +160,14 @@ class EngineRanks:
         return len(self.of[0])
 
     def find(self, rank: int) -> tuple[int, int]:
-        """The engine of a rank, and its place there."""
-        return next((engine, ranks.index(rank)) for engine, ranks in enumerate(self.of) if rank in ranks)
+        """The engine of a rank, and its place there; (-1, 0) for a rank that is in none."""
+        found = ((engine, ranks.index(rank)) for engine, ranks in enumerate(self.of) if rank in ranks)
+        return next(found, (-1, 0))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all engines."""
+        return self.width * len(self.of)
 
     def describe(self, engine: int) -> str:
         """`rank 3`, `ranks 2-3`, or `ranks 0, 2` where they are no neighbors."""

@@ -29,6 +29,7 @@ from megatron_rl.weights.tables import as_table
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20
+SAMPLE_SHARE = 0.02  # share of the bytes that one turn of `Certificate.verify` looks at
 
 
 class CertificateError(RuntimeError):
@@ -102,9 +103,9 @@ class Certificate:
     Args:
         shapes: logical tensors by name.
         source, destination: this rank's sides; a source of another type is compared after conversion.
-        num_engines, engine: engines in the job, and the one of this rank.
+        dtype: of the destination, in every engine.
+        num_engines, engine: engines in the job, and the one of this rank; -1: none, and its side has nothing.
         group: all ranks.
-        sample_share: share of the bytes that one turn of `verify` looks at.
     """
 
     def __init__(
@@ -113,15 +114,15 @@ class Certificate:
         source: Side,
         destination: Side,
         *,
+        dtype: torch.dtype,
         num_engines: int,
         engine: int,
         group: dist.ProcessGroup,
-        sample_share: float = 0.02,
     ) -> None:
         self._shapes, self._source, self._destination = dict(shapes), source, destination
-        self._dtype = next(iter(destination.params.values())).dtype
+        self._dtype = dtype
         self._num_engines, self._engine, self._group = num_engines, engine, group
-        self._rotation = _split_by_share(self._shapes, sample_share)
+        self._rotation = _split_by_share(self._shapes, SAMPLE_SHARE)
 
     def verify(self, turn: int | None = None) -> int:
         """Compare all tensors, or one turn of a rotating selection; returns how many.

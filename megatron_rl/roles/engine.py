@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.absent import AbsentEngine, EngineTables
+from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.build import group_timeout
@@ -34,8 +35,34 @@ def build_rollout(
         pairs = find_aliases(actor.model.placements(process.rank), wanted)
         return {name: actor.model.params[owned] for name, owned in pairs.items()}
 
-    engine = build_engine(
-        EngineSpec(
+    engine = _build_engine(config, actor, process, find_shareable)
+    group, engines = world(), engine.ranks
+    hybrid = HybridEngine(
+        actor, engine.weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
+    )
+    return hybrid, RolloutGenerator(
+        engine,
+        hybrid,
+        open_channel(engines, process.rank, group_timeout(config)),
+        config=config.rollout,
+        run_seed=config.trainer.seed,
+        group=group,
+        progress=progress,
+    )
+
+
+def _build_engine(
+    config: RunConfig,
+    actor: Actor,
+    process: Process,
+    shareable: Callable[[Sequence[ShardBox]], dict[str, torch.Tensor]],
+) -> BuiltEngine:
+    """This rank's share of an engine, or what stands for it on ranks without one; collective over the job."""
+    ranks, built = config.placement.ranks_of("rollout", process.world_size), None
+    if len(ranks) < process.world_size:
+        align_group_names()  # an engine makes groups of its own ranks
+    if process.rank in ranks:
+        spec = EngineSpec(
             model_path=str(find_model_files(config.model.path)),
             shape=actor.model.shape,
             dtype=config.model.dtype,
@@ -44,20 +71,16 @@ def build_rollout(
             config=config.rollout,
             process=process,
             seed=config.trainer.seed,
-            shareable=find_shareable,
+            shareable=shareable,
             model=actor.model,
+            ranks=ranks,
         )
-    )
-    group, engines = world(), engine.ranks
-    hybrid = HybridEngine(
-        actor, engine.weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
-    )
-    return hybrid, RolloutGenerator(
-        engine,
-        hybrid,
-        open_channel(engines.of[engines.find(process.rank)[0]], group_timeout(config)),
-        config=config.rollout,
-        run_seed=config.trainer.seed,
-        group=group,
-        progress=progress,
-    )
+        built = build_engine(spec)
+    if len(ranks) < process.world_size:
+        known = built and (built.kind, built.ranks, EngineTables.of(built.weights, built.ranks))
+        kind, engines, tables = share_object(known, world(), ranks.start)
+        if built is None:
+            absent = AbsentEngine(tables)
+            built = BuiltEngine(absent, absent, kind, engines)
+    assert built is not None
+    return built

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.engines.protocol import Request
 from megatron_rl.parallel.collectives import align_group_names, make_group
+from megatron_rl.parallel.layout import EngineRanks
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class Channel:
         return message or pickle.loads(payload.numpy().tobytes())
 
 
-def open_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> Channel:
-    """The channel of this rank's engine, which these ranks form; collective over the job."""
-    if len(ranks) == 1:
+def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = None) -> Channel:
+    """The channel of this rank's engine; of a rank without one, to itself. Collective over the job."""
+    if engines.width == 1:
         return Channel()
     align_group_names()
-    return Channel(make_group(ranks, timeout))
+    index, _ = engines.find(rank)
+    return Channel() if index < 0 else Channel(make_group(engines.of[index], timeout))

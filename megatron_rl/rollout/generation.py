@@ -44,7 +44,7 @@ class RolloutGenerator:
 
     Attributes:
         engines: the ranks of each.
-        engine_index: of this rank's.
+        engine_index: of this rank's; -1: it has none.
         is_first: this rank is its first, which speaks for it.
     """
 
@@ -63,7 +63,7 @@ class RolloutGenerator:
         self._group, self._progress, self._dispatch = group, progress, config.dispatch
         self.engines = engine.ranks
         self.engine_index, _ = engine.ranks.find(group.rank())
-        self.is_first = channel.is_first
+        self.is_first = self.engine_index >= 0 and channel.is_first
 
     @property
     def policy_version(self) -> int:
@@ -157,9 +157,12 @@ class RolloutGenerator:
             sampled[one.key] = one
             on_sampled(one)
 
-        in_flight = self._engine.requests.tokens_in_flight if self.is_first else None
+        is_watching = self.is_first or self.engine_index < 0  # rank 0 shows the progress wherever the engines are
+        in_flight = self._engine.requests.tokens_in_flight if is_watching else None
         with self._progress.follow(total, in_flight):
-            error = serve(self._engine.requests, take, listen, self._channel)
+            error = None
+            if self.engine_index >= 0:
+                error = serve(self._engine.requests, take, listen, self._channel)
             if error is None and self.is_first:
                 error = self._find_fault(sampled, requests, name)
             raise_together(error, self._group)

@@ -46,7 +46,7 @@ def build_primitives(
 ) -> Primitives:
     """Build the roles, the engines and what surrounds them; collective."""
     spec, timers = inputs.spec, sinks.timers
-    if not parts.rollouts:
+    if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)
     roles = build_roles(config, inputs, parts)
     reference, critic = roles.get("reference"), roles.get("critic")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import EngineWeights
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, reduce_scalars
+from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
@@ -109,22 +109,32 @@ class HybridEngine:
     ) -> None:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
+        self._dtype = self._find_dtype(engines)
         source = group_shards(actor.model.placements, actor.model.shard_key, actor.model.layout.ranks)
-        self._resharder = self._build_resharder(source, process, config)
+        self._resharder = self._build_resharder(source, process, engines, config)
         self._certificate = self._build_certificate(source, process, engines)
         self.reshard_stats = self._total_stats()
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
 
-    def _build_resharder(self, source: Sequence[Shard], process: Process, config: HybridConfig) -> Resharder:
+    def _find_dtype(self, engines: EngineRanks) -> torch.dtype:
+        """Of the engines' parameters, which ranks without an engine ask for; collective then."""
+        mine = next((param.dtype for param in self._engine.params.values()), None)
+        found = mine if engines.num_ranks == self._group.size() else share_object(mine, self._group, engines.of[0][0])
+        assert found is not None, "an engine has parameters"
+        return found
+
+    def _build_resharder(
+        self, source: Sequence[Shard], process: Process, engines: EngineRanks, config: HybridConfig
+    ) -> Resharder:
         """Plan what is not shared, and make it ready."""
         actor, engine = self._actor.model, self._engine
         shared = gather_names(engine.shared_params, self._group)
         destination = group_shards(
             lambda rank: as_table(engine.placements(rank)).without(shared[rank]),
             lambda rank: (engine.shard_key(rank), shared[rank]),
-            range(process.world_size),
+            sorted(rank for ranks in engines.of for rank in ranks),
         )
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(
@@ -137,17 +147,13 @@ class HybridEngine:
         )
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self._engine.params.values())).dtype
-
-    @property
     def transport(self) -> str:
         """How pieces cross between ranks: pull, buckets, or pull+buckets."""
         return self._resharder.transport
 
     def _build_certificate(self, source: Sequence[Shard], process: Process, engines: EngineRanks) -> Certificate:
         actor, engine, (index, place) = self._actor.model, self._engine, engines.find(process.rank)
-        ranks = engines.of[index]
+        ranks = engines.of[index] if index >= 0 else ()
         destination = group_shards(
             lambda place: engine.placements(ranks[place]),
             lambda place: engine.shard_key(ranks[place]),
@@ -162,6 +168,7 @@ class HybridEngine:
                 count_once(destination, place),
                 [name for name in engine.padded_params if name in engine.params],
             ),
+            dtype=self._dtype,
             num_engines=len(engines.of),
             engine=index,
             group=self._group,

@@ -49,8 +49,11 @@ def test_ranks_of_roles() -> None:
 
 def test_the_plan_counts_the_ranks_of_the_actor() -> None:
     plan = build(6, actor="0-3", critic="4-5")
-    assert (plan.world_size, plan.actor_ranks, plan.dp_size) == (6, 4, 2)
+    assert (plan.world_size, plan.actor_ranks, plan.dp_size, plan.num_engines) == (6, 4, 2, 6)
     assert "dp_size = ranks of the actor / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in plan.formulas()
+    plan = build(6, actor="0-1", rollout="2-5")
+    assert (plan.num_engines, plan.rollouts_per_engine_max) == (4, 8 * PPO.rollout.n // 4)
+    assert "num_engines = ranks of the engines / rollout_tp = 4 / 1 = 4" in plan.formulas()
     assert "dp_size = world_size / (tp * pp * cp) = 4 / (2 * 1 * 1) = 2" in build(4).formulas()
 
 
@@ -63,6 +66,7 @@ def test_the_plan_counts_the_ranks_of_the_actor() -> None:
         (dict(actor="2-5"), "placement.actor = '2-5' leaves out rank 0"),
         (dict(actor="0-2"), "world_size 3 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
         (dict(reference="3-5"), "world_size 3 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
+        (dict(actor="0-1", critic="2-3", reference="0-1", rollout="0-1"), "ranks 4, 5 have no role"),
     ],
 )
 def test_what_does_not_fit_the_job_is_refused(placement: dict[str, str], found: str) -> None:

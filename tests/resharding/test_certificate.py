@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.resharding import certificate as certificate_module
 from megatron_rl.resharding.certificate import Certificate, CertificateError, Side, compute_digest, count_once
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, full_box
@@ -171,6 +172,7 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
     destination = cut_shards(tables[rank], rounded, padding_rows=3, fill=0.0)
     FAULTS[fault][0](rank, destination, source)
     first = rank // 2 * 2
+    certificate_module.SAMPLE_SHARE = 0.1
     certificate = Certificate(
         shape.logical_tensors(),
         Side(
@@ -183,10 +185,10 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
             count_once(as_shards(tables[first : first + 2]), rank - first),
             ["model.embed_tokens.weight", "lm_head.weight"],
         ),
+        dtype=dtype,
         num_engines=2,
         engine=rank // 2,
         group=dist.group.WORLD,
-        sample_share=0.1,
     )
     try:
         return [certificate.verify(turn if sample else None) for turn in range(rounds)]

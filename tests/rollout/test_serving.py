@@ -26,7 +26,7 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.planning.engine_clock import StepCost
 from megatron_rl.rollout.control import Channel, ControlMessage, open_channel
 from megatron_rl.rollout.serving import close_batch, generate, serve
@@ -80,8 +80,7 @@ def script(lengths: Sequence[int], slots: int = 4) -> ScriptedEngine:
 
 def open_pair(rank: int) -> Channel:
     """The channel of an engine of two neighbors."""
-    first = rank // 2 * 2
-    return open_channel([first, first + 1])
+    return open_channel(EngineRanks.consecutive(range(4), 2), rank)
 
 
 def describe(sampled: Sampled) -> tuple[int, list[int], list[float], str]:

@@ -107,7 +107,7 @@ class Job:
     version: int = 0
 
     def __post_init__(self) -> None:
-        rank, engines = dist.get_rank(), EngineRanks.consecutive(dist.get_world_size(), self.width)
+        rank, engines = dist.get_rank(), EngineRanks.consecutive(range(dist.get_world_size()), self.width)
         self.weights = SimpleNamespace(policy_version=self.version, shape=SimpleNamespace(vocab_size=10**6))
         self.prompts = make_prompts()
         engine: Any = VersionEngine(self.weights, 4, self.pause)
@@ -120,7 +120,7 @@ class Job:
         self.generator = RolloutGenerator(
             BuiltEngine(engine, engine, "scripted", engines),
             self.weights,
-            open_channel(engines.of[engines.find(rank)[0]]),
+            open_channel(engines, rank),
             config=config.rollout,
             run_seed=1,
             group=dist.group.WORLD,

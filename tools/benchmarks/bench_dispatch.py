@@ -137,7 +137,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
         ]
         engine = ScriptedEngine(dict(enumerate(lengths.tolist())), args.slots, COST, time.sleep)
         generator = RolloutGenerator(
-            BuiltEngine(engine, None, "ScriptedEngine", EngineRanks.consecutive(dist.get_world_size(), 1)),
+            BuiltEngine(engine, None, "ScriptedEngine", EngineRanks.consecutive(range(dist.get_world_size()), 1)),
             weights,
             Channel(),
             config=RolloutConfig(dispatch=dispatch),
