@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS, make_batch_invariant
+from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_experts
@@ -67,7 +68,7 @@ _ENVIRONMENT = {
 
 
 class VllmEngine:
-    """One rank of one vLLM engine; engine number = rank // tp.
+    """One rank of one vLLM engine.
 
     Attributes:
         params: vLLM's own parameters by name, written in place by the hybrid engine.
@@ -76,6 +77,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
+        self._place = spec.find_place
         _check_device_limits(spec)
         vllm = prepare_vllm(spec.process.device)
         _register_model(vllm, spec)
@@ -83,7 +85,7 @@ class VllmEngine:
         self.padded_params = VLLM_PADDED_PARAMETERS
         shared = self._register_loader(spec)
         os.environ |= _engine_environment(spec)
-        with keep_random_streams():
+        with keep_random_streams(), find_world(spec):
             self._llm = vllm.LLM(**_engine_arguments(spec))
         self.shared_params = frozenset(shared)
         self._sampling_params = vllm.SamplingParams
@@ -134,11 +136,11 @@ class VllmEngine:
 
     def shard_key(self, rank: int) -> int:
         """Ranks with equal keys have equal placement tables."""
-        return rank % self._tp_size
+        return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """ShardBox table of any rank of the job."""
-        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=rank % self._tp_size)
+        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
 
     def begin_weight_update(self) -> None:
         """Bring the parameters' memory back (same addresses) after a sleep."""

@@ -61,6 +61,7 @@ PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.distributed.device_communicators.cpu_communicator": ("CpuCommunicator",),
     "vllm.logging_utils.dump_input": ("logger",),
+    "vllm.distributed.parallel_state": ("init_world_group", "init_model_parallel_group"),
 }
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 

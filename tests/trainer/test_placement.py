@@ -21,7 +21,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.parts import Parts
 from megatron_rl.trainer.grpo import Trainer
-from rl_runs import overrides_for, train
+from rl_runs import overrides_for, read_records, train
 
 # Bitwise: the log-probs of a response do not depend on the engine that it came from, nor on what ran beside it.
 PPO = [
@@ -39,10 +39,11 @@ PPO = [
     "algorithm.kl_controller=adaptive",
     "algorithm.kl_target=0.01",
     "algorithm.kl_horizon=64",
+    "hybrid.verify=full",
     "trainer.log_rollouts=-1",
 ]
 # What crosses between ranks is no result.
-TRAFFIC = ("metrics: reshard/bytes_moved.", "metrics: samples/bytes_per_rank.")
+TRAFFIC = ("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank.")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,11 @@ def golden_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("golden")
     make_golden_task(directory)
     return directory
+
+
+def place(**ranks: str) -> list[str]:
+    """Overrides of the section."""
+    return [f"placement.{role}={text}" for role, text in ranks.items()]
 
 
 def run(task: Path, run_dir: Path, legs: list[tuple[int, list[str]]]) -> None:
@@ -70,10 +76,11 @@ def test_the_numbers_of_roles_on_all_ranks(golden_task: Path, tmp_path: Path) ->
     """Metrics, rollouts, weights and states of three steps, in one run that is resumed in other placements."""
     run(golden_task, tmp_path / "together", [(2, [])])
     legs = [
-        (4, ["placement.actor=0-1", "placement.critic=2-3", "placement.reference=2-3", "placement.reward_model=0-1"]),
+        (4, place(actor="0-1", critic="2-3", reference="2-3", reward_model="0-1", rollout="0-1")),
         (2, []),
-        (6, ["placement.actor=0-1", "placement.critic=2-3", "placement.reference=4-5", "placement.reward_model=2-3"]),
+        (6, place(actor="0-1", critic="2-3", reference="4-5", reward_model="2-3", rollout="3-5")),
     ]
+    legs[2][1].append("hybrid.transport=buckets")
     run(golden_task, tmp_path / "apart", legs)
     found = compare(observe(tmp_path / "together"), observe(tmp_path / "apart"))
     assert found.is_exact and min(found.counts[part] for part in ("metrics", "rollouts", "weights")) > 80
@@ -119,11 +126,25 @@ def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Pa
         "algorithm.adv_estimator=gae",
         "algorithm.kl_coef=0",
         "trainer.total_steps=1",
-        "placement.actor=0",
-        "placement.critic=1",
+        *place(actor="0", critic="1"),
     ]
     run_ranks(_train_slowly, 2, overrides_for(task, tmp_path / "run", *settings), tmp_path, timeout=120)
     began = {role: [float(x) for x in (tmp_path / role).read_text().split()] for role in ("actor", "critic")}
     assert len(began["actor"]) == len(began["critic"]) == 2
     spans = [max(began[role]) + 0.5 - min(began["actor"] + began["critic"]) for role in began]
     assert max(spans) < 1.6, "one after the other it takes two seconds"
+
+
+def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """An engine of two ranks that hear of no other; the same numbers as on the actor's ranks, to the last bit."""
+    settings = ["data.validation_files=[]", "rollout.tensor_model_parallel_size=2", "algorithm.kl_coef=0"]
+    for name, world_size, ranks in (
+        ("together", 2, []),
+        ("apart", 4, place(actor="0-1", rollout="2-3")),
+        ("aside", 3, place(actor="0", rollout="1-2")),  # not where the job would have cut its ranks in two
+    ):
+        overrides = overrides_for(task, tmp_path / name, *settings, *ranks)
+        assert run_ranks(train, world_size, overrides, timeout=120) == [None] * world_size
+    found = compare(observe(tmp_path / "together"), observe(tmp_path / "apart"))
+    assert found.is_exact and not [line for line in found.differences if not line.startswith(TRAFFIC)]
+    assert all(record["mismatch/max"] < 1e-4 for record in read_records(tmp_path / "aside"))
