@@ -88,10 +88,7 @@ class BatchPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
-        check_placement(cfg, spec, world_size)
-        for role in spec.roles.values():
-            check_ranks(role.layout, cfg.placement.ranks_of(role.name, world_size), role.section)
-            check_longest_sequence(cfg.data, role.layout, role.section)
+        _check_roles(cfg, spec, world_size)
         rollout_ranks = len(cfg.placement.ranks_of("rollout", world_size))
         engine_ranks = _count_engine_ranks(cfg, rollout_ranks)
         _check_batches(cfg, spec, num_train_prompts)
@@ -203,6 +200,13 @@ def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     if cfg.trainer.total_steps is not None or num_train_prompts is None:
         return cfg.trainer.total_steps
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
+
+
+def _check_roles(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
+    check_placement(cfg, spec, world_size)
+    for role in spec.roles.values():
+        check_ranks(role.layout, cfg.placement.ranks_of(role.name, world_size), role.section)
+        check_longest_sequence(cfg.data, role.layout, role.section)
 
 
 def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:

@@ -40,7 +40,7 @@ class AbsentEngine(WaitingRequests):
     def __init__(self, known: EngineTables) -> None:
         super().__init__()
         self._known = known
-        self.params: dict[str, torch.Tensor] = {}
+        self.params: Mapping[str, torch.Tensor] = {}
         self.shared_params: frozenset[str] = frozenset()
         self.padded_params: tuple[str, ...] = ()
 

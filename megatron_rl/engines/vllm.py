@@ -85,7 +85,7 @@ class VllmEngine:
         self.padded_params = VLLM_PADDED_PARAMETERS
         shared = self._register_loader(spec)
         os.environ |= _engine_environment(spec)
-        with keep_random_streams(), find_world(spec):
+        with keep_random_streams(), find_world(spec, import_module("vllm.distributed.parallel_state")):
             self._llm = vllm.LLM(**_engine_arguments(spec))
         self.shared_params = frozenset(shared)
         self._sampling_params = vllm.SamplingParams

@@ -18,23 +18,22 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import EngineSpec
 
 
-def find_world(spec: EngineSpec) -> AbstractContextManager[None]:
-    """What vLLM is built in: the job; the ranks of this engine, where only a part of the job has engines."""
+def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
+    """What vLLM is built in: the job; the ranks of this engine, where only a part of the job has engines.
+
+    Args:
+        spec: of the engine.
+        parallel_state: vLLM's module of that name.
+    """
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         return nullcontext()
     first = spec.process.rank - spec.find_place(spec.process.rank)
-    return _own_world(range(first, first + spec.config.tensor_model_parallel_size))
+    return _own_world(range(first, first + spec.config.tensor_model_parallel_size), parallel_state)
 
 
 @contextmanager
-def _own_world(ranks: Sequence[int]) -> Iterator[None]:
-    """While vLLM is built in the block, it sees these ranks only; `align_group_names` comes before.
-
-    Args:
-        ranks: of the engine, which all enter the block; ascending neighbors.
-    """
-    from vllm.distributed import parallel_state
-
+def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
+    """While vLLM is built in the block, it sees these ranks only, which all enter it after `align_group_names`."""
     new_group, get_world_size = dist.new_group, dist.get_world_size
     init_world_group, init_model_parallel_group = (
         parallel_state.init_world_group,
