@@ -120,7 +120,7 @@ class RecordedRollouts:
         mask_truncated: keep responses that were cut at the limit out of the loss.
     """
 
-    transport, reshard_stats, verified_tensors = "none", ReshardStats(), 0
+    transport, reshard_stats, verified_tensors, runs_ahead = "none", ReshardStats(), 0, False
 
     def __init__(self, recording: Recording, *, mask_truncated: bool) -> None:
         self._recording, self._mask_truncated = recording, mask_truncated

@@ -99,6 +99,18 @@ class Collector:
         samples = self._score(taken.prompts, taken.rollouts, step)
         return samples.describe(taken.metrics)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether engines on ranks of their own generate beside training."""
+        return self._stream.runs_ahead
+
+    def run_ahead(self) -> None:
+        """They do so until it has ended; collective."""
+        scorer = self._rewards.scorer
+        self._stream.run_ahead(
+            self._sampling(self._config.rollout.temperature), scorer.begin if scorer.is_concurrent else None
+        )
+
     def _collect_now(self, step: int) -> Experience:
         """Groups that begin and end in this step."""
         config, algorithm = self._config, self._config.algorithm

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -137,7 +138,7 @@ class RolloutGenerator:
         on_sampled: Listener,
         *,
         name: Callable[[int], str],
-        total: int,
+        total: int | None,
     ) -> None:
         """Serve requests of this rank's engine, and check what it returns; collective.
 
@@ -145,7 +146,7 @@ class RolloutGenerator:
             requests: that are made.
             take, on_sampled: as in `rollout.serving.serve`.
             name: what a message calls the request of a key.
-            total: responses of all engines, which the progress counts.
+            total: responses of all engines, which the progress counts; None: it does not.
 
         Raises:
             Exception: what `take` or `on_sampled` raised, on every rank.
@@ -159,7 +160,7 @@ class RolloutGenerator:
 
         is_watching = self.is_first or self.engine_index < 0  # rank 0 shows the progress wherever the engines are
         in_flight = self._engine.requests.tokens_in_flight if is_watching else None
-        with self._progress.follow(total, in_flight):
+        with nullcontext() if total is None else self._progress.follow(total, in_flight):
             error = None
             if self.engine_index >= 0:
                 error = serve(self._engine.requests, take, listen, self._channel)

@@ -25,7 +25,7 @@ class PhaseEnd(Protocol):
     """Asked by the first rank of each engine, before each of its steps."""
 
     def begin(self) -> None:
-        """A phase begins."""
+        """A phase begins; the same calls on every rank."""
 
     def is_over(self, is_done: bool) -> bool:
         """Whether the phase is over; `is_done`: this engine has what the step needs."""
@@ -103,6 +103,42 @@ class StepCount:
         if self._group is not None:
             dist.all_reduce(waiting, group=self._group)
         return not waiting[0] or bool(waiting[1])
+
+
+class TrainingEnd:
+    """The end of training beside which engines on ranks of their own generate: told by one rank, looked for by them.
+
+    Args:
+        every: decode steps of each engine in that time, reproducible; None: until training has ended.
+        store: shared by all ranks.
+    """
+
+    def __init__(self, every: int | None, store: Store) -> None:
+        self._every, self._store = every, store
+        self._number = self._steps = 0
+        self._looked = 0.0
+
+    def begin(self) -> None:
+        """Training may end from now on."""
+        self._number += 1
+        self._steps, self._looked = 0, 0.0
+
+    def tell(self) -> None:
+        """It has ended."""
+        self._store.add(f"trained {self._number}", 1)
+
+    def is_over(self, is_done: bool) -> bool:
+        """Whether it has, or the steps are made; whatever there is left to do."""
+        self._steps += 1
+        if self._every is not None:
+            return self._steps > self._every
+        if time.monotonic() - self._looked < _POLL_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return self._store.add(f"trained {self._number}", 0) > 0
+
+    def give_up(self) -> None:
+        """Nobody waits for an engine here."""
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:

@@ -30,7 +30,7 @@ from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpac
 from megatron_rl.rollout.control import ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.generation import RolloutGenerator, count_occurrences
-from megatron_rl.rollout.phase import PhaseEnd
+from megatron_rl.rollout.phase import PhaseEnd, TrainingEnd
 from megatron_rl.rollout.serving import Listener
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -74,6 +74,10 @@ class RolloutStream:
         config: the resolved config.
         end: of a phase; asked on the first rank of each engine.
         group: all ranks.
+        training: its end, where engines on ranks of their own generate beside it; None: they do not.
+
+    Attributes:
+        runs_ahead: whether they do.
     """
 
     def __init__(
@@ -83,8 +87,10 @@ class RolloutStream:
         config: RunConfig,
         end: PhaseEnd,
         group: dist.ProcessGroup,
+        training: TrainingEnd | None = None,
     ) -> None:
         self._generator, self._prompts, self._end, self._group = generator, prompts, end, group
+        self._training, self.runs_ahead = training, training is not None
         self._schedule, self._rollout, self._run_seed = config.schedule, config.rollout, config.trainer.seed
         self._batch_size, self._group_size = config.data.train_batch_size, config.rollout.n
         self._open = 0  # prompts that have begun, and were not learned from
@@ -118,12 +124,13 @@ class RolloutStream:
         self._begin(new, sampling.max_tokens)
         keys = range(batch.start * self._group_size, batch.stop * self._group_size)
         phase = _Phase(
-            [self._request(key, sampling) for key, held in sorted(self._held.items()) if not held.is_finished],
+            self._requests(sampling),
             {key for key in keys if key in self._held and not self._held[key].is_finished},
             self._end,
             drains=self._schedule.updates == "drain",
         )
-        listen = partial(self._listen, phase, on_finished if self._generator.is_first else None)
+        listen = partial(self._listen, phase, on_finished)
+        self._end.begin()
         held, missing = self._sum_over_engines([sum(key in self._held for key in keys), len(phase.missing)])
         assert held == len(keys), f"{held} of {len(keys)} samples have begun"
         self._generator.serve(phase.requests, phase.take, phase.guard(listen), name=self._name, total=int(missing))
@@ -139,6 +146,23 @@ class RolloutStream:
             [(key // self._group_size - batch.start, rollout) for key, rollout in rollouts],
             self._describe(phase.busy_share()),
         )
+
+    def run_ahead(self, sampling: SamplingConfig, on_finished: Callable[[Rollout, int], None] | None) -> None:
+        """Go on with what has begun until training has ended, on ranks of the engines' own; collective.
+
+        Arguments and errors as of `take`. Rank 0, which trains, says that it has ended.
+        """
+        assert self._training is not None
+        self._training.begin()
+        if self._group.rank() == 0:
+            self._training.tell()
+        phase = _Phase(self._requests(sampling), set(), self._training, drains=self._schedule.updates == "drain")
+        listen = partial(self._listen, phase, on_finished)
+        self._generator.serve(phase.requests, phase.take, phase.guard(listen), name=self._name, total=None)
+
+    def _requests(self, sampling: SamplingConfig) -> list[Request]:
+        """What continues the unfinished responses of this engine, in the order of the data."""
+        return [self._request(key, sampling) for key, held in sorted(self._held.items()) if not held.is_finished]
 
     def _begin(self, positions: range, max_tokens: int) -> None:
         """Give the samples of new prompts to the engines that have least to do."""
@@ -168,7 +192,7 @@ class RolloutStream:
         if key in phase.missing:
             phase.missing.discard(key)
             self._generator.count(len(held.tokens))
-        if on_finished is not None:
+        if on_finished is not None and self._generator.is_first:
             self._finished[key] = self._make_rollout(key)
             on_finished(self._finished[key], self._step_of(key))
 
@@ -283,7 +307,6 @@ class _Phase:
         """The next message; see `rollout.serving.serve`."""
         if not self._has_begun:
             self._has_begun = True
-            self._end.begin()
             return ControlMessage(requests=self.requests, stop=self._drains)
         if self._end.is_over(not self.missing):
             return ControlMessage(interrupts=sorted(self.running), stop=True)

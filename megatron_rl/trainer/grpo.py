@@ -59,7 +59,8 @@ class Trainer(Session):
                     samples.values = self.critic.values(samples)
                 samples.advantages, samples.returns = self.estimate(samples)
                 samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
-                self.checkpoints.safe_point()  # or here, or after the step
+                if not self.policy.runs_ahead:  # or here, or after the step
+                    self.checkpoints.safe_point()
                 if self.critic:
                     self.critic.read(samples, "values", "returns")  # so that it does not wait for the policy's update
                 for minibatch in self.policy.minibatches(samples, self.plan.ppo_epochs):
@@ -73,6 +74,7 @@ class Trainer(Session):
                         self.run.count(self.critic.optim_step())
                 if self.reference:
                     self.adapt_kl(samples)
+                self.policy.run_ahead()  # engines on ranks of their own generate up to here
                 self.describe(step, samples)
 
     def fetch_tokens(self, samples: Experience) -> None:

@@ -95,6 +95,16 @@ class Policy(ActorOnSamples):
                 step,
             )
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether engines on ranks of their own generate beside training (docs/schedules.md)."""
+        return self._collector.runs_ahead
+
+    def run_ahead(self) -> None:
+        """Let them, until every rank that trains calls this too: before the next `sample`."""
+        if self.runs_ahead:
+            self._collector.run_ahead()
+
     def validate(self, validation: Mapping[str, PromptSet]) -> dict[str, float]:
         """Metrics of every validation set, `validation/<set>/<metric>`."""
         with self.hybrid.rollout_mode():

@@ -13,7 +13,7 @@ from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.pack import Packer
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.parallel.collectives import Process, open_store, world
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles.build import group_timeout
 from megatron_rl.roles.engine import build_rollout
@@ -21,7 +21,7 @@ from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.phase import open_phase_end
+from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.stream import RolloutStream
 
 
@@ -81,7 +81,9 @@ def build_rollout_members(
     )
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress)
     end = open_phase_end(config.schedule.steps_per_update, generator.engines.of, group_timeout(config))
-    stream = RolloutStream(generator, prompts, config, end, world())
+    runs_ahead = hybrid.is_apart and config.schedule.max_staleness > 0
+    training = TrainingEnd(config.schedule.steps_per_update, open_store("training", world())) if runs_ahead else None
+    stream = RolloutStream(generator, prompts, config, end, world(), training)
     collector = Collector(
         generator=generator,
         rewards=rewards,

@@ -94,6 +94,7 @@ class HybridEngine:
         policy_version: of the weights that the engine has; -1 before the first reshard.
         reshard_stats: bytes of one reshard, all ranks together.
         verified_tensors: number of tensors that the last certificate has compared.
+        is_apart: no rank has both the actor and an engine.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class HybridEngine:
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
+        self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*actor.model.layout.ranks}
 
     def _find_dtype(self, engines: EngineRanks) -> torch.dtype:
         """Of the engines' parameters, which ranks without an engine ask for; collective then."""
@@ -208,7 +210,7 @@ class HybridEngine:
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:
-        """Reshard, and put the engine to sleep after the block; collective.
+        """Reshard, and put an engine that shares its rank to sleep after the block; collective.
 
         Training memory is given back before the engine takes its own, and the engine sleeps before
         training takes it back, so that the peak is that of one mode, not of both.
@@ -218,7 +220,8 @@ class HybridEngine:
         try:
             yield self
         finally:
-            self._engine.sleep()
+            if not self.is_apart:
+                self._engine.sleep()
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs: which tensors the next sample of the certificate looks at."""

@@ -98,6 +98,21 @@ def assert_same_samples(a: Path, b: Path, step: int) -> None:
     assert found[0] == found[1] and len(found[0]) == 32
 
 
+def test_engines_of_their_own_generate_beside_training(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """One rank trains, one generates for the next step meanwhile; bit by bit the same when it was killed."""
+    settings = [*SETTINGS, "placement.actor=0", "placement.reference=0", "placement.rollout=1", "trainer.test_freq=0"]
+    overrides = overrides_for(task, tmp_path / "whole", *settings)
+    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    records = read_records(tmp_path / "whole")
+    assert all(record.get("mismatch/lag0", 0.0) == 0.0 for record in records)  # bitwise, where there are such tokens
+    assert [record["schedule/staleness_max"] for record in records if record["step"]] == [0, 1, 1, 1]
+    killed = overrides_for(task, tmp_path / "killed", *settings)
+    assert kill(2, killed, Blow("update", entry=5, rank=0))
+    assert run_ranks(train, 2, killed, timeout=150) == [None] * 2
+    assert read_records(tmp_path / "killed") == records
+    assert read_rollouts(tmp_path / "killed") == read_rollouts(tmp_path / "whole")
+
+
 def test_another_number_of_responses_is_refused_while_some_have_begun(task: Path, whole: Path, tmp_path: Path) -> None:
     settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.n=3"]
     found = run_ranks(train, 2, overrides_for(task, tmp_path / "run", *settings), timeout=60)

@@ -82,7 +82,7 @@ class ScriptedStream:
             ],
         ).config
         self._weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
-        engines = EngineRanks.consecutive(world_size, 1)
+        engines = EngineRanks.consecutive(range(world_size), 1)
         generator = RolloutGenerator(
             BuiltEngine(self.engine, None, "ScriptedEngine", engines),
             self._weights,
