@@ -34,7 +34,7 @@ class Schedule:
             update waits until everything that may begin is finished.
         order: "stream" or "whole", see above.
         own_ranks: engines and training are on different ranks; else on the same, by turns.
-        dispatch: as `rollout.dispatch`. A response stays on its engine, with its KV cache if nobody else uses the rank.
+        dispatch: as `rollout.dispatch`. A response stays on its engine.
     """
 
     max_staleness: int = 0
@@ -150,9 +150,8 @@ class _Run:
         costs, engines, is_colocated = self._costs, self._engines, not self._schedule.own_ranks
         start, busy = self._now, self._count_busy()
         self._open_gate()
-        if is_colocated:
-            for engine in engines:  # what has begun makes a pass, even if the batch is whole
-                self._finish(engine.run_past(np.nextafter(engine.now, np.inf)))
+        for engine in engines:  # what has begun makes a pass, even if the batch is whole
+            self._finish(engine.run_past(np.nextafter(engine.now, np.inf)))
         self._run_until(lambda: self._num_ready >= costs.batch_size)
         batch = self._take_batch()
         ages = np.array([self._version - response.version for response in batch])
@@ -160,17 +159,17 @@ class _Run:
         drains = self._schedule.updates == "drain"
         if is_colocated and drains:
             self._run_until(lambda: not self._missing)
-        elif is_colocated:
+        else:
             self._settle(self._now)
         collected, trained = self._now, self._now + seconds
         if not is_colocated:
-            self._run_until(lambda: False, trained)
-            if drains:
-                self._run_until(lambda: not self._missing)
-        carried = sum(engine.count_tokens() for engine in engines)
-        if is_colocated:
-            for engine in engines:
+            for engine in engines:  # they wait for each other, and begin again
                 engine.interrupt()
+                engine.fill()
+            self._run_until(lambda: drains and not self._missing, np.inf if drains else trained)
+        carried = sum(engine.count_tokens() for engine in engines)
+        for engine in engines:
+            engine.interrupt()
         self._now = max(self._now, trained) + costs.switch_seconds
         self._version += 1
         for engine in engines:

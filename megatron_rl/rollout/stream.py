@@ -127,7 +127,7 @@ class RolloutStream:
             self._requests(sampling),
             {key for key in keys if key in self._held and not self._held[key].is_finished},
             self._end,
-            drains=self._schedule.updates == "drain",
+            drains=self._schedule.updates == "drain" and not self.runs_ahead,
         )
         listen = partial(self._listen, phase, on_finished)
         self._end.begin()

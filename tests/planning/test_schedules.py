@@ -82,6 +82,7 @@ def test_partial_rollouts_take_the_passes_of_a_run():
         passes = [0.0]
         for _ in range(steps):
             stream.take()
+            stream.train(lambda: None)
             passes.append(stream.engine.seconds)
         return np.diff(passes).tolist()
 
@@ -125,8 +126,9 @@ def test_own_ranks_overlap_generation_and_training():
     assert (flying.seconds, flying.rollout_seconds, flying.staleness_max) == (18, 5, 1)
     assert flying.trainer_idle == pytest.approx(1 - 10 / 18)
     drained = simulate(Schedule(1, "drain", own_ranks=True), costs, GivenLengths([5, 20, 9]), assign_engines, steps=2)
-    # The first switch waits for batch 1, to 20 + 3; it is trained at 33, switched at 36, and batch 2 is whole at 32.
-    assert (drained.seconds, drained.rollout_seconds, drained.carried_tokens) == ((23 + 13) / 2, 5 / 2, 0)
+    # The first switch waits for batch 1, to 20 + 3; batch 2 makes a pass, to 24; batch 1 is trained at 34, switched at
+    # 37, and batch 2 is whole at 32.
+    assert (drained.seconds, drained.rollout_seconds, drained.carried_tokens) == ((23 + 14) / 2, (5 + 1) / 2, 0)
     alone = simulate(Schedule(0, own_ranks=True), costs, GivenLengths([5, 20]), assign_engines, steps=2)
     assert alone.seconds == (5 + 20) / 2 + 10 + 3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colocated partial rollouts as a run has them, with a scripted engine on every rank."""
+"""The samples of a run as its trainer takes them, with scripted engines on all ranks or on some."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.lengths import LengthModel
 from megatron_rl.planning.schedules import Costs, Schedule
 from megatron_rl.rollout.control import Channel
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.phase import open_phase_end
+from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.types import Prompt
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
@@ -31,8 +32,8 @@ class ScriptedStream:
     """The samples of a run of `steps` steps whose engines, one per rank, are scripted; building it is collective.
 
     Args:
-        schedule: with `max_staleness` above 0, colocated.
-        costs: with as many engines as there are ranks.
+        schedule: with `max_staleness` above 0; with engines on ranks of their own, those before them train.
+        costs: with as many engines as there are ranks, or fewer.
         lengths: of the responses, drawn as the simulator does.
         steps: that will be taken.
         spend: see `ScriptedEngine`.
@@ -82,7 +83,9 @@ class ScriptedStream:
             ],
         ).config
         self._weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
-        engines = EngineRanks.consecutive(range(world_size), 1)
+        self._num_trainers = world_size - costs.num_engines
+        engines = EngineRanks.consecutive(range(self._num_trainers, world_size), 1)
+        training = TrainingEnd(steps_per_update, open_store("training", world())) if self._num_trainers else None
         generator = RolloutGenerator(
             BuiltEngine(self.engine, None, "ScriptedEngine", engines),
             self._weights,
@@ -98,14 +101,22 @@ class ScriptedStream:
             config,
             open_phase_end(steps_per_update, engines.of, None),
             dist.group.WORLD,
+            training,
         )
         self._sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
 
     def take(self) -> int:
-        """The samples of the next step, and new weights: tokens of the responses of all ranks; collective."""
+        """The samples of the next step: tokens of the responses of all ranks; collective."""
         taken = self._stream.take(self._sampling, None)
-        self._weights.policy_version += 1
-        self.engine.drop_cache()
         of_ranks = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, sum(len(rollout.response_tokens) for _, rollout in taken.rollouts))
         return sum(of_ranks)
+
+    def train(self, train: Callable[[], None]) -> None:
+        """Train on every rank, or beside the engines; then there are new weights; collective."""
+        if dist.get_rank() < self._num_trainers or not self._num_trainers:
+            train()
+        if self._num_trainers:
+            self._stream.run_ahead(self._sampling, None)
+        self._weights.policy_version += 1
+        self.engine.drop_cache()

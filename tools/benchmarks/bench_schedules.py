@@ -15,7 +15,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,13 @@ def measure_synchronous(schedule: Schedule, costs: Costs, lengths: LengthModel, 
 
 
 def measure_partial(schedule: Schedule, costs: Costs, lengths: LengthModel, steps: int) -> float:
-    """Mean seconds of a step of colocated partial rollouts; collective."""
+    """Mean seconds of a step of partial rollouts, colocated or with engines on ranks of their own; collective."""
     stream = ScriptedStream(schedule, costs, lengths, steps, time.sleep)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
-        time.sleep(costs.train(stream.take()) + costs.switch_seconds)
+        stream.train(partial(time.sleep, costs.train(stream.take())))
+        time.sleep(costs.switch_seconds)
     return (time.perf_counter() - start) / steps
 
 
@@ -80,6 +82,8 @@ MODES: dict[str, tuple[Schedule, Measure]] = {
     "synchronous, samples spread": (Schedule(dispatch="samples"), measure_synchronous),
     "partial rollouts, k=1": (Schedule(1), measure_partial),
     "partial rollouts, k=2": (Schedule(2), measure_partial),
+    "own ranks, k=1": (Schedule(1, own_ranks=True), measure_partial),
+    "own ranks, k=2": (Schedule(2, own_ranks=True), measure_partial),
 }
 
 
@@ -93,6 +97,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--correlation", type=float, default=0.5, help="inside of a prompt (default 0.5)")
     parser.add_argument("--longest", type=int, default=400, help="longest response, tokens (default 400)")
     parser.add_argument("--slots", type=int, default=64, help="requests that an engine runs at once (default 64)")
+    parser.add_argument("--trainers", type=int, default=1, help="ranks that train where engines have their own (1)")
     parser.add_argument("--steps", type=int, default=6, help="steps of every schedule (default 6)")
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     return parser.parse_args(arguments)
@@ -103,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     process = init_distributed(5)
     lengths = make_lognormal(args.median, args.sigma, args.correlation)
-    costs = Costs(
+    here = Costs(
         EngineModel(COST, args.slots, cache_tokens=10**9),
         process.world_size,
         args.prompts,
@@ -113,8 +118,13 @@ def main(arguments: list[str] | None = None) -> int:
         lambda tokens: TRAIN_SECONDS_PER_TOKEN * tokens,
         SWITCH_SECONDS,
     )
+    fewer = process.world_size / args.trainers  # ranks that train take so many times as long
+    apart = replace(
+        here, num_engines=process.world_size - args.trainers, train=lambda tokens: fewer * here.train(tokens)
+    )
     found: dict[str, Any] = {}
     for name, (schedule, measure) in MODES.items():
+        costs = apart if schedule.own_ranks else here
         simulated = simulate(schedule, costs, lengths, assign_engines, steps=args.steps)
         of_ranks = [0.0] * process.world_size
         dist.all_gather_object(of_ranks, measure(schedule, costs, lengths, args.steps))
