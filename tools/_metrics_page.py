@@ -31,6 +31,7 @@ class Metric:
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Reward and responses": (
         Metric("reward/mean", "mean over all rollouts of the step"),
+        Metric("reward/<data_source>/mean", "the same of the rollouts of each data source, where a step has several"),
         Metric("reward/<component>", "the same of each part: sources, keys that a reward function returns"),
         Metric("reward/overlong", "the same of the soft overlong punishment"),
         Metric("reward/model", "the same of the reward model, in a sum"),

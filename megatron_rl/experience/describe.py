@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,18 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
         "schedule/staleness_mean": float(staleness.mean()),
         "schedule/staleness_max": float(staleness.max()),
     }
+
+
+def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, float]:
+    """Mean reward of each data source, where a step has more than one.
+
+    Args:
+        headers: of the step.
+        sources: [num_groups] of the groups' prompts.
+    """
+    names, rewards = np.repeat(np.array(sources), headers.group_sizes), headers.rollouts["reward"]
+    known = sorted(set(sources))
+    return {f"reward/{name}/mean": float(rewards[names == name].mean()) for name in known} if len(known) > 1 else {}
 
 
 def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.describe import (
     describe_distributions,
     describe_rollouts,
+    describe_sources,
     describe_staleness,
     describe_updates,
     rollout_row,
@@ -166,6 +167,7 @@ class Trainer(Session):
         """Count what a step was like, and write some of its rollouts; collective."""
         limit, headers = self.config.trainer.log_rollouts, samples.headers
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
+        self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")
         columns = {

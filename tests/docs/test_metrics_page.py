@@ -17,8 +17,8 @@ from tools._metrics_page import METRICS, find_metric, format_page
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
-# Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/trainer, and the
-# bytes, which are younger than the recordings, in tests/experience.
+# Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/trainer, data
+# sources and bytes, which are younger than the recordings, in tests/experience.
 NOT_RECORDED = (
     "time/",
     "memory/",
@@ -29,6 +29,7 @@ NOT_RECORDED = (
     "aggregation/",
     "schedule/",
     "mismatch/lag",
+    "reward/<data_source>",
 )
 
 
@@ -59,6 +60,7 @@ def test_every_phase_is_entered_somewhere() -> None:
 @pytest.mark.parametrize(
     ("key", "name"),
     [
+        ("reward/openai/gsm8k/mean", "reward/<data_source>/mean"),
         ("reward/mean", "reward/mean"),
         ("reward/has_number", "reward/<component>"),
         ("reward/a/b", "reward/<component>"),

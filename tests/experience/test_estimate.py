@@ -17,7 +17,7 @@ from sample_rollouts import make_prompt, make_rollout, split
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
-from megatron_rl.experience.describe import describe_rollouts
+from megatron_rl.experience.describe import describe_rollouts, describe_sources
 from megatron_rl.experience.estimate import compute_advantages, measure_kl
 from megatron_rl.experience.experience import Column, replicate
 from megatron_rl.experience.pack import Packer
@@ -63,7 +63,8 @@ def _estimate(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -
         ).advantages
         found[name] = [advantages[batch.loss_mask & (rollout_of == i)].tolist() for i in range(6)]
     found["kl"] = measure_kl(samples.headers, batch, "k1", dist.group.WORLD).tolist()
-    return found | describe_rollouts(samples.headers)
+    assert describe_sources(samples.headers, ["a", "a"]) == {}, "one source is the mean of all"
+    return found | describe_rollouts(samples.headers) | describe_sources(samples.headers, ["b", "a"])
 
 
 def test_branches_change_no_baseline_and_no_metric() -> None:
@@ -71,6 +72,7 @@ def test_branches_change_no_baseline_and_no_metric() -> None:
     (whole,), (cut,) = run_ranks(_estimate, 1, WHOLE), run_ranks(_estimate, 1, CUT)
     assert whole["dr_grpo"][0] == [0.25] * 4 and whole["dr_grpo"][3] == [-0.75] * 4
     assert whole["kl"] == pytest.approx([-0.5 * n for n in (4, 4, 4, 4, 3, 4)])
+    assert whole["reward/b/mean"] == 0.75 and whole["reward/a/mean"] == 1.0
     assert whole.keys() == cut.keys()
     for name in whole.keys() - {"reinforce_plus_plus_baseline", "kl"}:
         assert cut[name] == whole[name], name
