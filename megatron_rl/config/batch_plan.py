@@ -235,7 +235,7 @@ def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
     if world_size % rollout_tp_size:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
-            source="world size (torchrun) and rollout.tensor_model_parallel_size",
+            source="world size (torchrun), or placement.rollout, and rollout.tensor_model_parallel_size",
             expected=f"rollout.tensor_model_parallel_size of {_either(_nearestdivisors(world_size, rollout_tp_size))}"
             f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",

@@ -84,8 +84,9 @@ def read_job(
 def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
     """The refusal of a job that does not fit: phase, amount, and what would."""
     if nearest is None:
+        what = "the placement leaves too little" if job.config.placement.placed else "no layout of this model fits here"
         hint = (
-            "no layout of this model fits here; use more or larger accelerators, shorter sequences, or lower "
+            f"{what}; use more or larger accelerators, shorter sequences, or lower "
             "actor.max_tokens_per_microbatch and rollout.gpu_memory_utilization"
         )
     else:
@@ -111,6 +112,8 @@ def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path 
     check_job(job)
     memory = compute_memory(job)
     problem = find_problem(job, memory)
+    if problem is not None and config.placement.placed:
+        raise explain_problem(job, problem, None)
     if problem is not None:
         assumed = Assumptions()
         candidates = list_candidates(job, build_workload(job, assumed), assumed)

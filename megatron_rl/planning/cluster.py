@@ -120,8 +120,18 @@ class Job:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The actor's layout on all ranks."""
-        return build_layout(self.config.actor, self.cluster.world_size)
+        """The actor's layout on its ranks."""
+        return self.layout_of(self.spec.roles["actor"])
+
+    @property
+    def rollout_ranks(self) -> range:
+        """The ranks of the engines."""
+        return self.config.placement.ranks_of("rollout", self.cluster.world_size)
+
+    def layout_of(self, role: RoleSpec) -> ParallelLayout:
+        """A role's layout on its ranks."""
+        ranks = self.config.placement.ranks_of(role.name, self.cluster.world_size)
+        return build_layout(role.layout, len(ranks), ranks.start)
 
     def with_config(self, **sections: dict[str, object]) -> Job:
         """The same job with other settings, `actor={"offload_optimizer": True}`."""

@@ -123,18 +123,20 @@ class Problem:
 def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
     """What does not fit: the fullest phase, a KV cache that holds no whole response, or the host; None if all fits."""
     rank, limit = max(memory, key=lambda rank: rank.peak.total), job.cluster.memory_bytes
-    peak, stage = rank.peak, job.layout.coordinates(rank.rank).pp
+    peak, layout = rank.peak, job.layout
+    where = f" (pipeline stage {layout.coordinates(rank.rank).pp})" if rank.rank in layout.ranks else ""
     if peak.total > limit:
         excess = peak.total - limit
         return Problem(
-            f'phase "{peak.name}" takes {peak.total / GIB:.1f} GiB of {limit / GIB:.1f} GiB on rank {rank.rank} '
-            f"(pipeline stage {stage}): {excess / GIB:.1f} GiB too many",
+            f'phase "{peak.name}" takes {peak.total / GIB:.1f} GiB of {limit / GIB:.1f} GiB on rank '
+            f"{rank.rank}{where}: {excess / GIB:.1f} GiB too many",
             rank.rank,
             peak.name,
             excess,
         )
     longest = job.config.data.max_prompt_length + job.config.data.max_response_length
-    rank = min(memory, key=lambda rank: rank.kv_cache_bytes)
+    engines = [rank for rank in memory if rank.rank in job.rollout_ranks]
+    rank = min(engines, key=lambda rank: rank.kv_cache_bytes)
     needed = rank.kv_bytes_per_token * longest
     if rank.kv_cache_bytes < needed:
         missing = needed - rank.kv_cache_bytes

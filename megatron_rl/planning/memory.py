@@ -72,17 +72,29 @@ class RankMemory:
 def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
     """Memory of one rank per combination of the roles' pipeline stages; others are equal up to buffer padding.
 
+    With roles on ranks of their own the combination of roles counts as well.
+
     Args:
         job: the run in one layout.
         ends_only: leave out stages in the middle, which hold no more than the second one.
     """
     world_size = job.cluster.world_size
+    if job.config.placement.placed:
+        alike = {_list_stages(job, rank): rank for rank in reversed(range(world_size))}
+        return [_compute_rank(job, rank) for rank in sorted(alike.values())]
     stages = [job.layout.pp_size, *(build_layout(role.layout, world_size).pp_size for role in job.others)]
     parts = min(math.lcm(*stages), world_size)
     ranks = [i * world_size // parts for i in range(parts)]
     if ends_only and len(ranks) > 3:
         ranks = [ranks[0], ranks[1], ranks[-1]]
     return [_compute_rank(job, rank) for rank in ranks]
+
+
+def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
+    """The pipeline stage of a rank in each role, and its place in an engine; None where it is not in it."""
+    layouts = [job.layout_of(role) for role in job.spec.roles.values()]
+    place = (rank - job.rollout_ranks.start) % job.engine_tp if rank in job.rollout_ranks else None
+    return (*(layout.coordinates(rank).pp if rank in layout.ranks else None for layout in layouts), place)
 
 
 def _compute_rank(job: Job, rank: int) -> RankMemory:
@@ -106,7 +118,8 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
-        scoring = _activations(job, rank, roles["actor"])
+        scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
+        scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
         phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True)
     phases.append(Phase("actor update", base | training | resting | update))
@@ -115,7 +128,9 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 
 
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
-    shape, layout = job.shapes.get(role.name, job.shape), build_layout(role.layout, job.cluster.world_size)
+    shape, layout = job.shapes.get(role.name, job.shape), job.layout_of(role)
+    if rank not in layout.ranks:
+        return RoleBytes(0, 0, 0)
     return compute_role_bytes(
         shape,
         layout,
@@ -144,8 +159,9 @@ def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[P
 
 
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
-    shape, section = job.shapes[role.name], role.layout
-    layout = build_layout(section, job.cluster.world_size)
+    shape, section, layout = job.shapes.get(role.name, job.shape), role.layout, job.layout_of(role)
+    if rank not in layout.ranks:
+        return {}
     found = compute_activation_bytes(
         shape,
         layout,
@@ -173,14 +189,17 @@ def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) 
 def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
     """Start of the engine, the switch and the rollout."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
+    if rank not in job.rollout_ranks:
+        return RankMemory(rank, [Phase(ENGINE_PHASES[1], resident)])
     itemsize, tp = DTYPE_BYTES[config.model.dtype], job.engine_tp
     per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
     if job.engine_is_actor:
         own, per_token = 0, per_token // job.layout.pp_size
     else:
         weights = compute_engine_numel(shape, tp) * itemsize
-        aliased = count_aliased_elements(shape, job.layout, rank, tp) * itemsize if config.hybrid.alias_weights else 0
-        own = weights - aliased
+        shares = config.hybrid.alias_weights and rank in job.layout.ranks
+        place = (rank - job.rollout_ranks.start) % tp
+        own = weights - (count_aliased_elements(shape, job.layout, rank, tp, place) * itemsize if shares else 0)
     working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
@@ -214,8 +233,10 @@ def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, item
     return int(hidden + max_num_seqs * shape.vocab_size * (itemsize + 2 * _FLOAT))
 
 
-def count_aliased_elements(shape: ModelShape, layout: ParallelLayout, rank: int, rollout_tp: int) -> int:
-    """Elements that the engine shares with the actor on this rank.
+def count_aliased_elements(
+    shape: ModelShape, layout: ParallelLayout, rank: int, rollout_tp: int, rollout_rank: int
+) -> int:
+    """Elements that the engine, in which the rank has a place, shares with the actor on it.
 
     Read off the tables of a model of two layers, the second of which stands for all.
     """
@@ -223,7 +244,7 @@ def count_aliased_elements(shape: ModelShape, layout: ParallelLayout, rank: int,
     stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
     small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
     layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rank % rollout_tp
+        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rollout_rank
     )
     ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
     return shape.num_layers // layout.pp_size * layer + ends

@@ -24,6 +24,7 @@ from megatron_rl.planning.layouts import (
 from megatron_rl.planning.memory import RankMemory, compute_memory
 from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
 from megatron_rl.planning.switch import SwitchPlan, plan_switch
+from megatron_rl.types import UserError
 
 _MAX_PACKED = 20_000  # rollouts of a minibatch that are packed to show how it goes
 
@@ -61,8 +62,15 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
     """Plan a job in its own layout and look at all others.
 
     Raises:
-        UserError: the run's own checks refuse it.
+        UserError: the run's own checks refuse it, or it has roles on ranks of their own.
     """
+    if job.config.placement.placed:
+        raise UserError(
+            "a plan of a job with roles on ranks of their own",
+            source="placement",
+            expected="all roles on all ranks",
+            hint="plan it without the section; the start of the run checks the memory of every rank",
+        )
     batch = check_job(job)
     work, memory = build_workload(job, assumed), compute_memory(job)
     traffic, switch = list_traffic(job, work), plan_switch(job)

@@ -51,13 +51,13 @@ class Trainer(Session):
                 self.fetch_tokens(samples)
                 if self.reference:  # for the KL term
                     samples.ref_logprobs = self.reference.logprobs(samples)
+                if self.critic:
+                    samples.values = self.critic.values(samples)
                 if self.recomputes(step):  # else the first pass of the update gives them
                     samples.old_logprobs = self.policy.logprobs(samples)
                     self.compare(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
                     samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
-                if self.critic:
-                    samples.values = self.critic.values(samples)
                 samples.advantages, samples.returns = self.estimate(samples)
                 samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
                 if not self.policy.runs_ahead:  # or here, or after the step

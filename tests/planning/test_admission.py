@@ -126,3 +126,18 @@ def test_models_with_a_path_of_their_own_have_their_own_shape() -> None:
     assert job.shapes["critic"].num_layers == 24
     with pytest.raises(UserError, match="/models/judge/config.json"):
         fit(["reward_model.path=/models/judge"], describe_cluster(8, 80))
+
+
+def test_roles_on_ranks_of_their_own_are_judged_there() -> None:
+    """The critic of 7B parameters takes more on two ranks than the actor on four, or an engine on two."""
+    placement = ["algorithm.adv_estimator=gae", "placement.actor=0-3", "placement.critic=4-5", "placement.rollout=6-7"]
+    placement += [
+        "rollout.tensor_model_parallel_size=2",
+        "algorithm.kl_coef=0",
+        "critic.lr=1e-6",
+        "critic.max_tokens_per_microbatch=16384",
+    ]
+    assert fit(placement, describe_cluster(8, 250)).endswith('in phase "critic update" on rank 4')
+    with pytest.raises(UserError, match="on rank 4: .* GiB too many") as caught:
+        fit(placement, describe_cluster(8, 141))
+    assert "the placement leaves too little" in caught.value.hint

@@ -161,7 +161,7 @@ def test_shared_elements_are_those_of_the_whole_tables(sizes: dict, rollout_tp: 
         for placement in theirs:
             if placement.param in pairs:
                 expected += math.prod(stop - start for start, stop in placement.local_box)
-        assert count_aliased_elements(shape, layout, rank, rollout_tp) == expected
+        assert count_aliased_elements(shape, layout, rank, rollout_tp, rank % rollout_tp) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,3 +189,23 @@ def test_microbatches_of_full_responses() -> None:
     odd = replace(job.config.actor, ppo_mini_batch_size=10, max_tokens_per_microbatch=7168)
     job = replace(job, config=replace(job.config, actor=odd))
     assert count_microbatches(job, layout, odd) == 8  # 80 responses on 2 ranks, 7 at a time: 6; of 4 the next is 8
+
+
+def test_roles_on_ranks_of_their_own_take_memory_there_only() -> None:
+    """One rank per combination of roles, stages and places in an engine; a role takes what it takes on so few ranks."""
+    settings = ["algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1", "rollout.tensor_model_parallel_size=2"]
+    settings += ["actor.pipeline_model_parallel_size=2", "critic.lr=1e-5"]
+    placement = ["placement.actor=0-3", "placement.critic=4-5", "placement.reference=4-5", "placement.rollout=6-7"]
+    found = {rank.rank: rank for rank in compute_memory(make_job(small_shape(), *settings, *placement))}
+    assert sorted(found) == [0, 2, 4, 5, 6, 7], (
+        "two stages of the actor, two of the reference, two places in the engine"
+    )
+    alone = make_job(small_shape(), *settings, gpus_per_node=4)
+    actor = {phase.name: phase for phase in compute_memory(alone)[0].phases}["actor update"].parts
+    parts = {rank: {phase.name: phase.parts for phase in found[rank].phases} for rank in found}
+    assert all(parts[0]["actor update"][kind] == actor[kind] for kind in ("weights", "gradients", "optimizer"))
+    assert "critic" not in parts[0]["actor update"] and "engine weights" not in parts[0]["switch"]
+    assert parts[4]["critic update"]["critic"] > 0 < parts[4]["log-probs"]["reference"]
+    assert "weights" not in parts[4]["critic update"] and "activations" in parts[4]["log-probs"]
+    assert set(parts[6]["rollout"]) == {"engine weights", "engine activations", "KV cache"}
+    assert found[4].kv_cache_bytes == 0 < found[6].kv_cache_bytes == found[7].kv_cache_bytes

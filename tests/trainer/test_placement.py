@@ -136,8 +136,13 @@ def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Pa
 
 
 def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """An engine of two ranks that hear of no other; the same numbers as on the actor's ranks, to the last bit."""
+    """An engine of two ranks that hear of no other, with responses that are carried from step to step.
+
+    The same numbers as on the actor's ranks, to the last bit.
+    """
     settings = ["data.validation_files=[]", "rollout.tensor_model_parallel_size=2", "algorithm.kl_coef=0"]
+    settings += ["schedule.max_staleness=1", "schedule.steps_per_update=4"]
+    settings += ["algorithm.importance_sampling=token-truncate"]
     for name, world_size, ranks in (
         ("together", 2, []),
         ("apart", 4, place(actor="0-1", rollout="2-3")),
@@ -147,4 +152,4 @@ def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: Non
         assert run_ranks(train, world_size, overrides, timeout=120) == [None] * world_size
     found = compare(observe(tmp_path / "together"), observe(tmp_path / "apart"))
     assert found.is_exact and not [line for line in found.differences if not line.startswith(TRAFFIC)]
-    assert all(record["mismatch/max"] < 1e-4 for record in read_records(tmp_path / "aside"))
+    assert all(record["mismatch/lag0"] < 1e-4 for record in read_records(tmp_path / "aside"))
