@@ -91,6 +91,7 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         "empty.jsonl": "",
         "table.csv": "a,b\n",
         "malformed.jsonl": "\n".join([*lines[:4], "{broken"]),
+        "long.jsonl": '{"prompt": "1234+5678=", "answer": "6912"}',
         "unanswered.jsonl": "\n".join([*lines[:2], '{"prompt": "1+1="}']),
         "plugin.py": PLUGIN,
         "broken_plugin.py": "import megatron_rl\nthis is no Python\n",
@@ -200,6 +201,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "malformed line": (["data.train_files=[{files}/malformed.jsonl]"], ["malformed.jsonl:5"]),
     "missing answer": (["data.train_files=[{files}/unanswered.jsonl]"], ["unanswered.jsonl:3", "answer"]),
     "long prompt": (["data.max_prompt_length=3"], ["max_prompt_length", ".jsonl:1"]),
+    "weights and files": (["data.weights=[1, 2]"], ["has 2 numbers for 1 files"]),
+    "a file of a mixture without a prompt": (
+        [
+            "data.train_files=[{files}/train.jsonl, {files}/long.jsonl]",
+            "data.weights=[1, 1]",
+            "data.overlong_prompts=drop",
+        ],
+        ["no prompt of", "long.jsonl is left"],
+    ),
+    "prompts that were not measured": (["data.pass_rates=/nowhere"], ["no rollouts of", "/nowhere/train/rollouts"]),
     "no reward file": (["reward.function=/nowhere.py:score"], ["/nowhere.py"]),
     "no such reward": (["reward.function={files}/reward.py:absent"], ["absent"]),
     "reward without a weight": (["reward.components=[math]"], ['"math" is not a weight and a source']),
@@ -220,6 +231,7 @@ PASSES: dict[str, tuple[list[str], list[str]]] = {
         [*DRY_LOSS, "algorithm.loss_agg_mode=dry_mean", f"--{DRY}.alpha", "1.5", TP1],
         ["sequence_parallel"],
     ),
+    "a mixture of one": (["data.weights=2.5"], []),
     "critic of a plugin": ([PLUGINS, VALUED, "trainer.critic_warmup=5", "rollout.n=1", TP1], ["sequence_parallel"]),
 }
 
