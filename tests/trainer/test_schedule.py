@@ -98,19 +98,32 @@ def assert_same_samples(a: Path, b: Path, step: int) -> None:
     assert found[0] == found[1] and len(found[0]) == 32
 
 
-def test_engines_of_their_own_generate_beside_training(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """One rank trains, one generates for the next step meanwhile; bit by bit the same when it was killed."""
-    settings = [*SETTINGS, "placement.actor=0", "placement.reference=0", "placement.rollout=1", "trainer.test_freq=0"]
-    overrides = overrides_for(task, tmp_path / "whole", *settings)
-    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
-    records = read_records(tmp_path / "whole")
+APART = [*SETTINGS, "placement.actor=0", "placement.reference=0", "placement.rollout=1", "trainer.test_freq=0"]
+
+
+@pytest.fixture(scope="module")
+def apart(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
+    """A run in which one rank trains, and another generates for the next step meanwhile."""
+    run_dir = tmp_path_factory.mktemp("apart") / "run"
+    assert run_ranks(train, 2, overrides_for(task, run_dir, *APART), timeout=150) == [None] * 2
+    return run_dir
+
+
+def test_engines_of_their_own_generate_beside_training(apart: Path) -> None:
+    records = read_records(apart)
     assert all(record.get("mismatch/lag0", 0.0) == 0.0 for record in records)  # bitwise, where there are such tokens
     assert [record["schedule/staleness_max"] for record in records if record["step"]] == [0, 1, 1, 1]
-    killed = overrides_for(task, tmp_path / "killed", *settings)
-    assert kill(2, killed, Blow("update", entry=5, rank=0))
-    assert run_ranks(train, 2, killed, timeout=150) == [None] * 2
-    assert read_records(tmp_path / "killed") == records
-    assert read_rollouts(tmp_path / "killed") == read_rollouts(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "blow", [Blow("update", entry=5, rank=0), Blow("rollout", entry=3)], ids=["trains", "generates"]
+)
+def test_a_killed_rank_of_either_kind_loses_nothing(blow: Blow, task: Path, apart: Path, tmp_path: Path) -> None:
+    overrides = overrides_for(task, tmp_path / "run", *APART)
+    assert kill(2, overrides, blow)
+    assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
+    assert read_records(tmp_path / "run") == read_records(apart)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(apart)
 
 
 def test_another_number_of_responses_is_refused_while_some_have_begun(task: Path, whole: Path, tmp_path: Path) -> None:
