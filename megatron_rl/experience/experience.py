@@ -220,10 +220,9 @@ class Experience:
         payload = replace(self._payload, num_bytes=self._num_bytes)
         return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
 
-    def describe(self, metrics: Mapping[str, float]) -> Experience:
-        """The same samples, with more metrics about sampling."""
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Note more about sampling."""
         self.metrics |= metrics
-        return self
 
     def add_baselines(self, greedy: Experience) -> None:
         """Note the rewards of the greedy responses to the prompts."""

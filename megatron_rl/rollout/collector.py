@@ -97,7 +97,8 @@ class Collector:
                 self._sampling(self._config.rollout.temperature), scorer.begin if scorer.is_concurrent else None
             )
         samples = self._score(taken.prompts, taken.rollouts, step)
-        return samples.describe(taken.metrics)
+        samples.add_metrics(taken.metrics)
+        return samples
 
     @property
     def runs_ahead(self) -> bool:
