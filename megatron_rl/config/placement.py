@@ -65,3 +65,9 @@ class PlacementConfig:
     def placed(self) -> list[str]:
         """The roles that have ranks of their own."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+
+    def describe(self) -> str:
+        """`actor on 0-1, critic on 2-3, others on all ranks`; empty where all are on all ranks."""
+        if not self.placed:
+            return ""
+        return ", ".join([*(f"{name} on {getattr(self, name)}" for name in self.placed), "others on all ranks"])

@@ -108,7 +108,7 @@ def _open_locked(
         stop.close()
         lock.release()
 
-    guard = _start_guard(run, stop, release, config.trainer.collective_timeout, group)
+    guard = _start_guard(config, run, stop, release, group)
     return OpenedRun(run, checkpoint, is_known, dependencies, stop, lock, guard)
 
 
@@ -145,7 +145,7 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
 
 
 def _start_guard(
-    run: Run, stop: StopRequest, release: Callable[[], None], limit: float, group: dist.ProcessGroup
+    config: RunConfig, run: Run, stop: StopRequest, release: Callable[[], None], group: dist.ProcessGroup
 ) -> Guard:
     """What watches this rank and reports its failures, until it is closed; collective."""
     watched, watchdog = (
@@ -153,11 +153,12 @@ def _start_guard(
             group.rank(),
             group.size(),
             run.timers,
-            limit,
+            config.trainer.collective_timeout,
             run.log_file,
             run.log,
             lambda: stop.is_here,
             any_place=torch.cuda.is_available(),
+            roles=config.placement.describe(),
         ),
         None,
     )

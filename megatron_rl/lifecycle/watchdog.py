@@ -50,6 +50,7 @@ class Watched:
         log: of the rank; rank 0's is shown on the console.
         is_stopping: whether this rank was asked to stop.
         any_place: take any place for a collective (CUDA: the program waits for the device, not in a collective).
+        roles: which ranks have which role, in words; empty: all have all.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Watched:
     log: logging.Logger
     is_stopping: Callable[[], bool] = lambda: False
     any_place: bool = False
+    roles: str = ""
 
 
 class Watchdog:
@@ -191,8 +193,9 @@ class Watchdog:
         answers = self._collect("answer")
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         limit, logs = self._watched.limit, self._watched.log_file.parent
+        roles = f"\n  roles: {self._watched.roles}" if self._watched.roles else ""
         return UserError(
-            f"no progress in {limit:g} s (trainer.collective_timeout): {explain(answers, silent)}",
+            f"no progress in {limit:g} s (trainer.collective_timeout): {explain(answers, silent)}{roles}",
             source=f"the watchdog of rank {self._watched.rank}",
             expected="ranks that answer each other within that time",
             hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "

@@ -177,7 +177,7 @@ class Run:
             self._counts.setdefault(name, []).append(float(value))
 
     def complete(self, series: Mapping[str, Sequence[float]], times: Mapping[str, float]) -> None:
-        """Add what another rank has counted and timed (`PhaseTimers.seen`) in this step, and this one has not."""
+        """Add what another rank has counted in this step and this one has not, and what took longer there."""
         for name, values in series.items():
             self._counts.setdefault(name, list(values))
         self.timers.complete(times)

@@ -101,13 +101,13 @@ class PhaseTimers:
         return record | {f"memory/{name}": value for name, value in self._bytes.items()}
 
     def complete(self, seen: Mapping[str, float]) -> None:
-        """Take over from another rank what was not timed here."""
+        """Take over from another rank what took longer or more there: a role that is not here works there."""
         for name, value in seen.items():
             kind, _, phase = name.partition("/")
             if kind == "time":
-                self._seconds.setdefault(phase, value)
+                self._seconds[phase] = max(self._seconds.get(phase, 0.0), value)
             else:
-                self._bytes.setdefault(phase, int(value))
+                self._bytes[phase] = max(self._bytes.get(phase, 0), int(value))
 
     def pop(self) -> dict[str, float]:
         """What was `seen`; starts again at zero."""

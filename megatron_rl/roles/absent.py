@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.training.laid_out import LaidOutModel
 
 
 class AbsentRole:
-    """Stands for a role where it is not: its model by shape and layout, no weights, and nothing to call.
+    """Stands for a role where it is not: its model by shape and layout, no weights, and nothing to do.
+
+    Its calls return at once. They are made all the same: a report of a hang compares the phases of all ranks.
 
     Args:
         model: without parameters here.
@@ -20,3 +27,16 @@ class AbsentRole:
 
     def release(self) -> None:
         """There is nothing that generation does not need."""
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Of no token, [0] float32."""
+        return torch.empty_like(batch.loss_weights)
+
+    compute_sum_pi_squared = compute_values = compute_logprobs
+
+    def forward_backward(self, minibatch: TrainBatch, loss: Any = None) -> None:
+        """There is nothing to learn."""
+
+    def optim_step(self) -> dict[str, float]:
+        """No metrics."""
+        return {}

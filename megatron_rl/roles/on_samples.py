@@ -65,16 +65,14 @@ class RoleOnSamples:
         """Values [t] of its batch as a column of the samples; None stays None."""
         return None if values is None else Column(values, samples.pack(self.packer))
 
-    def compute(self, method: str, samples: Experience) -> Column:
-        """The column that a method of the role makes of its batch, [t] float32; [0] where the role is not."""
-        batch = self.read(samples)
-        values = getattr(self.role, method)(batch) if self.is_here else torch.empty_like(batch.loss_weights)
-        return Column(values, samples.pack(self.packer))
+    def compute(self, function: Callable[[TrainBatch], torch.Tensor], samples: Experience) -> Column:
+        """The column that a function of its batch makes."""
+        return Column(function(self.read(samples)), samples.pack(self.packer))
 
-    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch | None:
-        """Its share of a minibatch; None where the role is not."""
+    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch:
+        """Its share of a minibatch; no token where the role is not."""
         batch = self.read(minibatch.samples, *names)
-        return batch.minibatch(minibatch.index) if self.is_here else None
+        return batch.minibatch(minibatch.index) if self.is_here else batch
 
 
 class PolicyOnSamples(RoleOnSamples):
@@ -82,7 +80,7 @@ class PolicyOnSamples(RoleOnSamples):
 
     def logprobs(self, samples: Experience) -> Column:
         """Log-probs of the tokens in the loss; 0 elsewhere."""
-        return self.compute("compute_logprobs", samples)
+        return self.compute(self.role.compute_logprobs, samples)
 
 
 class ActorOnSamples(PolicyOnSamples):
@@ -90,7 +88,7 @@ class ActorOnSamples(PolicyOnSamples):
 
     def sum_pi_squared(self, samples: Experience) -> Column:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""
-        return self.compute("compute_sum_pi_squared", samples)
+        return self.compute(self.role.compute_sum_pi_squared, samples)
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
         """Values [t] that only the last pipeline stage knows, as a column."""
@@ -109,10 +107,21 @@ class ActorOnSamples(PolicyOnSamples):
         samples = minibatch.samples
         if isinstance(loss, AlgorithmConfig):
             self._make_room(samples, loss)
-        names = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen")
-        batch = self._read_minibatch(minibatch, (*names, "update_logprobs", "update_entropy"))
-        if batch is not None:
-            self.role.forward_backward(batch, loss)
+        self.role.forward_backward(
+            self._read_minibatch(
+                minibatch,
+                (
+                    "old_logprobs",
+                    "ref_logprobs",
+                    "advantages",
+                    "importance_weights",
+                    "chosen",
+                    "update_logprobs",
+                    "update_entropy",
+                ),
+            ),
+            loss,
+        )
         if isinstance(loss, AlgorithmConfig) and samples.old_logprobs is None:
             seen = samples.update_logprobs.values.clone()
             if self.is_here:
@@ -138,7 +147,7 @@ class ActorOnSamples(PolicyOnSamples):
 
     def optim_step(self) -> dict[str, float]:
         """Update the weights with these gradients; returns metrics, the same on all of the role's ranks."""
-        return self.role.optim_step() if self.is_here else {}
+        return self.role.optim_step()
 
 
 def sft(
@@ -153,17 +162,15 @@ class CriticOnSamples(RoleOnSamples):
 
     def values(self, samples: Experience) -> Column:
         """The value of the state in which each token in the loss was chosen; 0 elsewhere."""
-        return self.compute("compute_values", samples)
+        return self.compute(self.role.compute_values, samples)
 
     def forward_backward(self, minibatch: Minibatch) -> None:
         """The gradients of the distance to the returns over a minibatch."""
-        batch = self._read_minibatch(minibatch, ("values", "returns"))
-        if batch is not None:
-            self.role.forward_backward(batch)
+        self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
 
     def optim_step(self) -> dict[str, float]:
         """Update the weights with these gradients; returns metrics, the same on all of the role's ranks."""
-        return self.role.optim_step() if self.is_here else {}
+        return self.role.optim_step()
 
 
 class RewardModelOnSamples(RoleOnSamples):

@@ -45,6 +45,8 @@ def test_ranks_of_roles() -> None:
     assert placement.ranks_of("reward_model", 6) == range(2, 4)
     assert placement.ranks_of("reference", 6) == range(6), "roles that are not named are on all ranks"
     assert placement.placed == ["actor", "critic", "reward_model"]
+    assert replace(placement, reward_model=None).describe() == "actor on 0-1, critic on 5, others on all ranks"
+    assert PlacementConfig().describe() == ""
 
 
 def test_the_plan_counts_the_ranks_of_the_actor() -> None:
