@@ -146,4 +146,6 @@ def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> li
         notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
     if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
         notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
+    absent = [role for role in config.placement.placed if role not in (*spec.roles, "rollout")]
+    notes += [f"ignored: placement.{role}={getattr(config.placement, role)}, there is no {role}" for role in absent]
     return notes + _NOT_READ
