@@ -37,9 +37,9 @@ from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.benchmarks._scripted_stream import ScriptedStream
 
 TOLERANCE = 0.05
-# The proportions of 8B parameters on one GPU; slower, as ranks that share a core take longer between two passes.
-COST = StepCost(fixed=1.2e-2, per_request=4e-5, per_prompt_token=8e-5, per_context_token=1e-5)
-TRAIN_SECONDS_PER_TOKEN, SWITCH_SECONDS = 4e-5, 0.1
+# The proportions of 8B parameters on one GPU.
+COST = StepCost(fixed=6e-3, per_request=2e-5, per_prompt_token=4e-5, per_context_token=5e-6)
+TRAIN_SECONDS_PER_TOKEN, SWITCH_SECONDS = 2e-5, 0.05
 PROMPT_TOKENS = 10
 
 Measure = Callable[[Schedule, Costs, LengthModel, int], float]
