@@ -90,35 +90,39 @@ def test_the_numbers_of_roles_on_all_ranks(golden_task: Path, tmp_path: Path) ->
     assert last["time/update_critic"] > 0 < last["time/values"] and last["memory/ref_logprobs"] > 0
 
 
-class _SlowActor(Actor):
+class _MeetingActor(Actor):
     def forward_backward(self, minibatch: TrainBatch, loss: object) -> None:
-        """Takes half a second more, and leaves a note when."""
-        _sleep("actor")
+        """Not before the critic has begun with the same minibatch."""
+        _meet("actor", "critic")
         super().forward_backward(minibatch, loss)  # pyright: ignore[reportArgumentType]
 
 
-class _SlowCritic(Critic):
+class _MeetingCritic(Critic):
     def forward_backward(self, minibatch: TrainBatch) -> None:
-        """As above."""
-        _sleep("critic")
+        """Not before the actor has."""
+        _meet("critic", "actor")
         super().forward_backward(minibatch)
 
 
-def _sleep(role: str) -> None:
-    began = time.monotonic()
-    time.sleep(0.5)
-    with Path(os.environ["NOTES"], role).open("a") as file:
-        file.write(f"{began}\n")
+def _meet(role: str, other: str) -> None:
+    """Leave a note for each minibatch, and wait for the other role's."""
+    mine, others = Path(os.environ["NOTES"], role), Path(os.environ["NOTES"], other)
+    with mine.open("a") as file:
+        file.write(".")
+    deadline = time.monotonic() + 60
+    while not others.exists() or others.stat().st_size < mine.stat().st_size:
+        assert time.monotonic() < deadline, f"the {role} works, and the {other} waits for it"
+        time.sleep(0.01)
 
 
-def _train_slowly(rank: int, world_size: int, overrides: list[str], notes: Path) -> None:
+def _train_meeting(rank: int, world_size: int, overrides: list[str], notes: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world_size), NOTES=str(notes))
     config = load_config(None, overrides).config
-    Trainer.from_config(config, parts=Parts(actor=_SlowActor, critic=_SlowCritic)).train()
+    Trainer.from_config(config, parts=Parts(actor=_MeetingActor, critic=_MeetingCritic)).train()
 
 
 def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Path) -> None:
-    """Two minibatches, each with half a second of work for the actor and for the critic, take one second."""
+    """Actor and critic wait for each other in each of two minibatches: one after the other they would wait forever."""
     settings = [
         "data.validation_files=[]",
         "rollout.engine=hf",
@@ -128,21 +132,16 @@ def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Pa
         "trainer.total_steps=1",
         *place(actor="0", critic="1"),
     ]
-    run_ranks(_train_slowly, 2, overrides_for(task, tmp_path / "run", *settings), tmp_path, timeout=120)
-    began = {role: [float(x) for x in (tmp_path / role).read_text().split()] for role in ("actor", "critic")}
-    assert len(began["actor"]) == len(began["critic"]) == 2
-    spans = [max(began[role]) + 0.5 - min(began["actor"] + began["critic"]) for role in began]
-    assert max(spans) < 1.6, "one after the other it takes two seconds"
+    run_ranks(_train_meeting, 2, overrides_for(task, tmp_path / "run", *settings), tmp_path, timeout=120)
+    assert [(tmp_path / role).read_text() for role in ("actor", "critic")] == ["..", ".."]
 
 
 def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """An engine of two ranks that hear of no other, with responses that are carried from step to step.
+    """An engine of two ranks that hear of no other.
 
     The same numbers as on the actor's ranks, to the last bit.
     """
     settings = ["data.validation_files=[]", "rollout.tensor_model_parallel_size=2", "algorithm.kl_coef=0"]
-    settings += ["schedule.max_staleness=1", "schedule.steps_per_update=4"]
-    settings += ["algorithm.importance_sampling=token-truncate"]
     for name, world_size, ranks in (
         ("together", 2, []),
         ("apart", 4, place(actor="0-1", rollout="2-3")),
@@ -152,4 +151,4 @@ def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: Non
         assert run_ranks(train, world_size, overrides, timeout=120) == [None] * world_size
     found = compare(observe(tmp_path / "together"), observe(tmp_path / "apart"))
     assert found.is_exact and not [line for line in found.differences if not line.startswith(TRAFFIC)]
-    assert all(record["mismatch/lag0"] < 1e-4 for record in read_records(tmp_path / "aside"))
+    assert all(record["mismatch/max"] < 1e-4 for record in read_records(tmp_path / "aside"))

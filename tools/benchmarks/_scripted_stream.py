@@ -67,7 +67,6 @@ class ScriptedStream:
             Prompt(i, rng.integers(0, VOCAB_SIZE, costs.prompt_tokens, dtype=np.int32), "", None)
             for i in range(batches * size)
         ]
-        every = "null" if steps_per_update is None else str(steps_per_update)
         config = load_config(
             None,
             [
@@ -78,7 +77,7 @@ class ScriptedStream:
                 f"rollout.dispatch={schedule.dispatch}",
                 f"schedule.max_staleness={schedule.max_staleness}",
                 f"schedule.updates={schedule.updates}",
-                f"schedule.steps_per_update={every}",
+                f"schedule.steps_per_update={steps_per_update or 'null'}",
                 "algorithm.importance_sampling=token-truncate",
             ],
         ).config
