@@ -40,6 +40,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return None if claims is None or _claim(claims, item.path) else True
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell tests/run.sh that this process has come to its end: one that a test ends has no other sign."""
+    claims = session.config.getoption("--claims")
+    if claims is not None:
+        (claims / f"finished-{'behind' if session.config.getoption('--backwards') else 'in-front'}").touch()
+
+
 @cache
 def _claim(claims: Path, path: Path) -> bool:
     try:

@@ -25,4 +25,10 @@ status=0
 python -m pytest tests --durations=15 --claims "$claims" || status=$?
 wait "$behind" || status=$?
 cat "$claims/log"
+for process in in-front behind; do
+    if [[ ! -e "$claims/finished-$process" ]]; then
+        echo "tests/run.sh: the process $process ended before its last test" >&2
+        ((status)) || status=1
+    fi
+done
 exit "$status"

@@ -150,12 +150,15 @@ def end_program(error: BaseException) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with a status, as `sys.exit` does, but without taking the interpreter apart.
+    """End this process with a status, as `sys.exit` does; a rank of a job without taking the interpreter apart.
 
     A thread of torch's process groups lets go of a tensor some time after its collective has returned. If it finds an
     interpreter that is being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate
     called without an active exception"; eight ranks that leave at once do it nearly every time).
     """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        sys.exit(code)
     vars(threading)["_shutdown"]()  # as the interpreter does: waits for threads that are no daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -25,7 +25,7 @@ Measured = dict[int, tuple[str, list[bool]]]  # by row of the file: text of the 
 
 
 def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
-    """The rollouts of each train file, by the file; of several steps those of the latest.
+    """The rollouts of each train file, by the file; of several steps the latest.
 
     Raises:
         UserError: a train file has none.

@@ -20,7 +20,7 @@ class EngineTables:
 
     Attributes:
         keys: rank -> its `shard_key`.
-        tables: by key; those that share rows go on sharing them when all of this travels at once.
+        tables: by key; tables that share rows still share them when all of this travels at once.
     """
 
     keys: Mapping[int, Hashable]

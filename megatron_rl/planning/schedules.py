@@ -30,7 +30,7 @@ class Schedule:
 
     Attributes:
         max_staleness: updates by which a response may be older than the weights that are trained.
-        updates: what an update does to responses that run: "in_flight" they go on with the new weights; "drain" the
+        updates: what an update does to responses that run: "in_flight" they continue with the new weights; "drain" the
             update waits until everything that may begin is finished.
         order: "stream" or "whole", see above.
         own_ranks: engines and training are on different ranks; else on the same, by turns.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a phase of generation ends for all engines: every one of them has what the step needs.
 
-An engine that is done goes on generating for later steps. How it learns that the others are done decides what is
+An engine that is done keeps generating for later steps. How it learns that the others are done decides what is
 reproducible: with `StepCount` all engines end at the same multiple of decode steps, with `ByStore` as soon as it is so.
 """
 

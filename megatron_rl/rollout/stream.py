@@ -148,7 +148,7 @@ class RolloutStream:
         )
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: Callable[[Rollout, int], None] | None) -> None:
-        """Go on with what has begun until training has ended, on ranks of the engines' own; collective.
+        """Continue what has begun until training has ended, on ranks of the engines' own; collective.
 
         Arguments and errors as of `take`. Rank 0, which trains, says that it has ended.
         """

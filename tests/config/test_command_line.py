@@ -93,7 +93,8 @@ def test_what_nobody_foresaw_before_there_is_a_log_keeps_its_traceback(capsys: p
 
 
 LEAVING = """
-import atexit, logging, sys, threading, time
+import atexit, sys, threading, time
+import torch.distributed as dist
 from megatron_rl.config.command_line import leave
 
 class Loud:
@@ -103,11 +104,14 @@ class Loud:
 loud = Loud()
 atexit.register(lambda: print("at exit"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+if "rank" in sys.argv:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print("main", end="")
 leave(7)
 """
 
 
-def test_leaving_ends_what_must_be_ended_and_takes_nothing_apart() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "mainthread\nat exit\n", "")
+@pytest.mark.parametrize("kind, end", [("rank", ""), ("tool", "taken apart\n")])
+def test_a_rank_ends_what_must_be_ended_and_takes_nothing_apart(kind: str, end: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING, kind], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (7, "mainthread\nat exit\n" + end), done.stderr

@@ -142,7 +142,7 @@ class Job:
         return self.stream.take(SAMPLING, None if told is None else lambda rollout, step: told.append(rollout))
 
     def train(self, version: int) -> None:
-        """Make the weights of a version, while engines on ranks of their own go on."""
+        """Make the weights of a version, while engines on ranks of their own generate."""
         if self.stream.runs_ahead:
             if dist.get_rank() < self.first:
                 time.sleep(self.pause.random() * 0.02)
@@ -218,7 +218,7 @@ def check(results: list[Any], max_staleness: int, exact: bool) -> None:
 
 @pytest.mark.parametrize("max_staleness, every, first", [(1, None, 0), (2, 3, 0), (2, None, 2), (1, 3, 2)])
 def test_nothing_is_lost_when_a_job_is_killed(max_staleness: int, every: int | None, first: int) -> None:
-    """About 30 kills each, some within a phase; the job goes on with other engines on four ranks, or on two of them."""
+    """About 30 kills each, some within a phase; the job continues with other engines on four ranks, or on two."""
     schedule = ScheduleConfig(max_staleness=max_staleness, steps_per_update=every)
     results = run_ranks(run_job, 4, schedule, 45, 7 * max_staleness, True, first)
     assert results[0][1] > 20

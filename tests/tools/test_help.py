@@ -17,8 +17,6 @@ PROGRAMS = sorted(
 # One process, so that heavy imports happen once; what a module says at its import is said in it as well.
 RUN_ALL = """
 import contextlib, io, json, runpy, sys, warnings
-from megatron_rl.config import command_line
-command_line.leave = sys.exit
 def refuse(message, category, filename, lineno, file=None, line=None):
     print(f"{program}: {category.__name__}: {message}", file=sys.stderr)
 warnings.showwarning = refuse
