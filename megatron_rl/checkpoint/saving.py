@@ -140,7 +140,7 @@ class CheckpointSaver:
 
         Args:
             content: what is said about the checkpoint and what belongs to no rank.
-            roles: of this rank: "actor" and, where there is one, "critic". `content.side_files` names those of all
+            roles: of this rank: "actor" and, where there is one, "critic". `content.side_files` names the roles of all
                 ranks.
             with_optimizer: save optimizer states and random numbers too (else it cannot be resumed from).
             is_best: `best` shall name it.

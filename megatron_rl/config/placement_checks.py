@@ -38,7 +38,7 @@ def check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
             "rollout.engine = 'megatron' on other ranks than the actor, whose modules it runs",
             source="placement.rollout",
             expected="the ranks of the actor",
-            hint="set placement.rollout to those of placement.actor, or choose another rollout.engine",
+            hint="set placement.rollout to the ranks of placement.actor, or choose another rollout.engine",
         )
     if cfg.trainer.capture_step is not None:
         raise UserError(

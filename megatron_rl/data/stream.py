@@ -165,7 +165,7 @@ class PromptBatches(Generic[T]):
         return {"epoch": epoch, "offset": offset, "num_prompts": self.stream.num_prompts}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from where `state_dict` was taken (same prompts, shuffle and seed; batch_size may differ).
+        """Continue from where `state_dict` was taken (same prompts, shuffle and seed; batch_size may differ).
 
         Raises:
             UserError: the data set has another size than the one the state belongs to.

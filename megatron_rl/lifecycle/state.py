@@ -50,7 +50,7 @@ class TrainingState:
     """Everything that changes while a program trains.
 
     Attributes:
-        roles: that are trained, by name; those of this rank.
+        roles: that are trained, by name; only roles that this rank has.
         parts: what else has a state, by name.
         side_files: role -> files of its model, see `list_side_files`.
         rollouts: that were begun and not learned from; None: a program that begins none ahead of their step.
