@@ -180,13 +180,11 @@ def save_huggingface(
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
     sizes = {name: torch.Size(size).numel() * some.element_size() for name, size in shapes.items()}
     units = split_units(sizes, max_file_bytes, name_safetensors)
-    _do_on_first(group, _make_empty, partial)
+    do_on_first(group, make_empty, partial)
     for unit in units:
-        batch = {name: shapes[name] for name in unit.tensors}
-        tensors = _do_on_first(group, _allocate, batch, some) or {}
-        _collect(batch, tensors, model, bucket_bytes)
-        _do_on_first(group, _write_tensors, tensors, partial / unit.file)
-    _do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, some.dtype)
+        tensors = gather_on_first({name: shapes[name] for name in unit.tensors}, model, bucket_bytes)
+        do_on_first(group, _write_tensors, tensors, partial / unit.file)
+    do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, some.dtype)
     return directory
 
 
@@ -228,7 +226,7 @@ def finish_model(
     publish(partial, directory)
 
 
-def _do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any) -> T | None:
+def do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any) -> T | None:
     """What the action returns on rank 0, None elsewhere; whatever it raises is raised on every rank; collective."""
     result, error = None, None
     if group.rank() == 0:
@@ -240,7 +238,8 @@ def _do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any)
     return result
 
 
-def _make_empty(directory: Path) -> None:
+def make_empty(directory: Path) -> None:
+    """An empty directory, whatever was there."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
 
@@ -253,12 +252,20 @@ def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _collect(
-    batch: dict[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], model: ShardedModel, bucket_bytes: int
-) -> None:
-    """Bring whole logical tensors to `tensors` of rank 0."""
+def gather_on_first(
+    batch: Mapping[str, tuple[int, ...]], model: ShardedModel, bucket_bytes: int = 32 << 20
+) -> dict[str, torch.Tensor]:
+    """Whole logical tensors on rank 0, none elsewhere; collective.
+
+    Args:
+        batch: their shapes by name.
+        model: has them.
+        bucket_bytes: bound on the staging memory of the transfer.
+    """
+    tensors = do_on_first(model.group, _allocate, batch, next(iter(model.params.values()))) or {}
     wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in model.shards]
     whole = tuple(ShardBox(name, full_box(size), name, full_box(size)) for name, size in batch.items())
     group, dtype = model.group, next(iter(model.params.values())).dtype
     plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
     Resharder(plan, model.params, tensors, group, Transport(bucket_bytes), dtype=dtype).run()
+    return tensors

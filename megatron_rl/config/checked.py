@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
@@ -20,8 +21,7 @@ class CheckedConfig:
 
     def get(self, name: str) -> Any:
         """The value of "section.name"."""
-        section, _, leaf = name.partition(".")
-        return getattr(getattr(self.config, section), leaf)
+        return attrgetter(name)(self.config)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> None:
         """Raise for `name` unless `holds`; `why` continues the sentence "name = value"."""

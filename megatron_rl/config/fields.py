@@ -103,19 +103,33 @@ def list_fields() -> dict[str, FieldInfo]:
 
 
 def read_fields(declaration: type, prefix: str) -> dict[str, FieldInfo]:
-    """The settings that a dataclass declares, in order, by full name: `prefix` and the name of the field."""
-    hints = typing.get_type_hints(declaration)
-    return {
-        name: FieldInfo(
-            name,
-            hints[item.name],
-            item.default if item.default_factory is MISSING else item.default_factory(),
-            item.metadata.get("doc", ""),
-            item.metadata.get("unit", ""),
-        )
-        for item in dataclasses.fields(declaration)
-        for name in [f"{prefix}.{item.name}"]
-    }
+    """The settings that a dataclass declares, in order, by full name, nested ones included."""
+    hints, found = typing.get_type_hints(declaration), {}
+    for item in dataclasses.fields(declaration):
+        name, annotation = f"{prefix}.{item.name}", hints[item.name]
+        if dataclasses.is_dataclass(annotation):
+            found |= read_fields(annotation, name)
+            continue
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        found[name] = FieldInfo(name, annotation, default, item.metadata.get("doc", ""), item.metadata.get("unit", ""))
+    return found
+
+
+def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    """A dataclass of settings, and what is nested in it, from values by full name; the others have their defaults."""
+    hints, given = typing.get_type_hints(declaration), {}
+    for item in dataclasses.fields(declaration):
+        name, annotation = f"{prefix}.{item.name}", hints[item.name]
+        if dataclasses.is_dataclass(annotation):
+            given[item.name] = build_section(annotation, name, values)
+        elif name in values:
+            given[item.name] = values[name]
+    return declaration(**given)
+
+
+def section_names() -> set[str]:
+    """Names of sections, nested ones included."""
+    return {name.rpartition(".")[0] for name in list_fields()}
 
 
 def section_classes() -> dict[str, type]:

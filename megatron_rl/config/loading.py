@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.fields import FieldInfo, coerce, list_fields, section_classes, unknown_key_error
+from megatron_rl.config.fields import (
+    FieldInfo,
+    build_section,
+    coerce,
+    list_fields,
+    section_classes,
+    section_names,
+    unknown_key_error,
+)
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.references import resolve_references
@@ -68,10 +76,9 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     chosen = _choose(translated, fields)
     _require_all(chosen, fields, recipe)
     sources = {name: choice.source for name, choice in chosen.items()}
-    sections = {
-        section: section_class(**_values_of(section, chosen)) for section, section_class in section_classes().items()
-    }
-    options = build_options({name: choice.value for name, choice in chosen.items()}, sources)
+    values = {name: choice.value for name, choice in chosen.items()}
+    sections = {name: build_section(declaration, name, values) for name, declaration in section_classes().items()}
+    options = build_options(values, sources)
     sections["algorithm"] = replace(sections["algorithm"], options=options)
     config, idle = put_aside(RunConfig(**sections), sources)
     check_config(config, sources)
@@ -109,7 +116,7 @@ def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:
 
 def _without_empty_sections(settings: list[Setting]) -> list[Setting]:
     """Drop `section:` with nothing below it; refuse `section: value`."""
-    sections = {*section_classes(), PREFIX}
+    sections = {*section_names(), PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
             raise UserError(
@@ -188,8 +195,3 @@ def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:
     if isinstance(recipe, Mapping):
         return "the config that was passed"
     return f"{recipe} and the command line" if recipe else "command line (no recipe)"
-
-
-def _values_of(section: str, chosen: Mapping[str, Setting]) -> dict[str, Any]:
-    pairs = ((name.partition("."), choice.value) for name, choice in chosen.items())
-    return {leaf: value for (owner, _, leaf), value in pairs if owner == section and "." not in leaf}

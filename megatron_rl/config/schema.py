@@ -15,6 +15,7 @@ from typing import Literal
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.declaring import MISSING, option
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.placement import HybridConfig, PlacementConfig
 from megatron_rl.config.schedule import ScheduleConfig
@@ -58,6 +59,7 @@ class LayoutConfig:
 class TrainedConfig(LayoutConfig):
     """A role with an optimizer."""
 
+    lora: LoraConfig = LoraConfig()
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     lr: float = option(1e-6, "Peak learning rate.")
     min_lr: float = option(0.0, "Final learning rate of the decay.")

@@ -30,11 +30,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.heads import ScoreHead
+from megatron_rl.models.lora import adapt_linear
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.batch_invariant import pad_rows
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
@@ -139,7 +141,12 @@ class PaddedRowParallelLinear(RowParallelLinear):
         return output[: len(input_)], bias
 
 
-def build_layer_spec(config: TransformerConfig, transformer_impl: str, batch_invariant: bool = False) -> ModuleSpec:
+def build_layer_spec(
+    config: TransformerConfig,
+    transformer_impl: str,
+    batch_invariant: bool = False,
+    adapters: AdapterShape | None = None,
+) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -161,10 +168,28 @@ def build_layer_spec(config: TransformerConfig, transformer_impl: str, batch_inv
         norm = te.TENorm
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
+    if adapters is not None:
+        _adapt_layer(config, adapters, attention, mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
+
+
+def _adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
+    """Put linears with adapters, which are megatron-core's own, in their places."""
+    shape, tp_size = adapters.base, config.tensor_model_parallel_size
+    q, kv, ffn = (
+        size // tp_size
+        for size in (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.ffn_hidden_size)
+    )
+    attention.linear_qkv = adapt_linear(
+        attention.linear_qkv, adapters, {"q.weight": q, "k.weight": kv, "v.weight": kv}
+    )
+    attention.linear_proj = adapt_linear(attention.linear_proj, adapters, {"o": shape.hidden_size})
+    if not shape.num_experts:
+        mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
+        mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
 
 
 def build_gpt_stages(
@@ -173,6 +198,7 @@ def build_gpt_stages(
     groups: ParallelGroups,
     transformer_impl: str = "local",
     batch_invariant: bool = False,
+    adapters: AdapterShape | None = None,
 ) -> torch.nn.ModuleList:
     """Build the model chunks of this rank; their weights are undefined until they are loaded.
 
@@ -182,11 +208,13 @@ def build_gpt_stages(
         groups: process groups of the role.
         transformer_impl: "local" or "transformer_engine", see `choose_transformer_impl`.
         batch_invariant: experts keep the bits of a token whatever else they get.
+        adapters: that are trained in the place of the model.
 
     Returns:
         `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
-    layout, layer_spec = groups.layout, build_layer_spec(config, transformer_impl, batch_invariant)
+    layout = groups.layout
+    layer_spec = build_layer_spec(config, transformer_impl, batch_invariant, adapters)
     layer: Any = layer_spec.submodules
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
     chunks = []

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 
@@ -11,9 +11,10 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.adapters import adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
-from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.tables import PlacementTable
 
 
 class LaidOutModel:
@@ -22,7 +23,8 @@ class LaidOutModel:
     Attributes:
         shape: the architecture.
         layout: on the ranks of the role.
-        params: parameters of this rank by name; none outside of the role.
+        params: parameters of this rank by name, without adapters; none outside of the role.
+        adapters: that are trained in the place of the model; None: the model itself is.
         dp_rank: of this rank; None outside of the role.
         buckets: the shapes that its training step takes; None: any.
         batch_invariant: the bits of a token do not depend on what is computed beside it.
@@ -32,6 +34,7 @@ class LaidOutModel:
         self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
         self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.layout.sequence_parallel
         self.params: dict[str, torch.Tensor] = {}
+        self.adapters = make_adapter_shape(shape, spec.training.lora, spec.section) if spec.trainable else None
         self.buckets: Buckets | None = None
         if spec.trainable and spec.training.step_mode != "eager":
             config = spec.training
@@ -39,9 +42,16 @@ class LaidOutModel:
                 config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs
             )
 
-    def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the layout."""
+    def placements(self, rank: int) -> PlacementTable:
+        """ShardBox table of any rank of the layout, without adapters."""
         return megatron_placements(self.shape, self.layout, rank)
+
+    @property
+    def merged_params(self) -> frozenset[str]:
+        """Parameters of any rank that adapters are added to."""
+        if self.adapters is None:
+            return frozenset()
+        return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""

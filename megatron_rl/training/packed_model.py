@@ -24,14 +24,17 @@ from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
+from megatron_rl.models.lora import HALVES, freeze_model, is_trained
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
+from megatron_rl.weights.adapters import adapter_placements
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
 
@@ -70,9 +73,14 @@ class PackedModel(LaidOutModel):
             recompute_granularity=spec.layout.recompute_granularity,
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
-        self.stages = build_gpt_stages(setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant)
+        self.stages = build_gpt_stages(
+            setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant, self.adapters
+        )
         self.device = next(self.stages.parameters()).device
         self._load(spec)
+        if isinstance(self.trained, Adapters):
+            freeze_model(self.stages)
+            self.trained.fill(self._rank, spec.training.lora.path, setup.seed)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable:
@@ -86,12 +94,11 @@ class PackedModel(LaidOutModel):
             self.offload()
 
     def _load(self, spec: RoleSpec) -> None:
-        at, params = self.groups.at, self._list_params()
-        placements = self.placements(self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp))
+        params, placements = self._list_params(), self.placements(self._rank)
         check_placements(
             placements,
             {name: tuple(p.shape) for name, p in params.items()},
-            where=f"megatron {at}",
+            where=f"megatron {self.groups.at}",
             padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
         )
         load_weights(Path(spec.path), self.shape, placements, params, may_lack=spec.may_lack)
@@ -125,7 +132,28 @@ class PackedModel(LaidOutModel):
         return list(self.ddp or self.stages)
 
     def _list_params(self) -> dict[str, torch.Tensor]:
-        return {name: p.data for name, p in self.stages.named_parameters()}
+        return {name: p.data for name, p in self.stages.named_parameters() if not name.endswith(HALVES)}
+
+    @property
+    def _rank(self) -> int:
+        """This rank of the layout."""
+        at = self.groups.at
+        return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+
+    @property
+    def trained(self) -> PackedModel | Adapters:
+        """What training changes and a checkpoint holds: the model, or its adapters."""
+        if self.adapters is None:
+            return self
+        shape = self.adapters
+        return Adapters(
+            shape,
+            self.groups,
+            self.stages,
+            {name: p.data for name, p in self.stages.named_parameters() if is_trained(name)},
+            lambda rank: adapter_placements(shape, self.placements(rank)),
+            self.shard_key,
+        )
 
     @property
     def attention_backend(self) -> str | None:

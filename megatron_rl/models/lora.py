@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
+
+The adapters are parameters of the linear itself, beside its weight, which keeps its name; see `weights/adapters.py` for
+what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec
+
+from megatron_rl.weights.adapters import AdapterShape
+
+HALVES = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class LinearAdapter:
+    """The adapters of one linear on a TP rank.
+
+    Attributes:
+        rank: of each.
+        scale: of their products.
+        parts: rows [start, stop) of the weight's shard that each of them serves.
+    """
+
+    rank: int
+    scale: float
+    parts: tuple[tuple[int, int], ...]
+
+
+class _Adapted:
+    """A linear whose adapters can be left out."""
+
+    _is_on = True
+
+    def use_adapter(self, is_on: bool) -> None:
+        """Compute with the adapters, or as if there were none."""
+        self._is_on = is_on
+
+
+class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
+    """A of every part stacked [n r, h], whole on each rank; B [rows of the parts, r], cut like W."""
+
+    def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._adapter = adapter
+        self._rows = [stop - start for start, stop in adapter.parts]
+        is_whole = self.config.sequence_parallel
+        self.lora_A = _make(self.weight, len(adapter.parts) * adapter.rank, self.weight.shape[1], partial=is_whole)
+        self.lora_B = _make(self.weight, sum(self._rows), adapter.rank, split_dim=0)
+
+    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        """[t, 1, h], or [t/tp, 1, h] under TP-SP -> [t, 1, rows]."""
+        output, bias = super().forward(input_, *arguments, **options)
+        return (output + self._compute_change(input_, output) if self._is_on else output), bias
+
+    def _compute_change(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        inner = F.linear(x, self.lora_A)
+        if self.config.sequence_parallel:
+            inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            inner = copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
+        pieces, end = [], 0
+        parts = zip(
+            self._adapter.parts, inner.split(self._adapter.rank, -1), self.lora_B.split(self._rows), strict=True
+        )
+        for (start, stop), z, b in parts:
+            if start > end:
+                pieces.append(output.new_zeros(*output.shape[:-1], start - end))
+            pieces.append(F.linear(z, b))
+            end = stop
+        if end < output.shape[-1]:
+            pieces.append(output.new_zeros(*output.shape[:-1], output.shape[-1] - end))
+        return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
+
+
+class LoraRowParallelLinear(_Adapted, RowParallelLinear):
+    """A [r, in/tp], cut like W; B [out, r], whole on each rank."""
+
+    def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._adapter = adapter
+        self.lora_A = _make(self.weight, adapter.rank, self.weight.shape[1], split_dim=1)
+        self.lora_B = _make(self.weight, self.weight.shape[0], adapter.rank, partial=self.config.sequence_parallel)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """[t, 1, in/tp] -> [t, 1, out], or [t/tp, 1, out] under TP-SP."""
+        output, bias = super().forward(input_)
+        if not self._is_on:
+            return output, bias
+        inner = F.linear(input_, self.lora_A)  # of this rank's columns
+        if self.config.sequence_parallel:
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
+        else:
+            inner = reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
+        return output + self._adapter.scale * F.linear(inner, self.lora_B), bias
+
+
+def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
+    """The spec of a linear with the adapters that are wanted of it; `spec` itself where none are.
+
+    Args:
+        spec: of the linear.
+        shape: the adapters.
+        parts: kind of each matrix in its weight, in order -> rows on a TP rank; a matrix that is cut by columns is
+            alone in its weight.
+    """
+    ends, served = 0, []
+    for kind, rows in parts.items():
+        if kind in shape.kinds:
+            served.append((ends, ends + rows))
+        ends += rows
+    if not served:
+        return spec
+    adapter = LinearAdapter(shape.rank, shape.scale, tuple(served))
+    linear = LoraRowParallelLinear if parts.keys() <= {"o", "down"} else LoraColumnParallelLinear
+    return ModuleSpec(module=linear, params={"adapter": adapter})
+
+
+def freeze_model(stages: torch.nn.Module) -> None:
+    """Train the adapters and the score head, and nothing else.
+
+    What enters the first layer asks for a gradient all the same: recomputed layers would be cut off from the loss.
+    """
+    for name, parameter in stages.named_parameters():
+        parameter.requires_grad_(is_trained(name))
+    for name, module in stages.named_modules():
+        if name.endswith("embedding"):
+            module.register_forward_hook(_ask_for_gradient)
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of a model with adapters is trained."""
+    return name.endswith((*HALVES, "score.weight"))
+
+
+@contextmanager
+def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
+    """In the block, the model computes as if it had no adapters."""
+    linears = [module for module in stages.modules() if isinstance(module, _Adapted)]
+    for linear in linears:
+        linear.use_adapter(False)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.use_adapter(True)
+
+
+def _make(
+    weight: torch.Tensor, rows: int, columns: int, split_dim: int | None = None, partial: bool = False
+) -> torch.nn.Parameter:
+    """A matrix like `weight`, of zeros; `partial`: each TP rank has the gradient of its own tokens only."""
+    parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device))
+    is_split = split_dim is not None
+    set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)
+    if partial:
+        vars(parameter)["sequence_parallel"] = True
+    return parameter
+
+
+def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

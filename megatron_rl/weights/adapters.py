@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters as logical tensors: `<matrix>.lora_A.weight` [r, in] and `<matrix>.lora_B.weight` [out, r].
+
+The names are PEFT's without its prefix. A model's own table says where its matrices lie; that of its adapters follows
+from it: beside a parameter `X.weight` lie `X.lora_A` and `X.lora_B`, stacked in the order of the parts of a fused
+parameter that have adapters. The B of a matrix that is cut by rows is cut like it and its A is whole; the A of a
+matrix that is cut by columns is cut like it and its B is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.shard_box import columns, full_box, rows
+from megatron_rl.weights.tables import BoxPair, PlacementTable, Rows
+
+# Matrix in PEFT -> its kind; the matrices of a fused parameter in its order.
+MATRICES = {
+    "q_proj": "q.weight",
+    "k_proj": "k.weight",
+    "v_proj": "v.weight",
+    "o_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+_FUSED = (("q.weight", "k.weight", "v.weight"), ("gate", "up"))
+_CUT_BY_COLUMNS = ("o", "down")
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The tensors that are trained in the place of a model: its adapters, and its score head where it has one.
+
+    Attributes:
+        base: the model.
+        rank: of the adapters.
+        scale: that the product B A is multiplied by.
+        kinds: of the matrices that have adapters, in the order of `MATRICES`.
+    """
+
+    base: ModelShape
+    rank: int
+    scale: float
+    kinds: tuple[str, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the matrices in PEFT."""
+        return [name for name, kind in MATRICES.items() if kind in self.kinds]
+
+    def kind_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Kind of a tensor -> its shape."""
+        sizes = self.base.kind_sizes()
+        found = {"score": sizes["score"]}
+        for kind in self.kinds:
+            size_out, size_in = sizes[kind]
+            found |= {f"{kind}.lora_A": (self.rank, size_in), f"{kind}.lora_B": (size_out, self.rank)}
+        return found
+
+    def tensor_kinds(self) -> dict[str, str]:
+        """Tensor -> its kind, in the order of the model."""
+        found = {}
+        for name, kind in self.base.tensor_kinds().items():
+            if kind in self.kinds:
+                matrix = name.removesuffix(".weight")
+                found |= {f"{matrix}.{half}.weight": f"{kind}.{half}" for half in ("lora_A", "lora_B")}
+            elif name == SCORE_HEAD:
+                found[name] = kind
+        return found
+
+    def logical_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor, in the order of the model."""
+        sizes = self.kind_sizes()
+        return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
+
+
+def make_adapter_shape(shape: ModelShape, config: LoraConfig, section: str) -> AdapterShape | None:
+    """The adapters of a model; None where there are none.
+
+    Args:
+        shape: the model.
+        config: `<section>.lora`.
+        section: of the config, for errors.
+
+    Raises:
+        UserError: a matrix that the model does not have, or that of an expert.
+    """
+    if not config.rank:
+        return None
+    present = {*shape.layer_kinds().values()}
+    known = [name for name, kind in MATRICES.items() if kind in present]
+    asked = config.target_modules
+    names = known if asked == [ALL_LINEAR] else asked
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise UserError(
+            f"{section}.lora.target_modules = {asked!r}: "
+            + (f"{wrong[0]!r} is no matrix that can have an adapter" if wrong else "no matrix"),
+            source=f"{section}.lora.target_modules",
+            expected=f"{ALL_LINEAR}, or some of {', '.join(known)}",
+            hint="experts have no adapters: name matrices of the attention"
+            if shape.num_experts and wrong and wrong[0] in MATRICES
+            else f"set {section}.lora.target_modules=[{ALL_LINEAR}]",
+        )
+    return AdapterShape(shape, config.rank, config.scale, tuple(MATRICES[name] for name in known if name in names))
+
+
+def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
+    """The table of a rank's adapters, in the parameters beside those of its model.
+
+    Args:
+        shape: the adapters.
+        base: the table of the model, of Megatron or of an engine.
+    """
+    kinds = {kind: base.boxes[kind] for kind in (*shape.kinds, *(("score",) if shape.base.has_score_head else ()))}
+    return PlacementTable(_list_rows(base.rows, shape.kinds), _cut(shape, tuple(kinds.items())))
+
+
+def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
+    """The parameters of a rank's model beside which adapters lie."""
+    return frozenset(param for param, _, kind in base.rows if kind in shape.kinds)
+
+
+@lru_cache(maxsize=4)
+def _list_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
+    found = []
+    for param, name, kind in base:
+        if kind in kinds:
+            owner, matrix = param.removesuffix(".weight"), name.removesuffix(".weight")
+            found += [
+                (f"{owner}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}") for half in ("lora_A", "lora_B")
+            ]
+        elif name == SCORE_HEAD:
+            found.append((param, name, kind))
+    return Rows(found)
+
+
+@lru_cache(maxsize=64)
+def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]]) -> dict[str, BoxPair]:
+    """Where a piece of each kind lies, from where the matrices lie."""
+    boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
+    found = {"score": boxes["score"]} if "score" in boxes else {}
+    for kind in shape.kinds:
+        a, b, (local, whole) = f"{kind}.lora_A", f"{kind}.lora_B", boxes[kind]
+        if kind in _CUT_BY_COLUMNS:
+            found[a] = columns(*local[1], (r, 0)), columns(*whole[1], (r, 0))
+            found[b] = full_box(sizes[b]), full_box(sizes[b])
+            continue
+        before = parts_before(kind, shape.kinds)
+        start = sum(boxes[part][0][0][1] - boxes[part][0][0][0] for part in before)
+        length = local[0][1] - local[0][0]
+        found[a] = rows(len(before) * r, (len(before) + 1) * r, sizes[a]), full_box(sizes[a])
+        found[b] = rows(start, start + length, sizes[b]), rows(*whole[0], sizes[b])
+    return found
+
+
+def parts_before(kind: str, adapted: Iterable[str]) -> list[str]:
+    """The adapted parts of a fused parameter that lie before one of them."""
+    fused = next(parts for parts in _FUSED if kind in parts)
+    return [part for part in fused[: fused.index(kind)] if part in adapted]

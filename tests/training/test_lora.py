@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of rank 4 on any layout train as PEFT's do on transformers, and everything else stays as it is.
+
+Compared with PEFT: log-probs before and after two updates, every metric of both, and the adapters after the first.
+Not covered: CUDA, Transformer Engine, experts with adapters (there are none).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from role_setups import take_step
+
+from actor_runs import (
+    ALGORITHM,
+    Case,
+    Measured,
+    build_actor,
+    build_batch,
+    list_pieces,
+    merge_rollouts,
+    split_by_rollout,
+    train_with_transformers,
+)
+from distributed import run_ranks
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.models.lora import without_adapters
+from tiny_models import save_tiny_model
+
+SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
+LAYOUTS = {
+    "tp1": Case(),
+    "tp1-full": Case(actor=FULL),
+    "tp2": Case(2, dict(tp_size=2)),
+    "tp2-sp-full": Case(2, dict(tp_size=2), SP | FULL),
+    "pp2-selective": Case(2, dict(pp_size=2), dict(recompute_granularity="selective")),
+    "pp2-vpp2-full": Case(2, dict(pp_size=2, vpp_size=2), FULL),
+    "dp2": Case(2),
+    "dp2-replicated": Case(2, actor=dict(use_distributed_optimizer=False)),
+    "cp2": Case(2, dict(cp_size=2)),
+    "tp2-pp2-sp-full": Case(4, dict(tp_size=2, pp_size=2), SP | FULL),
+    "tp2-dp2-sp": Case(4, dict(tp_size=2), SP),
+}
+TOLERANCE = 2e-5
+
+
+def save_adapted(directory: Path, family: str, **options: Any) -> PeftModel:
+    """A tiny model and, in `adapter` beside it, adapters that change it; returns PEFT's model of the two."""
+    model = get_peft_model(
+        save_tiny_model(directory / "model", family),
+        PeftConfig(**dict(r=4, lora_alpha=8, target_modules="all-linear") | options),
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory / "adapter")
+    return model
+
+
+def with_lora(case: Case, directory: Path, **options: Any) -> Case:
+    lora = LoraConfig(**dict(rank=4, alpha=8.0, path=str(directory / "adapter")) | options)
+    return replace(case, actor=case.actor | dict(lora=lora))
+
+
+def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:
+    actor = build_actor(case, path)
+    model = actor.model
+    base = {name: p.clone() for name, p in model.params.items()}
+    batch = build_batch(model, case)
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
+    minibatch = next(batch.minibatches())
+    metrics = [take_step(actor, minibatch, ALGORITHM)]
+    pieces = list_pieces(model.trained)
+    metrics.append(take_step(actor, minibatch, ALGORITHM))
+    after = split_by_rollout(actor.compute_logprobs(batch), batch)
+    assert all(torch.equal(base[name], p) for name, p in model.params.items()), "the model itself has moved"
+    held = sum(p.numel() for p in model.trained.params.values())
+    assert sum(b.grad_data.numel() for ddp in model.ddp for b in ddp.buffers) < held + 64 * len(model.trained.params) + 256
+    return dict(at=model.groups.at, before=split_by_rollout(batch.old_logprobs, batch), after=after, metrics=metrics, pieces=pieces, shapes=model.trained.shape.logical_tensors())
+
+
+def train(case: Case, path: Path) -> Measured:
+    ranks = run_ranks(train_on_rank, case.world_size, case, path, timeout=100)
+    assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
+    full = {name: torch.full(size, float("nan")) for name, size in ranks[0]["shapes"].items()}
+    for found in ranks:
+        for name, index, values in found["pieces"]:
+            known = full[name][index]
+            assert known.isnan().all() or torch.equal(known, values), f"replicas of {name} have drifted apart"
+            full[name][index] = values
+    assert not any(x.isnan().any() for x in full.values())
+    return Measured(
+        before=merge_rollouts([(r["at"], r["before"]) for r in ranks]),
+        after=merge_rollouts([(r["at"], r["after"]) for r in ranks]),
+        metrics=ranks[0]["metrics"],
+        weights=full,
+        num_microbatches=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained_by_peft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measured]:
+    directory = tmp_path_factory.mktemp("qwen2")
+    return directory, train_with_transformers(save_adapted(directory, "qwen2"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_adapters_as_peft_does(layout: str, trained_by_peft: tuple[Path, Measured]) -> None:
+    directory, expected = trained_by_peft
+    found = train(with_lora(LAYOUTS[layout], directory), directory / "model")
+    for name in ("before", "after"):
+        gap = max((a - b).abs().max().item() for a, b in zip(getattr(found, name), getattr(expected, name), strict=True))
+        assert gap <= TOLERANCE, f"logprobs {name}: {gap}"
+    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-5), f"update {step + 1}"
+    prefix = "base_model.model."
+    theirs = {n.removeprefix(prefix).replace(".default", ""): w for n, w in expected.weights.items() if "lora_" in n}
+    assert theirs.keys() == found.weights.keys()
+    gaps = {name: (found.weights[name] - x).abs().max().item() for name, x in theirs.items()}
+    assert max(gaps.values()) <= 5e-5, {k: v for k, v in gaps.items() if v > 5e-5}
