@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.shard_box import Box, box_volume, full_box
 
@@ -69,7 +69,7 @@ def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
 
 def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
     """Global tensor -> shape, of a role as the manifest describes it."""
-    shape = ModelShape(**role["model"])
+    shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:
         states = [*(MOMENTS if role["optimizer_steps"] else ()), *([] if role["dtype"] == "float32" else [MAIN_PARAM])]

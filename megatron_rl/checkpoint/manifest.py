@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files
 from megatron_rl.checkpoint.torch_dist import Chunk, dtype_name, write_index
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 
 RECIPE_FILE = "config.yaml"
@@ -160,7 +161,19 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
     return sum(sizes.values())
 
 
-def check_model(saved: Mapping[str, Any], shape: ModelShape, directory: Path) -> None:
+def _check_adapters(saved: Mapping[str, Any], wanted: Mapping[str, Any], directory: Path) -> None:
+    names = [name for name in ("rank", "scale", "kinds") if saved[name] != wanted[name]]
+    if names:
+        found = ", ".join(f"{name} {saved[name]!r} where the run has {wanted[name]!r}" for name in names)
+        raise UserError(
+            f"the checkpoint holds other adapters: {found}",
+            source=str(directory),
+            expected="the lora settings of the run that wrote it",
+            hint="take them from its config.yaml, or start a new run",
+        )
+
+
+def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, directory: Path) -> None:
     """Compare the model of a checkpoint with the one in use.
 
     Args:
@@ -172,6 +185,18 @@ def check_model(saved: Mapping[str, Any], shape: ModelShape, directory: Path) ->
         UserError: naming what differs (the vocabulary, say).
     """
     wanted = json.loads(json.dumps(dataclasses.asdict(shape)))
+    if ("base" in saved) != ("base" in wanted):
+        kinds = ("a whole model", "adapters of low rank")
+        raise UserError(
+            f"the checkpoint holds {kinds['base' in saved]}, and the run trains {kinds['base' in wanted]}",
+            source=str(directory),
+            expected=f"a checkpoint with {kinds['base' in wanted]}",
+            hint="set lora.rank as in the run that wrote it (its config.yaml says), or start a new run",
+        )
+    if isinstance(shape, AdapterShape):
+        check_model(saved["base"], shape.base, directory)
+        _check_adapters(saved, wanted, directory)
+        return
     different = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     if different:
         found = ", ".join(f"{name} {saved[name]!r} where the model has {wanted[name]!r}" for name in different)

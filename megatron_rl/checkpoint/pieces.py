@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron_rl.resharding.planner import group_shards
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
@@ -32,14 +33,18 @@ STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "ma
 
 
 class SavedModel(Protocol):
-    """The weights of a role."""
+    """The weights of a role that training changes: all of them, or its adapters."""
 
-    shape: ModelShape
     groups: ParallelGroups
     stages: torch.nn.ModuleList
     params: Mapping[str, torch.Tensor]
     placements: Callable[[int], Sequence[ShardBox]]
     shard_key: Callable[[int], Hashable]
+
+    @property
+    def shape(self) -> ModelShape | AdapterShape:
+        """What they are."""
+        ...
 
 
 class SavedOptimizer(Protocol):
@@ -65,6 +70,14 @@ class SavedRole(Protocol):
     def optimizer(self) -> SavedOptimizer:
         """What updates them."""
         ...
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A `SavedRole`: of a role with adapters these alone are saved."""
+
+    model: SavedModel
+    optimizer: SavedOptimizer
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ _NOT_NEGATIVE = (
     "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
-_MAY_CHANGE = ("reference", "reward_model", "train_files", "reward", "plugins")  # see lifecycle/changes.py
+_MAY_CHANGE = ("model", "critic", "reference", "reward_model", "train_files", "reward", "plugins")  # see lifecycle/changes.py
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = ("algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
 _HINTS = {

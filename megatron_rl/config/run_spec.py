@@ -24,6 +24,7 @@ class RoleSpec:
         offload: keep its weights on the host except while it works.
         may_lack: tensors that are zero where the files do not have them.
         batch_invariant: the bits of a token do not depend on what is computed beside it.
+        shares: the role whose model, without its adapters, this one is; it has no weights of its own then.
     """
 
     name: str
@@ -35,6 +36,7 @@ class RoleSpec:
     offload: bool = False
     may_lack: tuple[str, ...] = ()
     batch_invariant: bool = False
+    shares: str | None = None
 
     @property
     def training(self) -> TrainedConfig:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has changed since a checkpoint was written: settings, and the content of files that it depends on.
 
-A checkpoint holds the weights that are trained. It does not hold the reference of the KL term, the reward model, the
-data, and the user's reward functions and plugins: their digests tell whether they are still what they were.
+A checkpoint holds the weights that are trained. It does not hold the reference of the KL term, the reward model, a
+model whose adapters are trained, the data, and the user's reward functions and plugins: their digests tell whether
+they are still what they were.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     size. Training changes all matrices of a model, so that the samples differ; an edit of a few numbers may not show.
     """
     algorithm, found = config.algorithm, {}
+    if config.actor.lora.rank:
+        found["model"] = _list_weights(config.model.path)
+    if config.critic.lora.rank:
+        found["critic"] = _list_weights(config.critic.path or config.model.path)
     if algorithm.kl_coef > 0:
         found["reference"] = _list_weights(config.reference.path or config.model.path)
     if config.reward_model.path:
@@ -50,7 +55,7 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     return {
         name: {
             "source": ", ".join(map(str, _shorten(files))),
-            "digest": _digest(files, samples=name in ("reference", "reward_model")),
+            "digest": _digest(files, samples=name in ("model", "critic", "reference", "reward_model")),
         }
         for name, files in found.items()
         if files

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import ModuleSpec
 
+from megatron_rl.resharding.merged import MergedParam
 from megatron_rl.weights.adapters import AdapterShape
 
 HALVES = ("lora_A", "lora_B")
@@ -47,10 +48,21 @@ class LinearAdapter:
     parts: tuple[tuple[int, int], ...]
 
 
-class _Adapted:
+class _Adapted(torch.nn.Module):
     """A linear whose adapters can be left out."""
 
+    weight: torch.Tensor
+    lora_A: torch.Tensor
+    lora_B: torch.Tensor
+    _adapter: LinearAdapter
     _is_on = True
+
+    def merge(self) -> MergedParam:
+        """The weight of this rank with its adapters."""
+        adapter = self._adapter
+        rows = [stop - start for start, stop in adapter.parts]
+        halves = zip(adapter.parts, self.lora_A.data.split(adapter.rank), self.lora_B.data.split(rows), strict=True)
+        return MergedParam(self.weight.data, adapter.scale, tuple(halves))
 
     def use_adapter(self, is_on: bool) -> None:
         """Compute with the adapters, or as if there were none."""
@@ -164,6 +176,13 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
     finally:
         for linear in linears:
             linear.use_adapter(True)
+
+
+def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
+    """The weights that have adapters, by name, with them."""
+    return {
+        f"{name}.weight": module.merge() for name, module in stages.named_modules() if isinstance(module, _Adapted)
+    }
 
 
 def _make(

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import current_device
+from megatron_rl.resharding.merged import MergedParam, SourceParams
 from megatron_rl.resharding.planner import TransferOp
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices
 
@@ -61,9 +63,35 @@ def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucke
     return buckets
 
 
-def find_device(*sides: Mapping[str, torch.Tensor]) -> torch.device:
+def find_device(*sides: SourceParams) -> torch.device:
     """Where the parameters of a rank live; it may hold some on one side only, or on none."""
     return next((tensor.device for side in sides for tensor in side.values()), current_device())
+
+
+@dataclass(frozen=True)
+class _MergedPiece:
+    """A piece of a parameter that is computed when its bucket is packed."""
+
+    param: MergedParam
+    box: Box
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(box_shape(self.box))
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def read(self) -> torch.Tensor:
+        return self.param[box_slices(self.box)]
+
+
+_Outgoing = torch.Tensor | _MergedPiece
+_P = TypeVar("_P", torch.Tensor, _Outgoing)
+
+
+def _view(param: torch.Tensor | MergedParam, box: Box) -> _Outgoing:
+    return param[box_slices(box)] if isinstance(param, torch.Tensor) else _MergedPiece(param, box)
 
 
 @dataclass(frozen=True)
@@ -92,7 +120,7 @@ class BucketTransport:
         self,
         sends: Mapping[int, Sequence[TransferOp]],
         receives: Mapping[int, Sequence[TransferOp]],
-        source: Mapping[str, torch.Tensor],
+        source: SourceParams,
         destination: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         bucket_bytes: int,
@@ -102,7 +130,7 @@ class BucketTransport:
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
         self._sends = {
             peer: [
-                [source[op.src_param][box_slices(op.src_box)] for op in bucket]
+                [_view(source[op.src_param], op.src_box) for op in bucket]
                 for bucket in cut_into_buckets(ops, limit)
             ]
             for peer, ops in sends.items()
@@ -128,7 +156,7 @@ class BucketTransport:
         )
         self._turns = self._order_turns()
 
-    def _order_turns(self) -> list[tuple[int, list[torch.Tensor], int, list[torch.Tensor]]]:
+    def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
         """Bucket by bucket to every peer in turn, so that a piece which several peers want is still in the cache."""
         rank, size = self._group.rank(), self._group.size()
         turns = []
@@ -149,10 +177,12 @@ class BucketTransport:
         """Largest staging memory of one exchange on this rank."""
         return 2 * (self._out_elements + self._in_elements) * self._dtype.itemsize
 
-    def _direct(self, bucket: list[torch.Tensor]) -> torch.Tensor | None:
+    def _direct(self, bucket: Sequence[_Outgoing]) -> torch.Tensor | None:
         """The parameter's own memory, flat, where the bucket is one contiguous piece of it."""
-        is_direct = len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == self._dtype
-        return bucket[0].view(-1) if is_direct else None
+        piece = bucket[0] if len(bucket) == 1 else None
+        if not isinstance(piece, torch.Tensor) or not piece.is_contiguous() or piece.dtype != self._dtype:
+            return None
+        return piece.view(-1)
 
     def run(self) -> None:
         """Exchange everything; collective over the ranks that have something to exchange.
@@ -176,7 +206,7 @@ class BucketTransport:
     def _post(
         self,
         to: int,
-        outgoing: list[torch.Tensor],
+        outgoing: list[_Outgoing],
         out_buffer: torch.Tensor,
         origin: int,
         incoming: list[torch.Tensor],
@@ -190,13 +220,13 @@ class BucketTransport:
         if outgoing:
             flat, packed = self._stage(outgoing, out_buffer)
             for view, piece in packed:
-                view.copy_(piece)
+                view.copy_(piece if isinstance(piece, torch.Tensor) else piece.read())
             operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
         return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(
-        self, pieces: list[torch.Tensor], buffer: torch.Tensor
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        self, pieces: Sequence[_P], buffer: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
         """What travels for a bucket, flat; and the places of its pieces in the buffer, where it needs that."""
         direct = self._direct(pieces)
         if direct is not None:

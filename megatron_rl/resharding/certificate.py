@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.resharding.classes import Shard
+from megatron_rl.resharding.merged import SourceParams
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
 from megatron_rl.weights.tables import as_table
 
@@ -64,12 +65,12 @@ class Side:
     """One side of a switch on this rank.
 
     Attributes:
-        params: parameters by name.
+        params: parameters by name; merged ones are compared as they are read.
         counted: placements of this rank that it counts (replicas are counted by their first owner).
         params_with_padding: parameters that may hold elements which no logical tensor fills.
     """
 
-    params: Mapping[str, torch.Tensor]
+    params: SourceParams
     counted: Sequence[ShardBox]
     params_with_padding: Sequence[str]
 
@@ -156,6 +157,7 @@ class Certificate:
         found = []
         for param in side.params_with_padding:
             tensor = side.params[param]
+            assert isinstance(tensor, torch.Tensor), "adapters are added to matrices without padding"
             filled = max((p.local_box[0][1] for p in side.counted if p.param == param), default=None)
             if filled is not None and filled < len(tensor) and tensor[filled:].count_nonzero():
                 found.append(f"{param} on rank {self._group.rank()} ({name}): rows {filled}:{len(tensor)} are not zero")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import connect, current_device, gather_objects
 from megatron_rl.resharding.buckets import BucketTransport, find_device
+from megatron_rl.resharding.merged import SourceParams
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
@@ -75,6 +76,8 @@ class Resharder:
         group: group whose rank numbers the plan uses; building is collective.
         transport: how pieces are to cross between ranks.
         dtype: of every destination parameter; sources of another type are converted.
+        merged: source parameters of any rank that are computed when they are read: peers cannot map them, and get
+            them in buckets.
 
     Attributes:
         transport: what is really used: "pull", "buckets", or "pull+buckets".
@@ -86,32 +89,47 @@ class Resharder:
     def __init__(
         self,
         plan: RankPlan,
-        source: Mapping[str, torch.Tensor],
+        source: SourceParams,
         destination: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         transport: Transport,
         *,
         dtype: torch.dtype,
+        merged: frozenset[str] = frozenset(),
     ) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} is {tensor.dtype}; all destination parameters are to be {dtype}")
         self._group = group
-        self.transport, mapped, near = _map_peers(plan, source, group, transport)
-        copies = [(source, op) for op in plan.local]
-        copies += [(mapped[peer], op) for peer, ops in plan.receives.items() if peer in mapped for op in ops]
+        whole = {name: param for name, param in source.items() if isinstance(param, torch.Tensor)}
+        self.transport, mapped, near = _map_peers(plan, whole, group, transport)
+        if merged and self.transport == "pull":
+            self.transport = "pull+buckets"
+        copies = [(whole, op) for op in plan.local if op.src_param not in merged]
+        pulled = {
+            peer: [op for op in ops if op.src_param not in merged]
+            for peer, ops in plan.receives.items()
+            if peer in near
+        }
+        copies += [(mapped[peer], op) for peer, ops in pulled.items() for op in ops]
+        self._merged = [
+            (destination[op.dst_param][box_slices(op.dst_box)], source[op.src_param], box_slices(op.src_box))
+            for op in plan.local
+            if op.src_param in merged
+        ]
         self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
         self._origins = [params[op.src_param][box_slices(op.src_box)] for params, op in copies]
         self._is_pulling = self.transport != "buckets"
         receives, sends = (
-            {peer: ops for peer, ops in side.items() if peer not in near} for side in (plan.receives, plan.sends)
+            {peer: [op for op in ops if peer not in near or op.src_param in merged] for peer, ops in side.items()}
+            for side in (plan.receives, plan.sends)
         )
         self._device = device = find_device(source, destination)
         if self.transport != "pull":
             connect(group, device)
         self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
         self.stats = ReshardStats(
-            bytes_pulled=_num_bytes([op for p, ops in plan.receives.items() if p in near for op in ops], dtype),
+            bytes_pulled=_num_bytes([op for ops in pulled.values() for op in ops], dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
             bytes_copied=_num_bytes(plan.local, dtype),
         )
@@ -133,6 +151,8 @@ class Resharder:
         if self._targets:
             # Not promised by torch, and one kernel for all pieces.
             torch._foreach_copy_(self._targets, self._origins)  # pyright: ignore[reportPrivateImportUsage]
+        for target, origin, place in self._merged:
+            target.copy_(origin[place])
         self._buckets.run()
         if self._is_pulling:
             self._meet("after")  # nobody goes on writing a source that a peer is still reading

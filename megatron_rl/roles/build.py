@@ -20,7 +20,7 @@ from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.parts import Parts
-from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.reference import BaseOfActor, Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
@@ -52,10 +52,13 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
         if role.layout not in groups:
             groups[role.layout] = _build_groups(role.layout, group_timeout(config))
         mine = groups[role.layout]
+        make = parts.roles.get(name)
         if mine is None:
             roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
+        elif role.spec.shares and make is None:
+            roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
-            roles[name] = build_role(config, role, mine, steps, make=parts.roles.get(name))
+            roles[name] = build_role(config, role, mine, steps, make=make)
     return roles
 
 

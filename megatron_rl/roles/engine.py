@@ -32,8 +32,8 @@ def build_rollout(
     def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
         if not config.hybrid.alias_weights or process.rank not in actor.model.layout.ranks:
             return {}
-        pairs = find_aliases(actor.model.placements(process.rank), wanted)
-        return {name: actor.model.params[owned] for name, owned in pairs.items()}
+        pairs, merged = find_aliases(actor.model.placements(process.rank), wanted), actor.model.merged_params
+        return {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
 
     engine = _build_engine(config, actor, process, find_shareable)
     group, engines = world(), engine.ranks

@@ -7,25 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
+from megatron_rl.checkpoint.peft import save_adapters
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.resharding.planner import group_shards
+from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
 
 
 def actor_export(config: RunConfig, model: LaidOutModel) -> Callable[[Path], None]:
-    """What writes the actor in HF format to a directory, with the tokenizer and config of `model.path`; collective."""
-    model_files = find_model_files(config.model.path).absolute()  # a user's function may change the working directory
+    """What writes the actor in HF format, or its adapters in PEFT's, with the files of `model.path`; collective."""
+    base = Path(config.model.path).absolute()  # a user's function may change the working directory
+    model_files = find_model_files(base)
 
     def write(model: PackedModel, directory: Path) -> None:
-        shards = group_shards(model.placements, model.shard_key, model.layout.ranks)
+        part = model.trained
+        shards = group_shards(part.placements, part.shard_key, model.layout.ranks)
+        trained = ShardedModel(model.shape, shards, part.params, model.groups.world)
+        if isinstance(part, Adapters):
+            save_adapters(directory, trained, part.shape, config.actor.lora, base)
+            return
         save_huggingface(
-            directory,
-            ShardedModel(model.shape, shards, model.params, model.groups.world),
-            side_files_from=model_files,
-            bucket_bytes=config.hybrid.bucket_bytes,
+            directory, trained, side_files_from=model_files, bucket_bytes=config.hybrid.bucket_bytes
         )
 
     def export(directory: Path) -> None:

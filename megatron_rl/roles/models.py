@@ -18,6 +18,7 @@ from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import check_layout
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
 
@@ -119,10 +120,13 @@ def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> No
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
     """Compare the headers of the weights with the shape; a dry run on a machine without torch leaves it out."""
+    adapters = make_adapter_shape(shape, spec.training.lora, spec.section) if spec.trainable else None
     if HAS_TORCH:
-        from megatron_rl.checkpoint import distributed
+        from megatron_rl.checkpoint import distributed, peft
 
         distributed.check_weights(spec.path, shape, spec.may_lack)
+        if adapters is not None and spec.training.lora.path is not None:
+            peft.check_adapters(spec.training.lora.path, adapters, f"{spec.section}.lora.path")
 
 
 def _check_positions(config: RunConfig, shape: ModelShape) -> None:

@@ -5,10 +5,28 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.models.lora import without_adapters
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.roles.actor import Actor
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
+
+
+class BaseOfActor:
+    """The model under the actor's adapters, which shares the actor's weights.
+
+    Attributes:
+        model, head: the actor's.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.model, self.head = actor.model, actor.head
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """As `Reference` does, with the adapters left out."""
+        with without_adapters(self.model.stages):
+            return self.model.compute_forward(batch, self.head)
 
 
 class Reference:

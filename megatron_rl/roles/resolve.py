@@ -40,6 +40,7 @@ def resolve(config: RunConfig) -> RunSpec:
                 head="logprob",
                 offload=config.reference.offload,
                 batch_invariant=config.rollout.bitwise,
+                shares="actor" if _is_base_of_actor(config) else None,
             )
         )
     if estimator.needs_values if enable is None else enable:
@@ -72,6 +73,12 @@ def resolve(config: RunConfig) -> RunSpec:
         needs_sum_pi_squared=estimator.needs_sum_pi_squared,
         why_recompute=plan_old_logprobs(config, estimator),
     )
+
+
+def _is_base_of_actor(config: RunConfig) -> bool:
+    """Whether the reference is the model under the actor's adapters, on the same ranks."""
+    is_same = config.reference.path in (None, config.model.path)
+    return bool(config.actor.lora.rank) and is_same and config.placement.reference == config.placement.actor
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:

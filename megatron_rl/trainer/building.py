@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.pieces import TrainedPart
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import import_library
 from megatron_rl.experience.pack import Packer
@@ -56,7 +57,11 @@ def build_primitives(
         for name in roles
     }
     state = TrainingState(
-        {role.name: roles[role.name] for role in spec.trained if roles[role.name].model.dp_rank is not None},
+        {
+            role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)
+            for role in spec.trained
+            if roles[role.name].model.dp_rank is not None
+        },
         {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
         | ({"stream": sampling.stream} if sampling.stream is not None else {}),
         {role.name: side_files(config, role.path) for role in spec.trained},

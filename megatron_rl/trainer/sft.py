@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_rl.checkpoint.pieces import TrainedPart
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.experience import Experience, replicate
@@ -62,7 +63,7 @@ class SftTrainer:
             config,
             opened,
             TrainingState(
-                {"actor": actor}, {"prompts": self.examples}, {"actor": side_files(config, config.model.path)}
+                {"actor": TrainedPart(actor.model.trained, actor.optimizer)}, {"prompts": self.examples}, {"actor": side_files(config, config.model.path)}
             ),
             export=actor_export(config, actor.model),
             total_steps=self.total_steps,

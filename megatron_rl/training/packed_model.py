@@ -24,12 +24,13 @@ from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
-from megatron_rl.models.lora import HALVES, freeze_model, is_trained
+from megatron_rl.models.lora import HALVES, freeze_model, is_trained, merge_adapters
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.resharding.merged import SourceParams
 from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
@@ -154,6 +155,10 @@ class PackedModel(LaidOutModel):
             lambda rank: adapter_placements(shape, self.placements(rank)),
             self.shard_key,
         )
+
+    def merge(self) -> SourceParams:
+        """The parameters of this rank with their adapters, added when a piece is read."""
+        return self.params | merge_adapters(self.stages)
 
     @property
     def attention_backend(self) -> str | None:

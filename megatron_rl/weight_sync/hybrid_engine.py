@@ -28,6 +28,7 @@ from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.certificate import Certificate, Side, count_once
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.executor import Resharder, ReshardStats, Transport
+from megatron_rl.resharding.merged import SourceParams
 from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
@@ -41,6 +42,15 @@ class SourceModel(Protocol):
     shape: ModelShape
     layout: ParallelLayout
     params: dict[str, torch.Tensor]  # of this rank, by name; none where the actor is not
+
+    @property
+    def merged_params(self) -> frozenset[str]:
+        """Parameters of any rank that adapters are added to."""
+        ...
+
+    def merge(self) -> SourceParams:
+        """The parameters of this rank with their adapters."""
+        ...
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
@@ -112,6 +122,10 @@ class HybridEngine:
         self._timers, self._verify = timers, config.verify
         self._dtype = self._find_dtype(engines)
         source = group_shards(actor.model.placements, actor.model.shard_key, actor.model.layout.ranks)
+        self._shared = gather_names(engine.shared_params, group)
+        # An engine that shares a matrix with adapters runs the actor's own modules, which add them by themselves.
+        self._merged = actor.model.merged_params.difference(*self._shared)
+        self._params = actor.model.merge() if self._merged else actor.model.params
         self._resharder = self._build_resharder(source, process, engines, config)
         self._certificate = self._build_certificate(source, process, engines)
         self.reshard_stats = self._total_stats()
@@ -131,8 +145,7 @@ class HybridEngine:
         self, source: Sequence[Shard], process: Process, engines: EngineRanks, config: HybridConfig
     ) -> Resharder:
         """Plan what is not shared, and make it ready."""
-        actor, engine = self._actor.model, self._engine
-        shared = gather_names(engine.shared_params, self._group)
+        engine, shared = self._engine, self._shared
         destination = group_shards(
             lambda rank: as_table(engine.placements(rank)).without(shared[rank]),
             lambda rank: (engine.shard_key(rank), shared[rank]),
@@ -141,11 +154,12 @@ class HybridEngine:
         plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
         return Resharder(
             plan,
-            actor.params,
+            self._params,
             engine.params,
             self._group,
             Transport(config.bucket_bytes, config.transport, process.ranks_per_node),
             dtype=self._dtype,
+            merged=self._merged,
         )
 
     @property
@@ -164,7 +178,7 @@ class HybridEngine:
         padded = [name for name in actor.params if name.endswith(PADDED_PARAMETERS)]
         return Certificate(
             actor.shape.logical_tensors(),
-            Side(actor.params, count_once(source, process.rank), padded),
+            Side(self._params, count_once(source, process.rank), padded),
             Side(
                 engine.params,
                 count_once(destination, place),

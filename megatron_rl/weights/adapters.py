@@ -9,9 +9,10 @@ matrix that is cut by columns is cut like it and its B is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
@@ -78,6 +79,13 @@ class AdapterShape:
         """Name and shape of every tensor, in the order of the model."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
+
+
+def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
+    """The shape that a manifest holds as `dataclasses.asdict` made it."""
+    if "base" not in saved:
+        return ModelShape(**saved)
+    return AdapterShape(**{**saved, "base": ModelShape(**saved["base"]), "kinds": tuple(saved["kinds"])})
 
 
 def make_adapter_shape(shape: ModelShape, config: LoraConfig, section: str) -> AdapterShape | None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import layer_parameter
-from megatron_rl.weights.shard_box import Box, rows
+from megatron_rl.weights.shard_box import Box, full_box, rows
 
 Table = dict[str, tuple["GlobalPlacement", ...]]
 
@@ -53,8 +54,16 @@ _KEYS = {
 }
 
 
-def megatron_global_placements(shape: ModelShape) -> Table:
-    """Logical tensor -> its placements, ascending in its rows; they cover it, each element once."""
+def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
+    """Logical tensor -> its placements, ascending in its rows; they cover it, each element once.
+
+    Adapters, for which megatron-core has no names, are global tensors of their own.
+    """
+    if isinstance(shape, AdapterShape):
+        return {
+            name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),)
+            for name, size in shape.logical_tensors().items()
+        }
     cuts, layer_keys = _cut_kinds(shape), dict(_KEYS)
     if shape.num_experts:  # a norm before a router is fused into nothing
         del layer_keys["post_attention_layernorm.weight"]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter plus the product of its adapters, computed where a piece of it is asked for: W + s B A.
+
+It is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: whoever reads an
+element on this rank reads the same bits, and no more than the blocks of a piece exist at once. W is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class MergedParam:
+    """`merged[rows, columns]` is a piece of W + s B A.
+
+    Attributes:
+        weight: W [n, m].
+        scale: s.
+        parts: of the adapters: the rows [start, stop) of W that they change, A [r, m] and B [stop - start, r].
+    """
+
+    weight: torch.Tensor
+    scale: float
+    parts: Sequence[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight, and of what is read."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight."""
+        return self.weight.device
+
+    @torch.no_grad()
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = place
+        start, stop, _ = rows.indices(len(self.weight))
+        found = self.weight[start:stop, columns].clone()
+        for (first, last), a, b in self.parts:
+            for low, high in _list_blocks(first, last, start, stop):
+                change = b[low - first : high - first].float() @ a.float()
+                merged = (self.weight[low:high].float() + self.scale * change).to(self.dtype)
+                inner = slice(max(low, start), min(high, stop))
+                found[inner.start - start : inner.stop - start] = merged[
+                    inner.start - low : inner.stop - low, columns
+                ]
+        return found
+
+
+# Parameters of a rank by name, some of them merged when they are read.
+SourceParams = Mapping[str, torch.Tensor | MergedParam]
+
+
+def _list_blocks(first: int, last: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The blocks of rows [first, last) that have some of [start, stop)."""
+    for low in range(first, last, _BLOCK_ROWS):
+        high = min(low + _BLOCK_ROWS, last)
+        if low < stop and start < high:
+            yield low, high
