@@ -62,7 +62,9 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
         )
     with safe_open(weights, framework="pt") as handle:
         names = list(handle.keys())
-    found = {name.removeprefix(_PREFIX): size for name, (size, _) in read_headers(dict.fromkeys(names, weights)).items()}
+    found = {
+        name.removeprefix(_PREFIX): size for name, (size, _) in read_headers(dict.fromkeys(names, weights)).items()
+    }
     wanted = shape.logical_tensors()
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     wrong += [f"{name} is in no adapter of the run" for name in found if name not in wanted]

@@ -18,7 +18,16 @@ from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
-_OPTIMIZER_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
+_OPTIMIZER_NOT_NEGATIVE = (
+    "lr",
+    "min_lr",
+    "lr_warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "clip_grad",
+    "lora.rank",
+)
 _TRAINED = ("actor", "critic")
 
 _AT_LEAST_ONE = (
@@ -76,7 +85,7 @@ _POSITIVE = (
     "critic.graph_memory_gib",
     "trainer.collective_timeout",
     "checkpoint.save_every_minutes",
-    *(f"{section}.adam_eps" for section in _TRAINED),
+    *(f"{section}.{leaf}" for section in _TRAINED for leaf in ("adam_eps", "lora.alpha")),
 )
 _NOT_NEGATIVE = (
     "schedule.max_staleness",
@@ -99,7 +108,15 @@ _NOT_NEGATIVE = (
     "observability.histograms_every",
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in _OPTIMIZER_NOT_NEGATIVE),
 )
-_MAY_CHANGE = ("model", "critic", "reference", "reward_model", "train_files", "reward", "plugins")  # see lifecycle/changes.py
+_MAY_CHANGE = (
+    "model",
+    "critic",
+    "reference",
+    "reward_model",
+    "train_files",
+    "reward",
+    "plugins",
+)  # see lifecycle/changes.py
 _AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
 _BELOW_ONE = ("algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
 _HINTS = {

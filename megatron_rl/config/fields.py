@@ -102,7 +102,7 @@ def list_fields() -> dict[str, FieldInfo]:
     return table
 
 
-def read_fields(declaration: type, prefix: str) -> dict[str, FieldInfo]:
+def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
     """The settings that a dataclass declares, in order, by full name, nested ones included."""
     hints, found = typing.get_type_hints(declaration), {}
     for item in dataclasses.fields(declaration):

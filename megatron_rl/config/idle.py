@@ -40,6 +40,8 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield from _find_in_layout(config, section)
     for section in ("actor", "critic"):
         yield from _find_in_step(config, section)
+    if config.reference.offload and config.actor.lora.rank and config.reference.path is None:
+        yield ("reference.offload", "the reference is the actor without its adapters (actor.lora.rank)", False)
     if config.rollout.engine == "megatron" and not config.hybrid.alias_weights:
         yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
     if config.trainer.test_freq and not config.data.validation_files:

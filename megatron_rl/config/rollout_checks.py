@@ -78,6 +78,14 @@ def _check_bitwise(config: CheckedConfig) -> None:
         hint="set it to 2, with more pipeline stages, or set rollout.bitwise=false",
     )
     config.require(
+        engine == "megatron" or not config.get("actor.lora.rank"),
+        "actor.lora.rank",
+        f"with rollout.bitwise: rollout.engine = {engine!r} computes with the sum of the model and its adapters, and "
+        "training with one after the other",
+        expected="0, or rollout.engine=megatron, which does as training does",
+        hint="set rollout.bitwise=false, or rollout.engine=megatron",
+    )
+    config.require(
         engine == "megatron" or config.get("rollout.tensor_model_parallel_size") == tp_size,
         "rollout.tensor_model_parallel_size",
         "with rollout.bitwise: products that are cut in another number of parts have sums of other parts",

@@ -183,9 +183,7 @@ def _adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: A
         size // tp_size
         for size in (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.ffn_hidden_size)
     )
-    attention.linear_qkv = adapt_linear(
-        attention.linear_qkv, adapters, {"q.weight": q, "k.weight": kv, "v.weight": kv}
-    )
+    attention.linear_qkv = adapt_linear(attention.linear_qkv, adapters, {"q.weight": q, "k.weight": kv, "v.weight": kv})
     attention.linear_proj = adapt_linear(attention.linear_proj, adapters, {"o": shape.hidden_size})
     if not shape.num_experts:
         mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})

@@ -27,7 +27,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import ModuleSpec
 
-from megatron_rl.resharding.merged import MergedParam
 from megatron_rl.weights.adapters import AdapterShape
 
 HALVES = ("lora_A", "lora_B")
@@ -48,7 +47,7 @@ class LinearAdapter:
     parts: tuple[tuple[int, int], ...]
 
 
-class _Adapted(torch.nn.Module):
+class AdaptedLinear(torch.nn.Module):
     """A linear whose adapters can be left out."""
 
     weight: torch.Tensor
@@ -57,19 +56,23 @@ class _Adapted(torch.nn.Module):
     _adapter: LinearAdapter
     _is_on = True
 
-    def merge(self) -> MergedParam:
-        """The weight of this rank with its adapters."""
-        adapter = self._adapter
-        rows = [stop - start for start, stop in adapter.parts]
-        halves = zip(adapter.parts, self.lora_A.data.split(adapter.rank), self.lora_B.data.split(rows), strict=True)
-        return MergedParam(self.weight.data, adapter.scale, tuple(halves))
+    @property
+    def scale(self) -> float:
+        """That the products of the adapters are multiplied by."""
+        return self._adapter.scale
+
+    def list_adapters(self) -> list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]:
+        """Rows [start, stop) of the weight that each adapter serves, its A and its B, on this rank."""
+        parts, rank = self._adapter.parts, self._adapter.rank
+        b = self.lora_B.data.split([stop - start for start, stop in parts])
+        return list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
 
     def use_adapter(self, is_on: bool) -> None:
         """Compute with the adapters, or as if there were none."""
         self._is_on = is_on
 
 
-class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
+class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
     """A of every part stacked [n r, h], whole on each rank; B [rows of the parts, r], cut like W."""
 
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
@@ -105,7 +108,7 @@ class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
         return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
 
 
-class LoraRowParallelLinear(_Adapted, RowParallelLinear):
+class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
     """A [r, in/tp], cut like W; B [out, r], whole on each rank."""
 
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
@@ -168,7 +171,7 @@ def is_trained(name: str) -> bool:
 @contextmanager
 def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
     """In the block, the model computes as if it had no adapters."""
-    linears = [module for module in stages.modules() if isinstance(module, _Adapted)]
+    linears = [module for module in stages.modules() if isinstance(module, AdaptedLinear)]
     for linear in linears:
         linear.use_adapter(False)
     try:
@@ -176,13 +179,6 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
     finally:
         for linear in linears:
             linear.use_adapter(True)
-
-
-def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
-    """The weights that have adapters, by name, with them."""
-    return {
-        f"{name}.weight": module.merge() for name, module in stages.named_modules() if isinstance(module, _Adapted)
-    }
 
 
 def _make(

@@ -10,6 +10,7 @@ from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 
 GIB = 1 << 30
@@ -132,6 +133,12 @@ class Job:
         """A role's layout on its ranks."""
         ranks = self.config.placement.ranks_of(role.name, self.cluster.world_size)
         return build_layout(role.layout, len(ranks), ranks.start)
+
+    def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
+        """That are trained in the place of a role's model; None where the model is, or nothing."""
+        if not role.trainable:
+            return None
+        return make_adapter_shape(self.shapes[role.name], role.training.lora, role.section)
 
     def with_config(self, **sections: dict[str, object]) -> Job:
         """The same job with other settings, `actor={"offload_optimizer": True}`."""

@@ -96,10 +96,16 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     )
     if isinstance(section, TrainedConfig):
         held = compute_role_bytes(
-            shape, layout, 0, dtype=job.config.model.dtype, use_distributed_optimizer=section.use_distributed_optimizer
+            shape,
+            layout,
+            0,
+            dtype=job.config.model.dtype,
+            use_distributed_optimizer=section.use_distributed_optimizer,
+            adapters=job.adapters_of(role),
         )
         replicas = layout.dp_size * cp
-        moved = held.gradients + held.parameters if section.use_distributed_optimizer else 2 * held.gradients
+        trained = held.gradients * itemsize // 4  # bytes of the parameters that have gradients, which are float32
+        moved = held.gradients + trained if section.use_distributed_optimizer else 2 * held.gradients
         yield Traffic(
             f"{name} DP",
             link_of(layout, cluster, "cp", "dp"),

@@ -21,6 +21,7 @@ from megatron_rl.planning.activations import compute_activation_bytes
 from megatron_rl.planning.cluster import Job, build_layout
 from megatron_rl.planning.parameters import DTYPE_BYTES, RoleBytes, compute_engine_numel, compute_role_bytes
 from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
 from megatron_rl.weights.rollout_layout import vllm_placements
@@ -129,7 +130,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
     shape, layout = job.shapes.get(role.name, job.shape), job.layout_of(role)
-    if rank not in layout.ranks:
+    if rank not in layout.ranks or role.shares:
         return RoleBytes(0, 0, 0)
     return compute_role_bytes(
         shape,
@@ -138,6 +139,7 @@ def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
         dtype=job.config.model.dtype,
         is_trained=role.trainable,
         use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False),
+        adapters=job.adapters_of(role),
     )
 
 
@@ -199,7 +201,9 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         weights = compute_engine_numel(shape, tp) * itemsize
         shares = config.hybrid.alias_weights and rank in job.layout.ranks
         place = (rank - job.rollout_ranks.start) % tp
-        own = weights - (count_aliased_elements(shape, job.layout, rank, tp, place) * itemsize if shares else 0)
+        adapters = job.adapters_of(job.spec.roles["actor"])
+        shared = count_aliased_elements(shape, job.layout, rank, tp, place, adapters) if shares else 0
+        own = weights - shared * itemsize
     working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
@@ -214,7 +218,8 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
     fresh = {"gradients": actor.gradients, "optimizer": actor.optimizer // 3 if config.model.dtype != "float32" else 0}
     moves = own > 0
-    staging = 2 * config.hybrid.bucket_bytes if moves and job.cluster.nodes > 1 else 0
+    in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank
+    staging = 2 * config.hybrid.bucket_bytes if moves and in_buckets else 0
     return RankMemory(
         rank,
         [
@@ -234,17 +239,23 @@ def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, item
 
 
 def count_aliased_elements(
-    shape: ModelShape, layout: ParallelLayout, rank: int, rollout_tp: int, rollout_rank: int
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    rollout_tp: int,
+    rollout_rank: int,
+    adapters: AdapterShape | None = None,
 ) -> int:
     """Elements that the engine, in which the rank has a place, shares with the actor on it.
 
-    Read off the tables of a model of two layers, the second of which stands for all.
+    Matrices to which adapters are added are not shared. Read off the tables of a model of two layers, the second of
+    which stands for all.
     """
     at = layout.expert_coordinates(rank)
     stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
     small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
     layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rollout_rank
+        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rollout_rank, adapters
     )
     ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
     return shape.num_layers // layout.pp_size * layer + ends
@@ -252,7 +263,12 @@ def count_aliased_elements(
 
 @lru_cache(maxsize=4096)
 def _count_aliased_blocks(
-    shape: ModelShape, layout: ParallelLayout, rank: int, rollout_tp: int, rollout_rank: int
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    rollout_tp: int,
+    rollout_rank: int,
+    adapters: AdapterShape | None,
 ) -> tuple[int, int, int]:
     """Shared elements of the last layer, and of what is not a layer on the first and on the last stage.
 
@@ -260,6 +276,7 @@ def _count_aliased_blocks(
         shape, layout: of one replica.
         rank: on the first stage.
         rollout_tp, rollout_rank: of the engine.
+        adapters: of the actor.
     """
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank)
     # Both sides pad the vocabulary; a storage fits both if they pad it alike.
@@ -267,7 +284,8 @@ def _count_aliased_blocks(
     layer, ends = 0, []
     for peer in layout.group_of(rank, "pp"):
         ours = megatron_placements(shape, layout, peer)
-        pairs = find_aliases(ours, theirs)
+        merged = adapted_parameters(adapters, ours) if adapters else frozenset()
+        pairs = {name: owned for name, owned in find_aliases(ours, theirs).items() if owned not in merged}
         layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
         ends.append(
             sum(

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.adapters import AdapterShape, adapter_placements
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
 from megatron_rl.weights.rollout_layout import vllm_placements
 
@@ -79,18 +80,18 @@ class RoleBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def list_chunks(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
-    """The parameters of each model chunk of a rank, in the order of `named_parameters()`."""
-    pp_rank = layout.coordinates(rank).pp
+def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
+    """The parameters of each model chunk of a rank, in the order of `named_parameters()`; of adapters, theirs alone."""
+    pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
     embedding, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size)
-    is_tied = shape.tied_embeddings and not shape.has_score_head
+    is_tied = shape is model and model.tied_embeddings and not model.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage has a copy
         embedding, output = (
             [replace(p, is_shared=p.name.endswith(PADDED_PARAMETERS)) for p in block] for block in (embedding, output)
         )
     elif is_tied:
         output = [p for p in output if not p.name.endswith(PADDED_PARAMETERS)]
-    per_chunk = shape.num_layers // (layout.pp_size * layout.vpp_size)
+    per_chunk = model.num_layers // (layout.pp_size * layout.vpp_size)
     chunks = []
     for chunk in range(layout.vpp_size):
         is_first = pp_rank == 0 and chunk == 0
@@ -102,24 +103,21 @@ def list_chunks(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[li
 
 @lru_cache(maxsize=256)
 def _building_blocks(
-    shape: ModelShape, tp_size: int, ep_size: int
+    shape: ModelShape | AdapterShape, tp_size: int, ep_size: int
 ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...], tuple[Parameter, ...]]:
     """Embedding, one layer, and what follows the last: read off the tables of a model of one layer in two stages."""
-    small, layout = (
-        replace(shape, num_layers=2),
-        ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size),
-    )
+    if isinstance(shape, AdapterShape):
+        adapters = replace(shape, base=replace(shape.base, num_layers=2))
+        small = adapters.base
+    else:
+        adapters, small = None, replace(shape, num_layers=2)
+    layout = ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size)
+    tables = [megatron_placements(small, layout, layout.rank(pp=pp_rank)) for pp_rank in range(2)]
+    if adapters:
+        tables = [adapter_placements(adapters, table) for table in tables]
     stages = [
-        _read_parameters(
-            small,
-            [
-                (p.param.partition(".")[2], p.local_box)
-                for p in megatron_placements(small, layout, layout.rank(pp=pp_rank))
-            ],
-            tp_size,
-            ep_size,
-        )
-        for pp_rank in range(2)
+        _read_parameters(small, [(p.param.partition(".")[2], p.local_box) for p in table], tp_size, ep_size)
+        for table in tables
     ]
     prefix = "decoder.layers.0."
     layer = tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stages[0] if p.name.startswith(prefix))
@@ -163,6 +161,7 @@ def compute_role_bytes(
     dtype: str,
     is_trained: bool = True,
     use_distributed_optimizer: bool = True,
+    adapters: AdapterShape | None = None,
 ) -> RoleBytes:
     """Bytes of one role on one rank.
 
@@ -173,11 +172,15 @@ def compute_role_bytes(
         dtype: of parameters, "float32" or "bfloat16".
         is_trained: the role has gradients and an optimizer.
         use_distributed_optimizer: shard optimizer states over DP (ZeRO-1).
+        adapters: that are trained in the place of the model.
     """
-    size = DTYPE_BYTES[dtype]
+    size, frozen = DTYPE_BYTES[dtype], 0
     chunks = list_chunks(shape, layout, rank)
     if not is_trained:
         return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size, 0, 0)
+    if adapters is not None:
+        frozen = sum(p.numel for chunk in chunks for p in chunk if p.name != SCORE_HEAD)
+        chunks = list_chunks(adapters, layout, rank)
     at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
     replicas = {
         False: (layout.dp_size * layout.cp_size, at.cp + layout.cp_size * at.dp),
@@ -194,7 +197,7 @@ def compute_role_bytes(
             in_buffers += total
             owned += mine
     per_owned = 2 * _MOMENT_BYTES + (_MAIN_BYTES if dtype != "float32" else 0)
-    return RoleBytes(in_buffers * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
+    return RoleBytes((frozen + in_buffers) * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, int]:

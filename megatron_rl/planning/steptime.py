@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.schema import LayoutConfig, TrainedConfig
 from megatron_rl.planning.cluster import Job, build_layout
 from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload
 from megatron_rl.planning.memory import RankMemory
@@ -106,8 +106,9 @@ def predict_step(
         operations = rounds * work.tokens * count_operations(shape, length) / job.cluster.world_size
         return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(job, work, section))
 
-    def training_rounds(section: LayoutConfig) -> int:
-        return work.passes * (3 + (section.recompute_granularity == "full"))
+    def training_rounds(section: TrainedConfig) -> int:
+        """A frozen model has no gradients of weights, which are half of a backward pass."""
+        return work.passes * ((2 if section.lora.rank else 3) + (section.recompute_granularity == "full"))
 
     actor = job.config.actor
     phases = {
@@ -117,7 +118,7 @@ def predict_step(
         "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor "),
     }
     for role in job.others:
-        rounds = 1 + (training_rounds(role.layout) if role.trainable else 0)
+        rounds = 1 + (training_rounds(role.training) if role.trainable else 0)
         phases[role.title] = compute(job.shapes[role.name], role.layout, rounds) + wait(f"{role.title} ")
     if actor.offload_optimizer:
         optimizer = max(phase.parts.get("optimizer", 0) for rank in memory for phase in rank.phases)

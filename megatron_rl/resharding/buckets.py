@@ -130,8 +130,7 @@ class BucketTransport:
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
         self._sends = {
             peer: [
-                [_view(source[op.src_param], op.src_box) for op in bucket]
-                for bucket in cut_into_buckets(ops, limit)
+                [_view(source[op.src_param], op.src_box) for op in bucket] for bucket in cut_into_buckets(ops, limit)
             ]
             for peer, ops in sends.items()
         }
@@ -224,9 +223,7 @@ class BucketTransport:
             operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
         return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
-    def _stage(
-        self, pieces: Sequence[_P], buffer: torch.Tensor
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
+    def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
         """What travels for a bucket, flat; and the places of its pieces in the buffer, where it needs that."""
         direct = self._direct(pieces)
         if direct is not None:

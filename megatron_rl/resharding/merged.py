@@ -49,9 +49,7 @@ class MergedParam:
                 change = b[low - first : high - first].float() @ a.float()
                 merged = (self.weight[low:high].float() + self.scale * change).to(self.dtype)
                 inner = slice(max(low, start), min(high, stop))
-                found[inner.start - start : inner.stop - start] = merged[
-                    inner.start - low : inner.stop - low, columns
-                ]
+                found[inner.start - start : inner.stop - start] = merged[inner.start - low : inner.stop - low, columns]
         return found
 
 

@@ -29,9 +29,7 @@ def actor_export(config: RunConfig, model: LaidOutModel) -> Callable[[Path], Non
         if isinstance(part, Adapters):
             save_adapters(directory, trained, part.shape, config.actor.lora, base)
             return
-        save_huggingface(
-            directory, trained, side_files_from=model_files, bucket_bytes=config.hybrid.bucket_bytes
-        )
+        save_huggingface(directory, trained, side_files_from=model_files, bucket_bytes=config.hybrid.bucket_bytes)
 
     def export(directory: Path) -> None:
         error = None

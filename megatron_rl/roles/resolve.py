@@ -31,18 +31,7 @@ def resolve(config: RunConfig) -> RunSpec:
         )
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
-        roles.append(
-            RoleSpec(
-                name="reference",
-                path=config.reference.path or config.model.path,
-                section="actor",
-                layout=config.actor,
-                head="logprob",
-                offload=config.reference.offload,
-                batch_invariant=config.rollout.bitwise,
-                shares="actor" if _is_base_of_actor(config) else None,
-            )
-        )
+        roles.append(_make_reference(config))
     if estimator.needs_values if enable is None else enable:
         roles.append(
             RoleSpec(
@@ -75,15 +64,24 @@ def resolve(config: RunConfig) -> RunSpec:
     )
 
 
-def _is_base_of_actor(config: RunConfig) -> bool:
-    """Whether the reference is the model under the actor's adapters, on the same ranks."""
-    is_same = config.reference.path in (None, config.model.path)
-    return bool(config.actor.lora.rank) and is_same and config.placement.reference == config.placement.actor
-
-
 def resolve_sft(config: RunConfig) -> RunSpec:
     """An SFT run has an actor."""
     return RunSpec(roles={"actor": _make_actor(config)})
+
+
+def _make_reference(config: RunConfig) -> RoleSpec:
+    """A frozen policy; that under the actor's adapters on the same ranks is the actor without them."""
+    is_base = bool(config.actor.lora.rank) and config.reference.path in (None, config.model.path)
+    return RoleSpec(
+        name="reference",
+        path=config.reference.path or config.model.path,
+        section="actor",
+        layout=config.actor,
+        head="logprob",
+        offload=config.reference.offload,
+        batch_invariant=config.rollout.bitwise,
+        shares="actor" if is_base and config.placement.reference == config.placement.actor else None,
+    )
 
 
 def _make_actor(config: RunConfig) -> RoleSpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of a model as what is trained of it: where they come from, and what a checkpoint holds."""
+"""First values of a model and its adapters, and the adapters as what is trained of it and a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,44 @@ import math
 import zlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.peft import load_adapters
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.shard_box import box_slices
+from megatron_rl.resharding.merged import MergedParam
+from megatron_rl.weights.adapters import AdapterShape, adapter_placements
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.shard_box import box_slices, check_placements
 from megatron_rl.weights.tables import PlacementTable
+
+
+class FilledModel(Protocol):
+    """A model on its ranks."""
+
+    shape: ModelShape
+    adapters: AdapterShape | None
+    groups: ParallelGroups
+    stages: torch.nn.ModuleList
+
+    @property
+    def rank(self) -> int:
+        """This rank of the layout."""
+        ...
+
+    def placements(self, rank: int) -> PlacementTable:
+        """Of any rank of the layout, without adapters."""
+        ...
+
+    def shard_key(self, rank: int) -> Hashable:
+        """Ranks with equal keys have equal tables."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +67,18 @@ class Adapters:
     placements: Callable[[int], PlacementTable]
     shard_key: Callable[[int], Hashable]
 
+    @classmethod
+    def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:
+        """Those of a model."""
+        return cls(
+            shape,
+            model.groups,
+            model.stages,
+            {name: p.data for name, p in model.stages.named_parameters() if is_trained(name)},
+            lambda rank: adapter_placements(shape, model.placements(rank)),
+            model.shard_key,
+        )
+
     def fill(self, rank: int, path: str | None, seed: int) -> None:
         """Give the adapters their first values: those in PEFT's files, or A at random and B of zeros.
 
@@ -57,3 +99,41 @@ class Adapters:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {p.hf_name}".encode()))
                 values = (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
                 self.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
+
+
+def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model by name, without its adapters."""
+    return {name: p.data for name, p in stages.named_parameters() if not name.endswith(HALVES)}
+
+
+def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
+    """Give a model the weights of its path; one with adapters is frozen, and they get their first values.
+
+    Args:
+        model: whose parameters are undefined.
+        spec: of its role.
+        seed: of the run.
+    """
+    params, placements = list_params(model.stages), model.placements(model.rank)
+    check_placements(
+        placements,
+        {name: tuple(p.shape) for name, p in params.items()},
+        where=f"megatron {model.groups.at}",
+        padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
+    )
+    load_weights(Path(spec.path), model.shape, placements, params, may_lack=spec.may_lack)
+    if model.adapters is not None:
+        freeze_model(model.stages)
+        adapters = Adapters.of(model, model.adapters)
+        sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
+        check_placements(adapters.placements(model.rank), sizes, where=f"adapters of megatron {model.groups.at}")
+        adapters.fill(model.rank, spec.training.lora.path, seed)
+
+
+def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
+    """The weights that have adapters, by name, with them."""
+    return {
+        f"{name}.weight": MergedParam(module.weight.data, module.scale, module.list_adapters())
+        for name, module in stages.named_modules()
+        if isinstance(module, AdaptedLinear)
+    }

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,24 +19,18 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_rl.checkpoint.distributed import load_weights
-from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
-from megatron_rl.models.lora import HALVES, freeze_model, is_trained, merge_adapters
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.resharding.merged import SourceParams
-from megatron_rl.training.adapters import Adapters
+from megatron_rl.training.adapters import Adapters, fill_model, list_params, merge_adapters
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.weights.adapters import adapter_placements
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
-from megatron_rl.weights.shard_box import check_placements
 
 # (hidden states of the last stage, microbatch) -> tensors [t] of the whole microbatch; see `heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
@@ -78,31 +71,18 @@ class PackedModel(LaidOutModel):
             setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant, self.adapters
         )
         self.device = next(self.stages.parameters()).device
-        self._load(spec)
-        if isinstance(self.trained, Adapters):
-            freeze_model(self.stages)
-            self.trained.fill(self._rank, spec.training.lora.path, setup.seed)
+        fill_model(self, spec, setup.seed)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable:
             self._prepare_training(spec.training)
         else:
             self.stages.requires_grad_(False)
-        self.params = self._list_params()
+        self.params = list_params(self.stages)
         self._host_memory = HostMemory(self.device)
         self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded
         if spec.offload:
             self.offload()
-
-    def _load(self, spec: RoleSpec) -> None:
-        params, placements = self._list_params(), self.placements(self._rank)
-        check_placements(
-            placements,
-            {name: tuple(p.shape) for name, p in params.items()},
-            where=f"megatron {self.groups.at}",
-            padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
-        )
-        load_weights(Path(spec.path), self.shape, placements, params, may_lack=spec.may_lack)
 
     def _prepare_training(self, config: TrainedConfig) -> None:
         """Wrap the stages in DDP, which moves the parameters into buffers.
@@ -132,11 +112,8 @@ class PackedModel(LaidOutModel):
         """What the schedule runs."""
         return list(self.ddp or self.stages)
 
-    def _list_params(self) -> dict[str, torch.Tensor]:
-        return {name: p.data for name, p in self.stages.named_parameters() if not name.endswith(HALVES)}
-
     @property
-    def _rank(self) -> int:
+    def rank(self) -> int:
         """This rank of the layout."""
         at = self.groups.at
         return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
@@ -146,15 +123,7 @@ class PackedModel(LaidOutModel):
         """What training changes and a checkpoint holds: the model, or its adapters."""
         if self.adapters is None:
             return self
-        shape = self.adapters
-        return Adapters(
-            shape,
-            self.groups,
-            self.stages,
-            {name: p.data for name, p in self.stages.named_parameters() if is_trained(name)},
-            lambda rank: adapter_placements(shape, self.placements(rank)),
-            self.shard_key,
-        )
+        return Adapters.of(self, self.adapters)
 
     def merge(self) -> SourceParams:
         """The parameters of this rank with their adapters, added when a piece is read."""
@@ -182,7 +151,7 @@ class PackedModel(LaidOutModel):
             return
         for p, weights in zip(self.stages.parameters(), self._host_memory.load(self._on_host), strict=True):
             p.data = weights
-        self.params = self._list_params()
+        self.params = list_params(self.stages)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -141,9 +141,7 @@ def _list_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
     for param, name, kind in base:
         if kind in kinds:
             owner, matrix = param.removesuffix(".weight"), name.removesuffix(".weight")
-            found += [
-                (f"{owner}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}") for half in ("lora_A", "lora_B")
-            ]
+            found += [(f"{owner}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}") for half in ("lora_A", "lora_B")]
         elif name == SCORE_HEAD:
             found.append((param, name, kind))
     return Rows(found)

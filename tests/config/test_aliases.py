@@ -509,7 +509,7 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         (f"{ACTOR}.optim.betas=0.9", "two numbers"),
         (f"{ACTOR}.shuffle=true", "False: minibatches keep"),
         (f"{ROLLOUT}.multi_turn.enable=true", "False: a prompt gets one response"),
-        ("actor_rollout_ref.model.lora_rank=8", "0: all weights are trained"),
+        ("actor_rollout_ref.model.lora.dropout=0.1", "0: dropout would make"),
         ("data.custom_cls.path=x.py", "None: prompts come from"),
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),

@@ -7,7 +7,6 @@ Not covered: CUDA, Transformer Engine, experts with adapters (there are none).
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.models.lora import without_adapters
 from tiny_models import save_tiny_model
 
 SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
@@ -84,8 +82,17 @@ def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[st
     after = split_by_rollout(actor.compute_logprobs(batch), batch)
     assert all(torch.equal(base[name], p) for name, p in model.params.items()), "the model itself has moved"
     held = sum(p.numel() for p in model.trained.params.values())
-    assert sum(b.grad_data.numel() for ddp in model.ddp for b in ddp.buffers) < held + 64 * len(model.trained.params) + 256
-    return dict(at=model.groups.at, before=split_by_rollout(batch.old_logprobs, batch), after=after, metrics=metrics, pieces=pieces, shapes=model.trained.shape.logical_tensors())
+    assert (
+        sum(b.grad_data.numel() for ddp in model.ddp for b in ddp.buffers) < held + 64 * len(model.trained.params) + 256
+    )
+    return dict(
+        at=model.groups.at,
+        before=split_by_rollout(batch.old_logprobs, batch),
+        after=after,
+        metrics=metrics,
+        pieces=pieces,
+        shapes=model.trained.shape.logical_tensors(),
+    )
 
 
 def train(case: Case, path: Path) -> Measured:
@@ -118,7 +125,9 @@ def test_every_layout_trains_adapters_as_peft_does(layout: str, trained_by_peft:
     directory, expected = trained_by_peft
     found = train(with_lora(LAYOUTS[layout], directory), directory / "model")
     for name in ("before", "after"):
-        gap = max((a - b).abs().max().item() for a, b in zip(getattr(found, name), getattr(expected, name), strict=True))
+        gap = max(
+            (a - b).abs().max().item() for a, b in zip(getattr(found, name), getattr(expected, name), strict=True)
+        )
         assert gap <= TOLERANCE, f"logprobs {name}: {gap}"
     for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
         assert got == pytest.approx(want, rel=1e-5, abs=1e-5), f"update {step + 1}"

@@ -44,6 +44,22 @@ def megatron_names(role: str) -> dict[str, Alias]:
     }
 
 
+def lora_names(role: str) -> dict[str, Alias]:
+    """Adapters of a role, below `model`."""
+    names = {
+        **dict.fromkeys(("lora_rank", "lora.rank"), "rank"),
+        **dict.fromkeys(("lora_alpha", "lora.alpha"), "alpha"),
+        **dict.fromkeys(("lora_adapter_path", "lora.adapter_path"), "path"),
+        "target_modules": "target_modules",
+    }
+    renamed: dict[str, Alias] = {name: Renamed(f"{role}.lora.{leaf}") for name, leaf in names.items()}
+    return renamed | {
+        "exclude_modules": Only((), f"name the matrices that get adapters in {role}.lora.target_modules"),
+        "lora.dropout": Only((0,), "dropout would make the policy that is trained another one than is sampled from"),
+        "lora.merge": Only((True,), "adapters are merged on their way to the engine"),
+    }
+
+
 def trainable_names(role: str) -> dict[str, Alias]:
     """A role with an optimizer."""
     return megatron_names(role) | {

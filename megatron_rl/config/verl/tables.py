@@ -19,6 +19,7 @@ from megatron_rl.config.verl.role_tables import (
     LAYOUT_LEAVES,
     MEGATRON,
     OFF,
+    lora_names,
     megatron_names,
     trainable_names,
 )
@@ -29,7 +30,6 @@ _PACKED = "sequences are always packed"
 _TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
 _ENGINE = "the engine decides"
-_LORA = "all weights are trained"
 _TEXT = "prompts are text"
 _CHECKPOINTING = ((True, "full"), (False, "none"))
 
@@ -61,6 +61,7 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
 
 _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.path": Renamed("critic.path"),
+    **{f"model.{name}": alias for name, alias in lora_names("critic").items()},
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
     "model.use_remove_padding": Ignored(_PACKED),
     "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
@@ -178,14 +179,13 @@ _MODEL: dict[str, Alias] = {
     "trust_remote_code": Only((False,), "code of a model directory is never run"),
     "external_lib": Only((), "code is added with algorithm.plugins and reward.function"),
     "custom_chat_template": Only((), "the tokenizer's own chat template is used"),
-    "lora_rank": Only((0,), _LORA),
+    **lora_names("actor"),
     "use_remove_padding": Ignored(_PACKED),
     "use_shm": Ignored("weights are read by the ranks that need them"),
     "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
     **dict.fromkeys(("return_last_hidden_state", "override_config.attn_implementation"), Ignored(FUSED)),
     "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
     **dict.fromkeys(("use_liger", "use_fused_kernels", "use_fused_loss"), Ignored(FUSED)),
-    **dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), Ignored(_LORA)),
 }
 
 _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
@@ -335,7 +335,6 @@ PATTERNS: Mapping[str, Ignored] = {
     "actor_rollout_ref.rollout.trace.*": Ignored("trainer.log_rollouts writes rollouts"),
     "actor_rollout_ref.rollout.prometheus.*": Ignored(_TRACKING),
     "actor_rollout_ref.rollout.layer_name_map.*": Ignored("weights are placed by this package"),
-    **dict.fromkeys(("critic.model.lora*", "critic.model.target_modules"), Ignored(_LORA)),
     "critic.model.*": Ignored("the critic's shape and options are the policy's"),
     "critic.megatron.override_*": Ignored("shapes come from config.json"),
     "reward_model.model.*": Ignored("its shape comes from its config.json"),
