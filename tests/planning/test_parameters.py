@@ -16,14 +16,17 @@ from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, compute_engine_numel, compute_role_bytes, list_chunks
 from megatron_rl.roles.actor import Actor
+from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import vllm_placements
 from tiny_models import save_tiny_model
 
 SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
+LORA = dict(lora=LoraConfig(rank=4, target_modules=["q_proj", "o_proj", "up_proj"]))
 CASES = {
     "one": ("qwen2", Case()),
     "one-bf16": ("qwen3", Case(dtype="bfloat16")),
@@ -38,9 +41,11 @@ CASES = {
     "moe-dp2": ("qwen3_moe", Case(2)),
     "moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), dtype="bfloat16")),
     "moe-ep2-tp2-sp": ("qwen3_moe", Case(4, dict(ep_size=2, tp_size=2), SP)),
+    "lora-tp2-dp2-sp-bf16": ("qwen2", Case(4, dict(tp_size=2), SP | LORA, dtype="bfloat16")),
+    "lora-pp2-replicated": ("qwen3", Case(2, dict(pp_size=2), REPLICATED | LORA)),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
-ALWAYS = ("one-bf16", "tp2-sp", "pp2-vpp2-tied-bf16", "pp2-dp2-tied", "moe-ep2-dp4-bf16")
+ALWAYS = ("one-bf16", "tp2-sp", "pp2-vpp2-tied-bf16", "pp2-dp2-tied", "moe-ep2-dp4-bf16", "lora-tp2-dp2-sp-bf16")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,9 @@ def measure(actor: Actor) -> RoleBytes:
     in_buffers = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     if in_buffers:  # the parameters are views of them
         starts = {tensor.untyped_storage().data_ptr() for tensor in in_buffers}
-        assert {tensor.untyped_storage().data_ptr() for tensor in weights} == starts
+        frozen = [tensor for tensor in weights if tensor.untyped_storage().data_ptr() not in starts]
+        assert bool(frozen) == (actor.model.adapters is not None)
+        in_buffers += frozen
     states, optimizer = 0, actor.optimizer.megatron
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for param, state in part.optimizer.state.items():
@@ -75,7 +82,7 @@ def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[R
     batch = build_batch(actor.model, case)
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     take_step(actor, batch, ALGORITHM)
-    names = [[name for name, _ in stage.named_parameters()] for stage in actor.model.stages]
+    names = [[name for name, p in stage.named_parameters() if p.requires_grad] for stage in actor.model.stages]
     return measure(actor), names
 
 
@@ -85,6 +92,7 @@ def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[R
 def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> None:
     family, case = CASES[name]
     shape, layout = load_model_shape(paths[family]), ParallelLayout(case.world_size, **case.sizes)
+    adapters = make_adapter_shape(shape, case.actor.get("lora", LoraConfig()), "actor")
     for rank, (found, names) in enumerate(run_ranks(_measure_rank, case.world_size, case, paths[family])):
         planned = compute_role_bytes(
             shape,
@@ -92,9 +100,11 @@ def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> N
             rank,
             dtype=case.dtype,
             use_distributed_optimizer=case.actor.get("use_distributed_optimizer", True),
+            adapters=adapters,
         )
         assert planned == found, f"rank {rank}"
-        assert [[p.name for p in chunk] for chunk in list_chunks(shape, layout, rank)] == names, f"rank {rank}"
+        trained = list_chunks(adapters or shape, layout, rank)
+        assert [[p.name for p in chunk] for chunk in trained] == names, f"rank {rank}"
 
 
 def test_shards_add_up_to_the_model(paths: dict[str, Path]) -> None:
