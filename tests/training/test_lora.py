@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
 from role_setups import take_step
+from tiny_adapters import adapted, save_adapted
 
 from actor_runs import (
     ALGORITHM,
@@ -29,8 +28,6 @@ from actor_runs import (
     train_with_transformers,
 )
 from distributed import run_ranks
-from megatron_rl.config.lora import LoraConfig
-from tiny_models import save_tiny_model
 
 SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
 LAYOUTS = {
@@ -49,24 +46,8 @@ LAYOUTS = {
 TOLERANCE = 2e-5
 
 
-def save_adapted(directory: Path, family: str, **options: Any) -> PeftModel:
-    """A tiny model and, in `adapter` beside it, adapters that change it; returns PEFT's model of the two."""
-    model = get_peft_model(
-        save_tiny_model(directory / "model", family),
-        PeftConfig(**dict(r=4, lora_alpha=8, target_modules="all-linear") | options),
-    )
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(directory / "adapter")
-    return model
-
-
 def with_lora(case: Case, directory: Path, **options: Any) -> Case:
-    lora = LoraConfig(**dict(rank=4, alpha=8.0, path=str(directory / "adapter")) | options)
-    return replace(case, actor=case.actor | dict(lora=lora))
+    return replace(case, actor=case.actor | dict(lora=adapted(directory, **options)))
 
 
 def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters as PEFT makes and saves them, on tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+
+from megatron_rl.config.lora import LoraConfig
+from tiny_models import save_tiny_model
+
+
+def save_adapted(directory: Path, family: str, adapters: dict[str, Any] | None = None, **sizes: Any) -> PeftModel:
+    """A tiny model in `model`, and adapters that change it in `adapter` beside it; returns PEFT's model of the two.
+
+    Args:
+        directory: of both.
+        family, sizes: of `save_tiny_model`.
+        adapters: what differs from rank 4 and alpha 8 on all matrices, in PEFT's words.
+    """
+    model = get_peft_model(
+        save_tiny_model(directory / "model", family, **sizes),
+        PeftConfig(**dict(r=4, lora_alpha=8, target_modules="all-linear") | (adapters or {})),
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory / "adapter")
+    return model
+
+
+def adapted(directory: Path, **options: Any) -> LoraConfig:
+    """The settings that start from these adapters."""
+    return LoraConfig(**dict(rank=4, alpha=8.0, path=str(directory / "adapter")) | options)
