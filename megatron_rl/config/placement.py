@@ -22,6 +22,11 @@ class HybridConfig:
     alias_weights: bool = option(
         True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy."
     )
+    lora: Literal["merge", "adapter"] = option(
+        "merge",
+        "How adapters (actor.lora) reach the engine: merge: the sum of model and adapters is written into it at each "
+        "switch; adapter (vllm): it has the model, shared or moved once, and at each switch the adapters alone.",
+    )
     verify: Literal["off", "sample", "full"] = option(
         "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."
     )

@@ -27,6 +27,13 @@ def check_rollout(config: CheckedConfig) -> None:
             expected=repr(off),
             hint=f"set {name}={off}; rollout.temperature is applied on both sides",
         )
+    config.require(
+        config.get("hybrid.lora") == "merge" or engine in ("vllm", "megatron"),
+        "hybrid.lora",
+        f"with rollout.engine = {engine!r}, which has no place for adapters",
+        expected="merge",
+        hint="set hybrid.lora=merge, or rollout.engine=vllm",
+    )
     if config.get("rollout.bitwise"):
         _check_bitwise(config)
 

@@ -20,6 +20,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
 
@@ -81,6 +82,7 @@ class EngineSpec:
             them, which may be its parameters instead of storage of its own (they hold the same pieces).
         model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules; None: no actor.
         ranks: of the job, on which the engines are; None: all.
+        adapters: that the engine keeps beside the model's weights; None: it has the sum of both.
     """
 
     model_path: str
@@ -94,6 +96,7 @@ class EngineSpec:
     shareable: Callable[[Sequence[ShardBox]], Mapping[str, torch.Tensor]] = lambda placements: {}
     model: Any = None
     ranks: range | None = None
+    adapters: AdapterShape | None = None
 
     def find_place(self, rank: int) -> int:
         """Of a rank in its engine, where `tensor_model_parallel_size` neighbors are one."""

@@ -39,20 +39,17 @@ import torch.nn.functional as F
 from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS, make_batch_invariant
+from megatron_rl.engines.vllm_limits import CPU_BLOCK_SIZE, check_device_limits, cpu_cache_bytes
+from megatron_rl.engines.vllm_lora import list_adapter_params, list_arguments, take_slot
 from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
-from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_experts
-from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
 _LOAD_FORMAT = "megatron_rl"
-_CPU_BLOCK_SIZE = 32
-_MAX_CPU_CACHE_BYTES = 1 << 30
 _CPU_STEP_TOKENS = 4096  # vLLM's own default
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
 _ENVIRONMENT = {
@@ -78,7 +75,7 @@ class VllmEngine:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
         self._place = spec.find_place
-        _check_device_limits(spec)
+        check_device_limits(spec)
         vllm = prepare_vllm(spec.process.device)
         _register_model(vllm, spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
@@ -95,8 +92,9 @@ class VllmEngine:
         self._keys: dict[str, int] = {}  # and back, from the short name
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        # A linear with adapters has the one without inside.
         self.params: dict[str, torch.Tensor] = split_experts(
-            {name: p.data for name, p in worker.get_model().named_parameters()}
+            {name.replace(".base_layer.", "."): p.data for name, p in worker.get_model().named_parameters()}
         )
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
@@ -108,9 +106,12 @@ class VllmEngine:
             where=f"vLLM on rank {spec.process.rank}",
             padded=VLLM_PADDED_PARAMETERS,
         )
+        self._lora_request = _take_adapters(worker, spec) if spec.adapters is not None else None
         for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
             if name not in self.shared_params:
                 tensor.zero_()
+        self._adapters = list_adapter_params(worker.get_model(), spec.adapters) if spec.adapters else {}
+        self.params |= self._adapters
 
     def _register_loader(self, spec: EngineSpec) -> set[str]:
         """Let vLLM "load" by sharing the actor's storage, before anything is compiled or captured.
@@ -146,6 +147,8 @@ class VllmEngine:
         """Bring the parameters' memory back (same addresses) after a sleep."""
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
+            for tensor in self._adapters.values():  # wider than the adapters: nothing else is written behind them
+                tensor.zero_()
 
     def end_weight_update(self) -> None:
         """Pack the experts, forget keys and values computed with the old weights; bring the cache back."""
@@ -173,7 +176,10 @@ class VllmEngine:
         ]
         with self._running():
             names = self._llm.enqueue(
-                [{"prompt_token_ids": request.tokens.tolist()} for request in requests], params, use_tqdm=False
+                [{"prompt_token_ids": request.tokens.tolist()} for request in requests],
+                params,
+                self._lora_request,
+                use_tqdm=False,
             )
         for request, name in zip(requests, names, strict=True):
             self._names[request.key], self._keys[_short(name)] = name, request.key
@@ -277,22 +283,14 @@ def prepare_vllm(device: torch.device) -> ModuleType:
     return vllm
 
 
-def _check_device_limits(spec: EngineSpec) -> None:
-    if spec.process.device.type == "cpu" and spec.shape.head_dim not in CPU_HEAD_DIMS:
-        raise UserError(
-            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}",
-            source="model.path config.json",
-            expected=f"a head_dim of {CPU_HEAD_DIMS}",
-            hint="use rollout.engine=hf for this model on CPU",
-        )
-    sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
-    if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
-        raise UserError(
-            f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
-            source="model.path config.json and rollout.tensor_model_parallel_size",
-            expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
-            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
-        )
+def _take_adapters(worker: Any, spec: EngineSpec) -> Any:
+    """vLLM's name for the policy's adapters, for which it has a slot now."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.request import LoRARequest
+
+    assert spec.adapters is not None
+    take_slot(worker, LoRAModel(1, spec.adapters.rank, {}))
+    return LoRARequest("policy", 1, "in memory")
 
 
 def _find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
@@ -349,6 +347,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
     )
+    if spec.adapters is not None:
+        arguments |= list_arguments(spec.adapters)
     if spec.process.device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
         if spec.shape.num_experts:
@@ -357,28 +357,14 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     else:
         arguments |= dict(
-            block_size=_CPU_BLOCK_SIZE,
-            kv_cache_memory_bytes=_cpu_cache_bytes(spec),
+            block_size=CPU_BLOCK_SIZE,
+            kv_cache_memory_bytes=cpu_cache_bytes(spec),
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
         )
         if config.bitwise:
             arguments |= ENGINE_ARGUMENTS
     return arguments
-
-
-def _cpu_cache_bytes(spec: EngineSpec) -> int:
-    """The configured size, else room for `max_num_seqs` full sequences, at most 1 GiB."""
-    if spec.config.kv_cache_gib is not None:
-        return int(spec.config.kv_cache_gib * (1 << 30))
-    shape: ModelShape = spec.shape
-    itemsize = 4 if spec.dtype == "float32" else 2
-    kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
-    per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
-    length = spec.max_prompt_length + spec.max_response_length
-    blocks = -(-length // _CPU_BLOCK_SIZE) * _CPU_BLOCK_SIZE
-    wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
-    return min(max(wanted, 4 << 20), max(_MAX_CPU_CACHE_BYTES, 2 * per_token * blocks))
 
 
 def _short(name: str) -> str:

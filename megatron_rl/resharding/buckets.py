@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import current_device
-from megatron_rl.resharding.merged import MergedParam, SourceParams
+from megatron_rl.resharding.computed import ComputedParam, SourceParams
 from megatron_rl.resharding.planner import TransferOp
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices
 
@@ -69,10 +69,10 @@ def find_device(*sides: SourceParams) -> torch.device:
 
 
 @dataclass(frozen=True)
-class _MergedPiece:
+class _ComputedPiece:
     """A piece of a parameter that is computed when its bucket is packed."""
 
-    param: MergedParam
+    param: ComputedParam
     box: Box
 
     @property
@@ -86,12 +86,12 @@ class _MergedPiece:
         return self.param[box_slices(self.box)]
 
 
-_Outgoing = torch.Tensor | _MergedPiece
+_Outgoing = torch.Tensor | _ComputedPiece
 _P = TypeVar("_P", torch.Tensor, _Outgoing)
 
 
-def _view(param: torch.Tensor | MergedParam, box: Box) -> _Outgoing:
-    return param[box_slices(box)] if isinstance(param, torch.Tensor) else _MergedPiece(param, box)
+def _view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
+    return param[box_slices(box)] if isinstance(param, torch.Tensor) else _ComputedPiece(param, box)
 
 
 @dataclass(frozen=True)

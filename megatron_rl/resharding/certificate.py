@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.merged import SourceParams
+from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
 from megatron_rl.weights.tables import as_table
 

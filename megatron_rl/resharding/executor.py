@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import connect, current_device, gather_objects
 from megatron_rl.resharding.buckets import BucketTransport, find_device
-from megatron_rl.resharding.merged import SourceParams
+from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
@@ -76,8 +76,8 @@ class Resharder:
         group: group whose rank numbers the plan uses; building is collective.
         transport: how pieces are to cross between ranks.
         dtype: of every destination parameter; sources of another type are converted.
-        merged: source parameters of any rank that are computed when they are read: peers cannot map them, and get
-            them in buckets.
+        computed: names of source parameters of any rank that are computed when they are read: peers cannot map
+            them, and get them in buckets.
 
     Attributes:
         transport: what is really used: "pull", "buckets", or "pull+buckets".
@@ -95,7 +95,7 @@ class Resharder:
         transport: Transport,
         *,
         dtype: torch.dtype,
-        merged: frozenset[str] = frozenset(),
+        computed: frozenset[str] = frozenset(),
     ) -> None:
         for name, tensor in destination.items():
             if tensor.dtype != dtype:
@@ -103,25 +103,25 @@ class Resharder:
         self._group = group
         whole = {name: param for name, param in source.items() if isinstance(param, torch.Tensor)}
         self.transport, mapped, near = _map_peers(plan, whole, group, transport)
-        if merged and self.transport == "pull":
+        if computed and self.transport == "pull":
             self.transport = "pull+buckets"
-        copies = [(whole, op) for op in plan.local if op.src_param not in merged]
+        copies = [(whole, op) for op in plan.local if op.src_param not in computed]
         pulled = {
-            peer: [op for op in ops if op.src_param not in merged]
+            peer: [op for op in ops if op.src_param not in computed]
             for peer, ops in plan.receives.items()
             if peer in near
         }
         copies += [(mapped[peer], op) for peer, ops in pulled.items() for op in ops]
-        self._merged = [
+        self._computed = [
             (destination[op.dst_param][box_slices(op.dst_box)], source[op.src_param], box_slices(op.src_box))
             for op in plan.local
-            if op.src_param in merged
+            if op.src_param in computed
         ]
         self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
         self._origins = [params[op.src_param][box_slices(op.src_box)] for params, op in copies]
         self._is_pulling = self.transport != "buckets"
         receives, sends = (
-            {peer: [op for op in ops if peer not in near or op.src_param in merged] for peer, ops in side.items()}
+            {peer: [op for op in ops if peer not in near or op.src_param in computed] for peer, ops in side.items()}
             for side in (plan.receives, plan.sends)
         )
         self._device = device = find_device(source, destination)
@@ -151,7 +151,7 @@ class Resharder:
         if self._targets:
             # Not promised by torch, and one kernel for all pieces.
             torch._foreach_copy_(self._targets, self._origins)  # pyright: ignore[reportPrivateImportUsage]
-        for target, origin, place in self._merged:
+        for target, origin, place in self._computed:
             target.copy_(origin[place])
         self._buckets.run()
         if self._is_pulling:

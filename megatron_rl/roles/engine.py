@@ -32,7 +32,8 @@ def build_rollout(
     def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
         if not config.hybrid.alias_weights or process.rank not in actor.model.layout.ranks:
             return {}
-        pairs, merged = find_aliases(actor.model.placements(process.rank), wanted), actor.model.merged_params
+        pairs = find_aliases(actor.model.placements(process.rank), wanted)
+        merged = actor.model.merged_params if config.hybrid.lora == "merge" else ()
         return {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
 
     engine = _build_engine(config, actor, process, find_shareable)
@@ -74,6 +75,7 @@ def _build_engine(
             shareable=shareable,
             model=actor.model,
             ranks=ranks,
+            adapters=actor.model.adapters if config.hybrid.lora == "adapter" else None,
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.resharding.merged import MergedParam
+from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
@@ -78,6 +78,13 @@ class Adapters:
             lambda rank: adapter_placements(shape, model.placements(rank)),
             model.shard_key,
         )
+
+    def scale(self) -> SourceParams:
+        """The parameters, B with the scale that the product of both is multiplied by."""
+        return {
+            name: ScaledParam(param, self.shape.scale) if name.endswith("lora_B") else param
+            for name, param in self.params.items()
+        }
 
     def fill(self, rank: int, path: str | None, seed: int) -> None:
         """Give the adapters their first values: those in PEFT's files, or A at random and B of zeros.

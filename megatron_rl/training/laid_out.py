@@ -11,7 +11,7 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.merged import SourceParams
+from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.weights.adapters import adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
@@ -57,6 +57,10 @@ class LaidOutModel:
     def merge(self) -> SourceParams:
         """The parameters of this rank with their adapters, added when a piece is read."""
         return self.params
+
+    def scale_adapters(self) -> SourceParams:
+        """The adapters of this rank, B with their scale."""
+        return {}
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""

@@ -26,7 +26,7 @@ from megatron_rl.models.transformer_config import DTYPES, build_transformer_conf
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.ulysses import shard_rows
-from megatron_rl.resharding.merged import SourceParams
+from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.training.adapters import Adapters, fill_model, list_params, merge_adapters
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
@@ -128,6 +128,10 @@ class PackedModel(LaidOutModel):
     def merge(self) -> SourceParams:
         """The parameters of this rank with their adapters, added when a piece is read."""
         return self.params | merge_adapters(self.stages)
+
+    def scale_adapters(self) -> SourceParams:
+        """The adapters of this rank, B with their scale."""
+        return self.trained.scale() if isinstance(self.trained, Adapters) else {}
 
     @property
     def attention_backend(self) -> str | None:

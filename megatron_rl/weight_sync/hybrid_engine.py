@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import torch
@@ -25,15 +25,12 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.resharding.aliasing import gather_names
-from megatron_rl.resharding.certificate import Certificate, Side, count_once
-from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.executor import Resharder, ReshardStats, Transport
-from megatron_rl.resharding.merged import SourceParams
-from megatron_rl.resharding.planner import group_shards, plan_rank
+from megatron_rl.resharding.computed import SourceParams
+from megatron_rl.resharding.executor import ReshardStats
+from megatron_rl.weight_sync.move import Cargo, Move, Way
+from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
-from megatron_rl.weights.shard_box import ShardBox
-from megatron_rl.weights.tables import as_table
+from megatron_rl.weights.tables import PlacementTable, as_table
 
 
 class SourceModel(Protocol):
@@ -42,6 +39,7 @@ class SourceModel(Protocol):
     shape: ModelShape
     layout: ParallelLayout
     params: dict[str, torch.Tensor]  # of this rank, by name; none where the actor is not
+    adapters: AdapterShape | None
 
     @property
     def merged_params(self) -> frozenset[str]:
@@ -52,12 +50,16 @@ class SourceModel(Protocol):
         """The parameters of this rank with their adapters."""
         ...
 
+    def scale_adapters(self) -> SourceParams:
+        """The adapters of this rank, B with their scale."""
+        ...
+
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
         ...
 
-    def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the layout."""
+    def placements(self, rank: int) -> PlacementTable:
+        """ShardBox table of any rank of the layout, without adapters."""
         ...
 
 
@@ -120,19 +122,36 @@ class HybridEngine:
     ) -> None:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
-        self._dtype = self._find_dtype(engines)
-        source = group_shards(actor.model.placements, actor.model.shard_key, actor.model.layout.ranks)
-        self._shared = gather_names(engine.shared_params, group)
-        # An engine that shares a matrix with adapters runs the actor's own modules, which add them by themselves.
-        self._merged = actor.model.merged_params.difference(*self._shared)
-        self._params = actor.model.merge() if self._merged else actor.model.params
-        self._resharder = self._build_resharder(source, process, engines, config)
-        self._certificate = self._build_certificate(source, process, engines)
+        model, shared = actor.model, gather_names(engine.shared_params, group)
+        dtype = self._find_dtype(engines)
+        way = Way(model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype)
+        self._moves = [Move(cargo, way) for cargo in self._list_cargoes(config, shared)]
+        self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*model.layout.ranks}
+        # On a GPU an engine that sleeps loses what it has of its own.
+        self._loses_model, self._has_model = process.device.type == "cuda" and not self.is_apart, False
         self.reshard_stats = self._total_stats()
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
-        self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*actor.model.layout.ranks}
+
+    def _list_cargoes(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[Cargo]:
+        """What the engines get: the model with its adapters in it, or the model and then its adapters."""
+        model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
+        # An engine that shares a matrix with adapters runs the actor's own modules, which add them by themselves.
+        merged = model.merged_params.difference(*shared)
+        whole = Cargo(model.shape.logical_tensors(), model.params, model.placements, engine.placements)
+        if shape is None or not merged:
+            return [whole]
+        if config.lora == "merge":
+            return [replace(whole, params=model.merge(), computed=merged)]
+        adapters = Cargo(
+            shape.logical_tensors(),
+            model.scale_adapters(),
+            lambda rank: adapter_placements(shape, model.placements(rank)),
+            lambda rank: separate_placements(shape, as_table(engine.placements(rank))),
+        )
+        table = adapters.source(model.layout.first_rank)
+        return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
 
     def _find_dtype(self, engines: EngineRanks) -> torch.dtype:
         """Of the engines' parameters, which ranks without an engine ask for; collective then."""
@@ -141,58 +160,14 @@ class HybridEngine:
         assert found is not None, "an engine has parameters"
         return found
 
-    def _build_resharder(
-        self, source: Sequence[Shard], process: Process, engines: EngineRanks, config: HybridConfig
-    ) -> Resharder:
-        """Plan what is not shared, and make it ready."""
-        engine, shared = self._engine, self._shared
-        destination = group_shards(
-            lambda rank: as_table(engine.placements(rank)).without(shared[rank]),
-            lambda rank: (engine.shard_key(rank), shared[rank]),
-            sorted(rank for ranks in engines.of for rank in ranks),
-        )
-        plan = plan_rank(process.rank, source, destination, ranks_per_node=process.ranks_per_node)
-        return Resharder(
-            plan,
-            self._params,
-            engine.params,
-            self._group,
-            Transport(config.bucket_bytes, config.transport, process.ranks_per_node),
-            dtype=self._dtype,
-            merged=self._merged,
-        )
-
     @property
     def transport(self) -> str:
         """How pieces cross between ranks: pull, buckets, or pull+buckets."""
-        return self._resharder.transport
-
-    def _build_certificate(self, source: Sequence[Shard], process: Process, engines: EngineRanks) -> Certificate:
-        actor, engine, (index, place) = self._actor.model, self._engine, engines.find(process.rank)
-        ranks = engines.of[index] if index >= 0 else ()
-        destination = group_shards(
-            lambda place: engine.placements(ranks[place]),
-            lambda place: engine.shard_key(ranks[place]),
-            range(len(ranks)),
-        )
-        padded = [name for name in actor.params if name.endswith(PADDED_PARAMETERS)]
-        return Certificate(
-            actor.shape.logical_tensors(),
-            Side(self._params, count_once(source, process.rank), padded),
-            Side(
-                engine.params,
-                count_once(destination, place),
-                [name for name in engine.padded_params if name in engine.params],
-            ),
-            dtype=self._dtype,
-            num_engines=len(engines.of),
-            engine=index,
-            group=self._group,
-        )
+        return self._moves[-1].resharder.transport
 
     def _total_stats(self) -> ReshardStats:
-        """Bytes of one reshard, all ranks together."""
-        mine = asdict(self._resharder.stats)
+        """Bytes of one reshard, all ranks together; without what moves once."""
+        mine = asdict(self._moves[-1].resharder.stats)
         mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
         total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
         return ReshardStats(**{name: int(value) for name, value in total.items()})
@@ -205,14 +180,23 @@ class HybridEngine:
         """
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
-            self._resharder.run()
+            for move in self._list_moves():
+                move.resharder.run()
             if self._verify != "off":
                 with self._timers.phase("verify"):
                     samples = self._verify == "sample"
-                    self.verified_tensors = self._certificate.verify(self._certificate_turn if samples else None)
+                    turn = self._certificate_turn if samples else None
+                    self.verified_tensors = sum(move.certificate.verify(turn) for move in self._moves)
                     self._certificate_turn += samples
             self._engine.end_weight_update()
         self.policy_version = self._find_version()
+
+    def _list_moves(self) -> list[Move]:
+        """What has to be moved now: a model under adapters that the engine keeps apart is moved once."""
+        if len(self._moves) > 1 and self._has_model:
+            return self._moves[1:]
+        self._has_model = not self._loses_model
+        return self._moves
 
     def _find_version(self) -> int:
         """The version of the actor's weights, which ranks without an actor ask for; collective then."""

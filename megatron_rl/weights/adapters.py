@@ -130,6 +130,17 @@ def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTa
     return PlacementTable(_list_rows(base.rows, shape.kinds), _cut(shape, tuple(kinds.items())))
 
 
+def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
+    """The table of a rank's adapters where each matrix has parameters of its own, `<matrix>.lora_A` and `.lora_B`.
+
+    Args:
+        shape: the adapters.
+        base: the table of the engine's model.
+    """
+    kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
+    return PlacementTable(_list_separate_rows(base.rows, shape.kinds), _cut(shape, kinds, is_stacked=False))
+
+
 def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
     """The parameters of a rank's model beside which adapters lie."""
     return frozenset(param for param, _, kind in base.rows if kind in shape.kinds)
@@ -147,8 +158,18 @@ def _list_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
     return Rows(found)
 
 
+@lru_cache(maxsize=4)
+def _list_separate_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
+    matrices = [(name.removesuffix(".weight"), kind) for _, name, kind in base if kind in kinds]
+    return Rows(
+        (f"{matrix}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}")
+        for matrix, kind in matrices
+        for half in ("lora_A", "lora_B")
+    )
+
+
 @lru_cache(maxsize=64)
-def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]]) -> dict[str, BoxPair]:
+def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool = True) -> dict[str, BoxPair]:
     """Where a piece of each kind lies, from where the matrices lie."""
     boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
     found = {"score": boxes["score"]} if "score" in boxes else {}
@@ -158,7 +179,7 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]]) -> dict[str, 
             found[a] = columns(*local[1], (r, 0)), columns(*whole[1], (r, 0))
             found[b] = full_box(sizes[b]), full_box(sizes[b])
             continue
-        before = parts_before(kind, shape.kinds)
+        before = _parts_before(kind, shape.kinds) if is_stacked else []
         start = sum(boxes[part][0][0][1] - boxes[part][0][0][0] for part in before)
         length = local[0][1] - local[0][0]
         found[a] = rows(len(before) * r, (len(before) + 1) * r, sizes[a]), full_box(sizes[a])
@@ -166,7 +187,7 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]]) -> dict[str, 
     return found
 
 
-def parts_before(kind: str, adapted: Iterable[str]) -> list[str]:
+def _parts_before(kind: str, adapted: Iterable[str]) -> list[str]:
     """The adapted parts of a fused parameter that lie before one of them."""
     fused = next(parts for parts in _FUSED if kind in parts)
     return [part for part in fused[: fused.index(kind)] if part in adapted]

@@ -16,14 +16,12 @@ from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm import (
-    CPU_HEAD_DIMS,
-    _check_device_limits,
-    _cpu_cache_bytes,
     _engine_arguments,
     _engine_environment,
     _pack_experts,
     prepare_vllm,
 )
+from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, cpu_cache_bytes
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -103,16 +101,16 @@ def test_unsupported_head_dim_is_refused_on_cpu() -> None:
     spec = replace(SPEC, shape=replace(SHAPE, head_dim=16))
     assert 16 not in CPU_HEAD_DIMS
     with pytest.raises(UserError, match="head_dim 16"):
-        _check_device_limits(spec)
+        check_device_limits(spec)
 
 
 @pytest.mark.parametrize(("ffn", "tp_size", "columns"), [(80, 1, 80), (96, 2, 48)])
 def test_expert_slices_that_vllm_would_pad_are_refused_on_cpu(ffn: int, tp_size: int, columns: int) -> None:
     experts = replace(SHAPE, family="mixtral", num_experts=4, experts_per_token=2)
     config = RolloutConfig(tensor_model_parallel_size=tp_size)
-    _check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=64 * tp_size), config=config))
+    check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=64 * tp_size), config=config))
     with pytest.raises(UserError, match=f"hidden size 128 with {columns} columns per rank"):
-        _check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=ffn), config=config))
+        check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=ffn), config=config))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,9 +126,9 @@ def test_packing_reorders_in_place(dtype: torch.dtype, vllm_imported: None) -> N
 
 def test_cache_holds_the_configured_number_of_sequences() -> None:
     """64 tokens in 2 blocks of 32, 9 sequences, 4 layers x (k, v) x 2 heads x 32 x 4 bytes; at least 4 MiB."""
-    assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(max_num_seqs=127))) == 64 * 128 * 4 * 2 * 2 * 32 * 4
-    assert _cpu_cache_bytes(SPEC) == 4 << 20
-    assert _cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
+    assert cpu_cache_bytes(replace(SPEC, config=RolloutConfig(max_num_seqs=127))) == 64 * 128 * 4 * 2 * 2 * 32 * 4
+    assert cpu_cache_bytes(SPEC) == 4 << 20
+    assert cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
 
 
 MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, what is said; what is said on CPU

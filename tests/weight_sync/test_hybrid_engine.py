@@ -43,6 +43,7 @@ from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.certificate import CertificateError
+from megatron_rl.resharding.computed import ScaledParam
 from megatron_rl.resharding.executor import Resharder
 from megatron_rl.roles.build import build_role
 from megatron_rl.roles.engine import build_rollout
@@ -51,6 +52,7 @@ from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_slices
@@ -245,13 +247,16 @@ def test_samples_do_not_depend_on_the_layout(tmp_path: Path, vllm_imported: None
 
 
 @pytest.mark.parametrize(
-    ("engine", "family", "world", "layout", "rollout_tp", "transport"),
+    ("engine", "family", "world", "layout", "rollout_tp", "mode"),
     [
-        ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1, "pull+buckets"),
-        ("vllm", "qwen3", 2, {"tp_size": 2}, 2, "pull+buckets"),
-        ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 1, "pull+buckets"),
-        ("hf", "qwen2", 2, {"pp_size": 2, "vpp_size": 2}, 1, "pull+buckets"),
-        ("megatron", "qwen2", 4, {"tp_size": 2, "cp_size": 2}, 2, "pull"),
+        ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1, "merge"),
+        ("vllm", "qwen3", 2, {"tp_size": 2}, 2, "merge"),
+        ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 1, "merge"),
+        ("hf", "qwen2", 2, {"pp_size": 2, "vpp_size": 2}, 1, "merge"),
+        ("megatron", "qwen2", 4, {"tp_size": 2, "cp_size": 2}, 2, "merge"),
+        ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1, "adapter"),
+        ("vllm", "qwen3", 2, {"tp_size": 2}, 2, "adapter"),
+        ("vllm", "qwen2", 4, {"pp_size": 2}, 4, "adapter"),
     ],
 )
 def test_engine_speaks_for_an_actor_with_adapters(
@@ -262,17 +267,23 @@ def test_engine_speaks_for_an_actor_with_adapters(
     world: int,
     layout: dict[str, int],
     rollout_tp: int,
-    transport: str,
+    mode: str,
 ) -> None:
     """The same, and PEFT on transformers speaks so too, with the adapters that were saved."""
     save_tiny_model(tmp_path / "model", family, **ENGINE_SIZES)
     lora = LoraConfig(rank=4, alpha=64.0)
-    results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, engine, {}, lora, timeout=150)
+    options = {"lora": mode}
+    results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, engine, options, lora, timeout=150)
     before, after = reference_tokens(tmp_path / "model"), reference_tokens(tmp_path / "updated")
     assert before != after, "the optimizer step must change what is generated, or this test shows nothing"
     for result in results:
-        assert (result["before"], result["after"], result["transport"]) == (before, after, transport)
+        assert (result["before"], result["after"]) == (before, after)
         assert result["gap"] < (1e-5 if engine == "megatron" else 1e-4) and result["deviation"] == 0.0
+        if mode == "adapter" and rollout_tp == 1:
+            shape = make_adapter_shape(load_model_shape(tmp_path / "model"), lora, "actor")
+            held = 4 * sum(int(np.prod(size)) for size in shape.logical_tensors().values())
+            stats = result["stats"]
+            assert stats.bytes_moved + stats.bytes_copied == world * held, "each engine gets the adapters, no more"
         if family != "qwen3_moe" and engine != "megatron":  # B is zero: what is merged is the model itself
             assert result["bit_equal"][0] == result["bit_equal"][1] > 0
 
@@ -280,42 +291,50 @@ def test_engine_speaks_for_an_actor_with_adapters(
 SABOTAGES = ["stale adapters", "adapters of another layer", "an unbound matrix", "another scale"]
 
 
+def sabotage_resharder(what: str) -> None:
+    """Let the adapters of this rank arrive wrong."""
+    real_run, seen = Resharder.run, set()
+
+    def run(self: Resharder) -> object:
+        pieces: list[Any] = self._computed
+        for index, (target, origin, place) in enumerate(pieces):
+            wrong, content = origin, "weight" if isinstance(origin, ScaledParam) else "parts"
+            if what == "another scale":
+                wrong = replace(origin, scale=origin.scale / 2)
+            elif what == "adapters of another layer":
+                alike = [o for _, o, _ in pieces if o.weight.shape == origin.weight.shape]
+                other = next(o for o in alike if o.weight.data_ptr() != origin.weight.data_ptr())
+                wrong = replace(origin, **{content: getattr(other, content)})
+            self._computed[index] = target, wrong, place
+        if what == "an unbound matrix" and pieces:
+            del self._computed[2]
+        if what == "stale adapters" and id(self) in seen:
+            self._computed, self._targets, self._origins = [], [], []
+        seen.add(id(self))
+        return real_run(self)
+
+    Resharder.run = run
+
+
+@pytest.mark.parametrize("mode", ["merge", "adapter"])
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_adapters_that_the_engine_does_not_have_stop_the_run(
-    tmp_path: Path, vllm_imported: None, sabotage: str
+    tmp_path: Path, vllm_imported: None, sabotage: str, mode: str
 ) -> None:
     """The certificate names the matrix; it compares what the engine computes with."""
     save_adapted(tmp_path, "qwen2", **ENGINE_SIZES)
 
     def sabotaged(rank: int, world_size: int) -> str:
-        real_run, moved = Resharder.run, []
-
-        def run(self: Resharder) -> object:
-            merged = self._merged if not moved else []
-            if sabotage == "stale adapters":
-                self._merged = merged  # of the second switch nothing arrives
-            for index, (target, origin, place) in enumerate(merged):
-                if sabotage == "an unbound matrix" and index == 2:
-                    origin = replace(origin, parts=origin.parts[:1])
-                elif sabotage == "another scale":
-                    origin = replace(origin, scale=origin.scale / 2)
-                elif sabotage == "adapters of another layer":
-                    alike = [o for _, o, _ in merged if o.weight.shape == origin.weight.shape]
-                    other = next(o for o in alike if o.weight.data_ptr() != origin.weight.data_ptr())
-                    origin = replace(origin, parts=other.parts)
-                self._merged[index] = target, origin, place
-            moved.append(1)
-            return real_run(self)
-
-        Resharder.run = run
+        sabotage_resharder(sabotage)
         try:
-            work(rank, world_size, tmp_path / "model", {}, 1, "vllm", {}, adapted(tmp_path))
+            work(rank, world_size, tmp_path / "model", {}, 1, "vllm", {"lora": mode}, adapted(tmp_path))
         except CertificateError as error:
             return str(error)
         return "not noticed"
 
     (found,) = run_ranks(sabotaged, 1, timeout=150)
-    assert "weights differ" in found and "_proj.weight: training" in found
+    tensor = "_proj.weight" if mode == "merge" else "_proj.lora_B.weight"
+    assert "weights differ" in found and (f"{tensor}: training" in found or "lora_A.weight: training" in found)
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, int], int, str]] = [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter plus the product of its adapters, computed where a piece of it is asked for: W + s B A.
+"""Parameters that are computed where a piece of them is asked for: W + s B A with its adapters, or s B.
 
-It is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: whoever reads an
-element on this rank reads the same bits, and no more than the blocks of a piece exist at once. W is never changed.
+The sum is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: whoever
+reads an element on this rank reads the same bits, and no more than the blocks of a piece exist at once. W is never
+changed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,30 @@ class MergedParam:
         return found
 
 
-# Parameters of a rank by name, some of them merged when they are read.
-SourceParams = Mapping[str, torch.Tensor | MergedParam]
+@dataclass(frozen=True)
+class ScaledParam:
+    """`scaled[rows, columns]` is a piece of s W, computed in float32 and rounded once."""
+
+    weight: torch.Tensor
+    scale: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight, and of what is read."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight."""
+        return self.weight.device
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        return (self.scale * self.weight[place].float()).to(self.dtype)
+
+
+ComputedParam = MergedParam | ScaledParam
+# Parameters of a rank by name, some of them computed when they are read.
+SourceParams = Mapping[str, torch.Tensor | ComputedParam]
 
 
 def _list_blocks(first: int, last: int, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM cannot do on a device, and how much KV cache it gets on a CPU."""
+
+from __future__ import annotations
+
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.engines.vllm_lora import LARGEST_RANK
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
+CPU_BLOCK_SIZE = 32
+_MAX_CPU_CACHE_BYTES = 1 << 30
+
+
+def check_device_limits(spec: EngineSpec) -> None:
+    """Refuse what vLLM does not serve.
+
+    Raises:
+        UserError: naming the size and what is served.
+    """
+    if spec.process.device.type == "cpu" and spec.shape.head_dim not in CPU_HEAD_DIMS:
+        raise UserError(
+            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}",
+            source="model.path config.json",
+            expected=f"a head_dim of {CPU_HEAD_DIMS}",
+            hint="use rollout.engine=hf for this model on CPU",
+        )
+    sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
+    if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
+        raise UserError(
+            f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
+            source="model.path config.json and rollout.tensor_model_parallel_size",
+            expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
+            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
+        )
+    if spec.adapters is not None and spec.adapters.rank > LARGEST_RANK:
+        raise UserError(
+            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {spec.adapters.rank}",
+            source="actor.lora.rank and hybrid.lora",
+            expected=f"at most {LARGEST_RANK}",
+            hint="set hybrid.lora=merge",
+        )
+
+
+def cpu_cache_bytes(spec: EngineSpec) -> int:
+    """The configured size, else room for `max_num_seqs` full sequences, at most 1 GiB."""
+    if spec.config.kv_cache_gib is not None:
+        return int(spec.config.kv_cache_gib * (1 << 30))
+    shape: ModelShape = spec.shape
+    itemsize = 4 if spec.dtype == "float32" else 2
+    kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
+    per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    length = spec.max_prompt_length + spec.max_response_length
+    blocks = -(-length // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
+    wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
+    return min(max(wanted, 4 << 20), max(_MAX_CPU_CACHE_BYTES, 2 * per_token * blocks))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy's adapters in vLLM's own buffers, which are written in place like any parameter.
+
+vLLM keeps the adapters of several users in slots, stacked by matrix, and loads them from files. Here there is one
+slot, which every request uses, with an adapter without matrices: that leaves zeros in its buffers, and the reshard
+writes the rest. vLLM multiplies by nothing: the scale of the adapters is in their B.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.weights.adapters import AdapterShape
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has buffers for
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+LARGEST_RANK = _RANKS[-1]
+
+
+def list_arguments(shape: AdapterShape) -> dict[str, Any]:
+    """Arguments of an engine that has room for them."""
+    rank = next(size for size in _RANKS if size >= shape.rank)
+    return dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=rank, lora_target_modules=shape.modules)
+
+
+def take_slot(worker: Any, adapters: Any) -> None:
+    """Give the policy the one slot.
+
+    Args:
+        worker: vLLM's, of this rank.
+        adapters: the policy's, without matrices; their id is that of the requests.
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    manager._registered_adapters[adapters.id] = adapters  # `add_adapter` takes none without matrices
+    manager.activate_adapter(adapters.id)
+
+
+def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str, torch.Tensor]:
+    """The buffers of the slot, `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R] with R >= the rank."""
+    found, modules = {}, set(shape.modules)
+    named: Any = model.named_modules()
+    for name, module in named:
+        if not hasattr(module, "lora_a_stacked"):
+            continue
+        owner, _, last = name.rpartition(".")
+        for part, a, b in zip(_PARTS.get(last, (last,)), module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            if part in modules:
+                found |= {f"{owner}.{part}.lora_A": a[0, 0], f"{owner}.{part}.lora_B": b[0, 0]}
+    return found

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some tensors of the actor on their way to the engines: what moves them, and what compares both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.placement import HybridConfig
+from megatron_rl.engines.protocol import EngineWeights
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.resharding.certificate import Certificate, Side, count_once
+from megatron_rl.resharding.classes import Shard
+from megatron_rl.resharding.computed import SourceParams
+from megatron_rl.resharding.executor import Resharder, Transport
+from megatron_rl.resharding.planner import group_shards, plan_rank
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.tables import as_table
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """What is moved.
+
+    Attributes:
+        shapes: logical tensors by name.
+        params: of the actor on this rank.
+        source: their table on any rank of the actor.
+        destination: the table of the engine's parameters on any rank of an engine.
+        computed: names of `params`, on any rank, that are computed when they are read.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    params: SourceParams
+    source: Callable[[int], Sequence[ShardBox]]
+    destination: Callable[[int], Sequence[ShardBox]]
+    computed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Way:
+    """Between whom it is moved, and how.
+
+    Attributes:
+        actor_ranks, actor_key: the ranks of the actor; equal keys mean equal tables.
+        engine: the weights of this rank's share of an engine.
+        shared: names of the engine's parameters that are the actor's own, by rank of the job.
+        engines: the ranks of each.
+        process: this rank.
+        group: all ranks of the job.
+        config: transport and bucket size.
+        dtype: of the engines' parameters.
+    """
+
+    actor_ranks: range
+    actor_key: Callable[[int], Hashable]
+    engine: EngineWeights
+    shared: Sequence[frozenset[str]]
+    engines: EngineRanks
+    process: Process
+    group: dist.ProcessGroup
+    config: HybridConfig
+    dtype: torch.dtype
+
+
+class Move:
+    """Made ready once; building it is collective.
+
+    Attributes:
+        resharder: moves what is not shared.
+        certificate: compares both sides.
+    """
+
+    def __init__(self, cargo: Cargo, way: Way) -> None:
+        source = group_shards(cargo.source, way.actor_key, way.actor_ranks)
+        self.resharder = _build_resharder(cargo, way, source)
+        self.certificate = _build_certificate(cargo, way, source)
+
+
+def _build_resharder(cargo: Cargo, way: Way, source: Sequence[Shard]) -> Resharder:
+    destination = group_shards(
+        lambda rank: as_table(cargo.destination(rank)).without(way.shared[rank]),
+        lambda rank: (way.engine.shard_key(rank), way.shared[rank]),
+        sorted(rank for ranks in way.engines.of for rank in ranks),
+    )
+    plan = plan_rank(way.process.rank, source, destination, ranks_per_node=way.process.ranks_per_node)
+    return Resharder(
+        plan,
+        cargo.params,
+        way.engine.params,
+        way.group,
+        Transport(way.config.bucket_bytes, way.config.transport, way.process.ranks_per_node),
+        dtype=way.dtype,
+        computed=cargo.computed,
+    )
+
+
+def _build_certificate(cargo: Cargo, way: Way, source: Sequence[Shard]) -> Certificate:
+    engine, (index, place) = way.engine, way.engines.find(way.process.rank)
+    ranks = way.engines.of[index] if index >= 0 else ()
+    destination = group_shards(
+        lambda place: cargo.destination(ranks[place]), lambda place: engine.shard_key(ranks[place]), range(len(ranks))
+    )
+    counted = count_once(destination, place)
+    written = {placement.param for placement in counted}
+    return Certificate(
+        cargo.shapes,
+        Side(
+            cargo.params,
+            count_once(source, way.process.rank),
+            [name for name in cargo.params if name.endswith(PADDED_PARAMETERS)],
+        ),
+        Side(engine.params, counted, [name for name in engine.padded_params if name in written]),
+        dtype=way.dtype,
+        num_engines=len(way.engines.of),
+        engine=index,
+        group=way.group,
+    )
