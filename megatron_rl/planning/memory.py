@@ -201,9 +201,12 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         weights = compute_engine_numel(shape, tp) * itemsize
         shares = config.hybrid.alias_weights and rank in job.layout.ranks
         place = (rank - job.rollout_ranks.start) % tp
-        adapters = job.adapters_of(job.spec.roles["actor"])
-        shared = count_aliased_elements(shape, job.layout, rank, tp, place, adapters) if shares else 0
+        adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
+        unshared = adapters if is_merged else None
+        shared = count_aliased_elements(shape, job.layout, rank, tp, place, unshared) if shares else 0
         own = weights - shared * itemsize
+        if adapters is not None and not is_merged:
+            own += sum(map(math.prod, adapters.logical_tensors().values())) * itemsize
     working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))

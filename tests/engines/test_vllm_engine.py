@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def test_reached_names_exist(vllm_imported: None) -> None:
 
     assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
     assert hasattr(WorkerBase, "get_model")
+    manager = inspect.getsource(importlib.import_module("vllm.lora.model_manager").LoRAModelManager)
+    assert "self._registered_adapters" in manager and "def activate_adapter(" in manager
     assert hasattr(importlib.import_module("vllm._custom_ops"), "cpu_prepack_moe_weight")
     assert hasattr(importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts, "isa")
     assert "init_cpu_memory_env" in vars(torch.ops._C), "cpu_worker calls it by this name; ours does nothing"

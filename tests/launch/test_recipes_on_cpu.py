@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {  # recipe -> family of its model
     "llama3.1_8b_gsm8k": "llama",
     "qwen2.5_0.5b_gsm8k": "qwen2",
+    "qwen2.5_72b_lora": "qwen2",
     "qwen2.5_72b_math": "qwen2",
     "qwen2.5_7b_gsm8k": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
