@@ -81,7 +81,8 @@ class AlgorithmConfig:
     )
     max_sampling_rounds: int = option(
         10,
-        "Most generation rounds of a step with dynamic_sampling; then groups without a signal fill the batch.",
+        "Most rounds of data.train_batch_size prompts in a step with dynamic_sampling; then groups without a signal "
+        "fill the batch.",
         "rounds",
     )
     old_logprobs: Literal["auto", "recompute"] = option(

@@ -39,7 +39,7 @@ def check_rollout(config: CheckedConfig) -> None:
 
 
 def check_schedule(config: CheckedConfig) -> None:
-    """What samples of older weights need, and what they cannot be used with."""
+    """What samples of older weights need."""
     if config.get("schedule.max_staleness") == 0:
         return
     config.require(
@@ -49,14 +49,6 @@ def check_schedule(config: CheckedConfig) -> None:
         "had made them",
         expected="0, or a correction",
         hint="set algorithm.importance_sampling=token-truncate",
-    )
-    config.require(
-        not config.get("algorithm.dynamic_sampling"),
-        "schedule.max_staleness",
-        "with algorithm.dynamic_sampling: a step draws prompts again until enough groups are informative, while the "
-        "prompts of later steps have begun",
-        expected="0",
-        hint="set schedule.max_staleness=0, or algorithm.dynamic_sampling=false",
     )
 
 

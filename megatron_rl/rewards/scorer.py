@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import psutil
 
 from megatron_rl.config.schema import RewardConfig
@@ -106,19 +107,19 @@ class Scorer:
         waits = [source.begin(decoded, step) for source in self._sources]
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is of one object only while that exists
 
-    def finish(self, rollouts: Sequence[Rollout], step: int = 0) -> list[Rollout]:
+    def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
         """The rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
 
         Args:
             rollouts: this rank's share; those that were not begun are begun now.
-            step: as in `begin`, for these.
+            step: as in `begin`, for these; of each rollout, or of all.
 
         Raises:
             UserError: a source has no score for a rollout, or the sum is not finite; the first such one in order.
         """
-        for rollout in rollouts:
+        for rollout, its_step in zip(rollouts, np.broadcast_to(step, len(rollouts)).tolist(), strict=True):
             if id(rollout) not in self._begun:
-                self.begin(rollout, step)
+                self.begin(rollout, its_step)
         scored = []
         with self._notice_children():
             for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):

@@ -80,23 +80,53 @@ class Collector:
     def collect(self, step: int) -> Experience:
         """`train_batch_size` scored groups; collective.
 
-        With `algorithm.dynamic_sampling`, rounds of `train_batch_size` prompts are drawn until that many groups have
-        responses that differ in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2); surplus groups are
-        dropped. After `max_sampling_rounds` groups without a signal fill the batch, so that its size never changes.
+        With `algorithm.dynamic_sampling`, prompts are drawn until `train_batch_size` groups have responses that differ
+        in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2): in rounds of `train_batch_size`, of which
+        surplus groups are dropped; or, where samples begin ahead of their step, as many as are missing, so that there
+        is no surplus. After `max_sampling_rounds * train_batch_size` prompts, groups without a signal fill the batch,
+        so that its size never changes.
         """
-        samples = self._take(step) if self._stream.is_in_use else self._collect_now(step)
+        algorithm, wanted = self._config.algorithm, self._config.data.train_batch_size
+        resamples, takes_ahead = algorithm.dynamic_sampling, self._stream.is_in_use
+        most = wanted * (algorithm.max_sampling_rounds if resamples else 1)
+        parts: list[Experience] = []
+        informative: list[bool] = []  # of each group
+        while sum(informative) < wanted and len(informative) < most:
+            missing = min(wanted - sum(informative), most - len(informative))
+            part = self._take(missing, len(parts)) if takes_ahead else self._generate_next(step, len(parts))
+            informative += (
+                find_informative(part.headers, algorithm.dynamic_sampling_metric)
+                if resamples
+                else [True] * len(part.prompts)
+            )
+            parts.append(part)
+        found = sum(informative)
+        metrics = {name: value for part in parts for name, value in part.metrics.items()}
+        if resamples:
+            metrics |= {
+                "sampling/rounds": len(parts),
+                "sampling/generated_groups": len(informative),
+                "sampling/informative_groups": found,
+                "sampling/filled_groups": max(0, wanted - found),
+                "sampling/dropped_groups": max(0, found - wanted),
+            }
+        in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
+        samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
             samples.add_baselines(self.generate(samples.prompts, 1, 0.0, step))
         return samples
 
-    def _take(self, step: int) -> Experience:
+    def _take(self, count: int, round: int) -> Experience:
         """The next groups of the stream."""
         scorer = self._rewards.scorer
         with self._timers.phase("rollout"):
             taken = self._stream.take(
-                self._sampling(self._config.rollout.temperature), scorer.begin if scorer.is_concurrent else None
+                self._sampling(self._config.rollout.temperature),
+                scorer.begin if scorer.is_concurrent else None,
+                count,
+                round,
             )
-        samples = self._score(taken.prompts, taken.rollouts, step)
+        samples = self._score(taken.prompts, taken.rollouts, taken.steps)
         samples.add_metrics(taken.metrics)
         return samples
 
@@ -112,36 +142,10 @@ class Collector:
             self._sampling(self._config.rollout.temperature), scorer.begin if scorer.is_concurrent else None
         )
 
-    def _collect_now(self, step: int) -> Experience:
-        """Groups that begin and end in this step."""
-        config, algorithm = self._config, self._config.algorithm
-        wanted, resamples = config.data.train_batch_size, algorithm.dynamic_sampling
-        parts: list[Experience] = []
-        informative: list[bool] = []  # of each group
-        while sum(informative) < wanted and len(parts) < (algorithm.max_sampling_rounds if resamples else 1):
-            part = self.generate(
-                self._stream.next_batch(), config.rollout.n, config.rollout.temperature, step, round=len(parts)
-            )
-            informative += (
-                find_informative(part.headers, algorithm.dynamic_sampling_metric)
-                if resamples
-                else [True] * len(part.prompts)
-            )
-            parts.append(part)
-        found = sum(informative)
-        metrics = (
-            {
-                "sampling/rounds": len(parts),
-                "sampling/generated_groups": len(informative),
-                "sampling/informative_groups": found,
-                "sampling/filled_groups": max(0, wanted - found),
-                "sampling/dropped_groups": max(0, found - wanted),
-            }
-            if resamples
-            else {}
-        )
-        in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
-        return Experience.join(parts, in_order[:wanted], metrics)
+    def _generate_next(self, step: int, round: int) -> Experience:
+        """The next `train_batch_size` groups, which begin and end in this step."""
+        rollout = self._config.rollout
+        return self.generate(self._stream.next_batch(), rollout.n, rollout.temperature, step, round=round)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -204,17 +208,21 @@ class Collector:
                 on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
             )
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
-        return self._score(prompts, held, step, with_answers)
+        return self._score(prompts, held, [step] * len(prompts), with_answers)
 
     def _sampling(self, temperature: float) -> SamplingConfig:
         return SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
 
     def _score(
-        self, prompts: Sequence[Prompt], held: Sequence[tuple[int, Rollout]], step: int, with_answers: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        held: Sequence[tuple[int, Rollout]],
+        steps: Sequence[int],
+        with_answers: bool = False,
     ) -> Experience:
         """The experience of what the engines have generated: `held` by this rank's, with the index of the prompt."""
         with self._timers.phase("reward"):
-            headers, num_bytes = self._score_here(held, step, with_answers)
+            headers, num_bytes = self._score_here(held, steps, with_answers)
             ranks = np.array(self._generator.engines.of)
             samples = Experience(headers, prompts, hold(held, headers, ranks, num_bytes), self._group)
             if self._rewards.model is not None:
@@ -224,7 +232,9 @@ class Collector:
                 samples = samples.rescore(rewards, MODEL, scores)
         return samples
 
-    def _score_here(self, held: Sequence[tuple[int, Rollout]], step: int, with_answers: bool) -> tuple[Headers, int]:
+    def _score_here(
+        self, held: Sequence[tuple[int, Rollout]], steps: Sequence[int], with_answers: bool
+    ) -> tuple[Headers, int]:
         """Score a share of what this engine has generated, and tell all ranks the headers.
 
         Raises:
@@ -238,7 +248,7 @@ class Collector:
             mine = held[place :: engines.width]
         scored, error = [], None
         try:
-            scored = scorer.finish([rollout for _, rollout in mine], step)
+            scored = scorer.finish([rollout for _, rollout in mine], [steps[index] for index, _ in mine])
         except Exception as caught:  # the other ranks must learn of it before they wait for this one
             error = caught
         raise_together(error, self._group)

@@ -4,6 +4,7 @@
 Prompt i of the data order may begin once i < (t + 1 + k) B, where t steps were taken and k is `schedule.max_staleness`;
 the step after them learns from the prompts t B .. (t + 1) B - 1. Therefore no response begins with weights that are
 more than k steps older than those that learn from it, every prompt is learned from once, and in the order of k = 0.
+Dynamic sampling drops prompts, and takes the next ones in their place (`find_window`).
 
 A phase ends when the batch of the step is whole. What is unfinished then keeps its tokens, their log-probs and the
 version that made each of them, on the ranks of its engine, and continues there in the next phase from a prefill. Seeds
@@ -37,30 +38,35 @@ from megatron_rl.types import Prompt, Rollout, UserError
 _IDLE_SECONDS = 0.002
 
 
-def find_window(taken: int, begun: int, batch_size: int, max_staleness: int) -> tuple[range, range]:
-    """Positions of the data order that a step learns from, and those that begin in its phase.
+def find_window(taken: int, begun: int, wanted: int, ahead: int) -> tuple[range, range]:
+    """Positions of the data order that a step takes, and those that begin in its phase.
+
+    With `ahead` = k B no prompt is learned from more than k steps after the one in which it begins: when it begins,
+    fewer than wanted + k B prompts that are not taken come before it. This step takes the first `wanted` of these, and
+    each later one the first B at least.
 
     Args:
-        taken: prompts that were learned from.
+        taken: prompts that were taken: learned from, or dropped.
         begun: prompts that have begun, those included.
-        batch_size: prompts per step.
-        max_staleness: in steps.
+        wanted: prompts that the step still needs: B at first, later those in place of dropped ones.
+        ahead: prompts that may begin before their step, `max_staleness` * B.
     """
-    gate = taken + (1 + max_staleness) * batch_size
-    return range(taken, taken + batch_size), range(begun, max(begun, gate))
+    return range(taken, taken + wanted), range(begun, max(begun, taken + wanted + ahead))
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step learns from.
+    """What a step learns from, or drops where it teaches nothing.
 
     Attributes:
         prompts: the same on every rank.
+        steps: of each prompt, the one that learns from it where none is dropped.
         rollouts: of this rank's engine, with the index of their prompt.
         metrics: of the schedule, the same on every rank.
     """
 
     prompts: list[Prompt]
+    steps: list[int]
     rollouts: list[tuple[int, Rollout]]
     metrics: dict[str, float]
 
@@ -93,7 +99,7 @@ class RolloutStream:
         self._training, self.runs_ahead = training, training is not None
         self._schedule, self._rollout, self._run_seed = config.schedule, config.rollout, config.trainer.seed
         self._batch_size, self._group_size = config.data.train_batch_size, config.rollout.n
-        self._open = 0  # prompts that have begun, and were not learned from
+        self._open = 0  # prompts that have begun, and were not taken
         self._held: dict[int, Response] = {}  # of this engine, by position * group_size + sample
         self._finished: dict[int, Rollout] = {}  # of these, what was told to a listener
         self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(self._read_batch)
@@ -108,19 +114,28 @@ class RolloutStream:
         assert not self._open, "other prompts come first"
         return next(self._prompts)
 
-    def take(self, sampling: SamplingConfig, on_finished: Callable[[Rollout, int], None] | None) -> Taken:
-        """Generate until the samples of the next step are whole; collective.
+    def take(
+        self,
+        sampling: SamplingConfig,
+        on_finished: Callable[[Rollout, int], None] | None,
+        count: int | None = None,
+        round: int = 0,
+    ) -> Taken:
+        """Generate until the next samples are whole; collective.
 
         Args:
             sampling: how to draw them.
             on_finished: called on the first rank of an engine with a rollout that is finished, not decoded yet, and
-                the step that it belongs to. Given on every rank or on none.
+                the step that it belongs to (see `Taken`). Given on every rank or on none.
+            count: prompts to take; None: `data.train_batch_size`.
+            round: calls before this one in the step. A further one takes what is whole without generating.
 
         Raises:
             Exception: as `RolloutGenerator.serve`.
         """
         begun = self._prompts.position
-        batch, new = find_window(begun - self._open, begun, self._batch_size, self._schedule.max_staleness)
+        ahead = self._schedule.max_staleness * self._batch_size
+        batch, new = find_window(begun - self._open, begun, count or self._batch_size, ahead)
         self._begin(new, sampling.max_tokens)
         keys = range(batch.start * self._group_size, batch.stop * self._group_size)
         phase = _Phase(
@@ -130,10 +145,12 @@ class RolloutStream:
             drains=self._schedule.updates == "drain" and not self.runs_ahead,
         )
         listen = partial(self._listen, phase, on_finished)
-        self._end.begin()
         held, missing = self._sum_over_engines([sum(key in self._held for key in keys), len(phase.missing)])
         assert held == len(keys), f"{held} of {len(keys)} samples have begun"
-        self._generator.serve(phase.requests, phase.take, phase.guard(listen), name=self._name, total=int(missing))
+        generates = missing > 0 or round == 0
+        if generates:
+            self._end.begin()
+            self._generator.serve(phase.requests, phase.take, phase.guard(listen), name=self._name, total=int(missing))
         rollouts = [
             (key, self._finished.pop(key, None) or self._make_rollout(key)) for key in keys if key in self._held
         ]
@@ -143,8 +160,9 @@ class RolloutStream:
         self._open = new.stop - batch.stop
         return Taken(
             [self._prompts.stream.prompt(position) for position in batch],
+            [self._step_of(position * self._group_size) for position in batch],
             [(key // self._group_size - batch.start, rollout) for key, rollout in rollouts],
-            self._describe(phase.busy_share()),
+            self._describe(phase.busy_share() if generates else None),
         )
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: Callable[[Rollout, int], None] | None) -> None:
@@ -216,7 +234,7 @@ class RolloutStream:
         )
 
     def _step_of(self, key: int) -> int:
-        """The step that learns from a sample."""
+        """The step that learns from a sample, where none is dropped; also part of its seed."""
         return key // self._group_size // self._batch_size + 1
 
     def _prompt_of(self, key: int) -> tuple[Prompt, int]:
@@ -240,18 +258,17 @@ class RolloutStream:
         dist.all_reduce(total, group=self._group)
         return total.numpy()
 
-    def _describe(self, busy_share: float) -> dict[str, float]:
-        """Metrics after a phase; collective."""
+    def _describe(self, busy_share: float | None) -> dict[str, float]:
+        """Metrics after a phase, None: there was none; collective."""
         tokens = sum(len(held.tokens) for held in self._held.values())
-        carried, tokens, busy = self._sum_over_engines([len(self._held), tokens, busy_share]).tolist()
-        return {
-            "schedule/carried": carried,
-            "schedule/carried_tokens": tokens,
-            "schedule/engine_busy": busy / len(self._generator.engines.of),
-        }
+        carried, tokens, busy = self._sum_over_engines([len(self._held), tokens, busy_share or 0.0]).tolist()
+        metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens}
+        if busy_share is not None:
+            metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
+        return metrics
 
     def state_dict(self) -> dict[str, int]:
-        """How many prompts have begun and were not learned from; `rank_state` has what there is of them."""
+        """How many prompts have begun and were not taken; `rank_state` has what there is of them."""
         return {"open": self._open, "group_size": self._group_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

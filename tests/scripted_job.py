@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a job with scripted engines, killed at random and resumed on others.
+
+Lengths follow from prompts and samples, pauses are random, every token is the version of the weights that sampled it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.engines.build import BuiltEngine
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import open_store, world
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rollout.control import open_channel
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
+from megatron_rl.rollout.stream import RolloutStream, Taken
+from megatron_rl.types import Prompt, Rollout
+
+SAMPLING = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())
+BATCH, GROUP, PROMPTS = 3, 2, 7  # a batch runs across the end of an epoch now and then
+OPTIMIZER_STEPS = 2  # of a step of the main loop
+INFORMATIVE = {0, 2, 3, 6}  # prompts whose responses have different rewards
+
+
+def length_of(prompt_id: int, sample: int) -> int:
+    """Tokens of a response: most are short, one in eight is at the limit."""
+    rng = np.random.default_rng([prompt_id, sample])
+    return 40 if rng.random() < 1 / 8 else int(rng.integers(1, 12))
+
+
+class VersionEngine:
+    """Samples the version of its weights; a prompt begins with its prompt_id and its length."""
+
+    def __init__(self, weights: Any, slots: int, pause: random.Random) -> None:
+        self._weights, self._slots, self._pause = weights, slots, pause
+        self._waiting: list[Request] = []
+        self._running: dict[int, tuple[Request, list[int]]] = {}
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._waiting += requests
+
+    def step(self) -> list[Sampled]:
+        while self._waiting and len(self._running) < self._slots:
+            request = self._waiting.pop(0)
+            self._running[request.key] = request, []
+        time.sleep(self._pause.random() * 4e-4)
+        finished = []
+        for key, (request, tokens) in list(self._running.items()):
+            tokens.append(self._weights.policy_version)
+            prompt_id, prompt_length = request.tokens[:2].tolist()
+            whole = length_of(prompt_id, key % GROUP)
+            assert len(request.tokens) - prompt_length + request.sampling.max_tokens == SAMPLING.max_tokens
+            if len(request.tokens) - prompt_length + len(tokens) == whole:
+                finished.append(self._end(key, "length" if whole == SAMPLING.max_tokens else "stop"))
+        return finished
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        for request in [request for request in self._waiting if request.key in set(keys)]:
+            self._waiting.remove(request)
+            self._running[request.key] = request, []
+        return [self._end(key, "interrupted") for key in keys if key in self._running]
+
+    def _end(self, key: int, reason: str) -> Sampled:
+        tokens = np.array(self._running.pop(key)[1], np.int32)
+        return Sampled(key, tokens, -np.ones(len(tokens), np.float32), reason)
+
+    def has_requests(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def tokens_in_flight(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class StepScorer:
+    """Rewards in the rank; of informative prompts they differ. The component "step" is what a function is told."""
+
+    is_concurrent = False
+
+    def finish(self, rollouts: Sequence[Rollout], steps: Sequence[int]) -> list[Rollout]:
+        return [
+            replace(
+                one,
+                reward=one.sample_index * float(one.prompt.prompt_id in INFORMATIVE),
+                reward_components={"step": step},
+            )
+            for one, step in zip(rollouts, steps, strict=True)
+        ]
+
+
+def make_prompts() -> PromptBatches[Prompt]:
+    prompts = [Prompt(i, np.array([i, 3 + i, *range(1 + i)], np.int32), "", None) for i in range(PROMPTS)]
+    return PromptBatches(PromptStream(prompts, True, 5), BATCH)
+
+
+@dataclass
+class Job:
+    """The ranks of a job: what `take` needs, built as a run builds it.
+
+    Attributes:
+        first: rank with an engine; those before it train.
+        rounds: of dynamic sampling; None: there is none.
+    """
+
+    schedule: ScheduleConfig
+    width: int
+    pause: random.Random
+    version: int = 0
+    first: int = 0
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        rank, engines = dist.get_rank(), EngineRanks.consecutive(range(self.first, dist.get_world_size()), self.width)
+        self.weights = SimpleNamespace(policy_version=self.version, shape=SimpleNamespace(vocab_size=10**6))
+        self.prompts = make_prompts()
+        engine: Any = VersionEngine(self.weights, 4, self.pause)
+        config: Any = SimpleNamespace(
+            schedule=self.schedule,
+            rollout=SimpleNamespace(n=GROUP, dispatch="samples", temperature=1.0),
+            trainer=SimpleNamespace(seed=1),
+            data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
+            algorithm=SimpleNamespace(
+                dynamic_sampling=self.rounds is not None,
+                dynamic_sampling_metric=None,
+                max_sampling_rounds=self.rounds,
+                mask_truncated=False,
+            ),
+        )
+        self.generator = RolloutGenerator(
+            BuiltEngine(engine, engine, "scripted", engines),
+            self.weights,
+            open_channel(engines, rank),
+            config=config.rollout,
+            run_seed=1,
+            group=dist.group.WORLD,
+            progress=RolloutProgress(),
+        )
+        end = open_phase_end(self.schedule.steps_per_update, engines.of, None)
+        store = open_store("training", world())
+        training = TrainingEnd(self.schedule.steps_per_update, store) if self.first else None
+        self.stream = RolloutStream(self.generator, self.prompts, config, end, dist.group.WORLD, training)
+        plan: Any = None  # of a reward model
+        scorer: Any = StepScorer()
+        rewards = RewardSources(plan, scorer, None, False)
+        self.collector = Collector(
+            generator=self.generator,
+            stream=self.stream,
+            rewards=rewards,
+            config=config,
+            stop_token_ids=(),
+            timers=PhaseTimers(),
+            group=dist.group.WORLD,
+        )
+
+    def take(self, told: list[Rollout] | None = None) -> Taken:
+        """One step."""
+        return self.stream.take(SAMPLING, None if told is None else lambda rollout, step: told.append(rollout))
+
+    def collect(self, step: int) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
+        """One step of scored groups: metrics, and rows as those of `describe`, the same on every rank."""
+        samples = self.collector.collect(step)
+        found = samples.fetch_rollouts(BATCH * GROUP, lambda tokens: "", on_all=True)
+        rows = [(number // GROUP, *describe_rollout(rollout)) for number, (rollout, _) in enumerate(found)]
+        return samples.metrics, rows
+
+    def train(self, version: int) -> None:
+        """Make the weights of a version, while engines on ranks of their own generate."""
+        if self.stream.runs_ahead:
+            if dist.get_rank() < self.first:
+                time.sleep(self.pause.random() * 0.02)
+            self.stream.run_ahead(SAMPLING, None)
+        self.weights.policy_version = version
+
+    def save(self) -> tuple[Any, ...]:
+        """What a checkpoint has."""
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, self.stream.rank_state())
+        return self.prompts.state_dict(), self.stream.state_dict(), [state for state in states if state]
+
+    def load(self, saved: tuple[Any, ...]) -> None:
+        """Continue from it."""
+        self.prompts.load_state_dict(saved[0])
+        self.stream.load_state_dict(saved[1])
+        self.stream.load_rank_states(saved[2])
+
+
+def describe_rollout(one: Rollout) -> tuple[Any, ...]:
+    """Its prompt, sample, tokens, versions, and how it ended."""
+    tokens = one.response_tokens.tolist()
+    return one.prompt.prompt_id, one.sample_index, tokens, one.versions.tolist(), one.finish_reason
+
+
+def disturb(job: Job, choice: random.Random, run: Callable[[Job], Any]) -> tuple[Job, int]:
+    """Kill a job some times, before a step or when it has run; return it resumed, and how often."""
+    saved, killed, engine_ranks = job.save(), 0, dist.get_world_size() - job.first
+    while choice.random() < 0.4:
+        if choice.random() < 0.5:
+            run(job)  # what it has generated is lost with it
+        pause = random.Random(choice.random() + dist.get_rank())
+        job = replace(job, width=choice.choice([1, 2, engine_ranks]), pause=pause, version=job.weights.policy_version)
+        job.load(saved)
+        killed += 1
+    return job, killed
+
+
+def find_age(step: int, prompt_id: int, sample: int, tokens: list[int], versions: list[int], reason: str) -> float:
+    """Steps from the weights that began a response to those that learn from it; it must be whole."""
+    assert len(tokens) == length_of(prompt_id, sample)
+    assert reason == ("length" if len(tokens) == SAMPLING.max_tokens else "stop")
+    assert tokens == versions == sorted(versions)
+    return step - versions[0] / OPTIMIZER_STEPS
