@@ -20,6 +20,11 @@ class ScheduleConfig:
         "data.train_batch_size, and what is unfinished when a step has its samples is carried into the next one.",
         "steps",
     )
+    order: Literal["stream", "whole"] = option(
+        "stream",
+        "max_staleness > 0: a step learns from the next prompts of the data order (stream), or from the first ones "
+        "whose responses are all there (whole): half as many begin ahead, and the bound holds too.",
+    )
     updates: Literal["drain", "in_flight"] = option(
         "in_flight",
         "max_staleness > 0: responses that are unfinished when a step has its samples are interrupted and continued "

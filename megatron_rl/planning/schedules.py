@@ -3,8 +3,8 @@
 
 Prompt i may begin once i < (version + 1 + k) B, where version counts the updates so far, k is `max_staleness` and B the
 prompts of a batch. With `order: stream` batch n is the prompts nB to nB + B - 1, and no response is older than k
-updates when it is trained on. With `order: whole` it is the B oldest of the prompts whose responses are all there: the
-gate bounds how many prompts are begun, hence the mean age, but a single prompt may be passed over and grow older.
+updates when it is trained on. With `order: whole` it may be any prompts whose responses are all there, half as many
+begin ahead, and that bound holds too (`rollout.window`).
 """
 
 from __future__ import annotations
@@ -141,7 +141,11 @@ class _Run:
         self._engines = [EngineClock(costs.engine, costs.prompt_tokens) for _ in range(costs.num_engines)]
         self._groups: dict[int, list[Response]] = {}  # may begin, not trained on yet; in order
         self._missing: dict[int, int] = {}  # of them, responses that are not finished, where there are any
-        self._num_ready = 0  # groups that are whole, of those that may be in the batch
+        self._num_whole = 0  # groups that are whole
+        self._num_due = 0  # groups that are not, of those that must be in the batch
+        self._ahead = schedule.max_staleness * costs.batch_size
+        self._passed = self._ahead // 2 if schedule.order == "whole" else 0
+        self._drawn: tuple[int, list[list[int]]] = (-1, [])  # lengths of a batch of the stream
         self._num_open = self._version = 0
         self._now = 0.0
 
@@ -152,7 +156,7 @@ class _Run:
         self._open_gate()
         for engine in engines:  # what has begun makes a pass, even if the batch is whole
             self._finish(engine.run_past(np.nextafter(engine.now, np.inf)))
-        self._run_until(lambda: self._num_ready >= costs.batch_size)
+        self._run_until(lambda: self._num_whole >= costs.batch_size and not self._num_due)
         batch = self._take_batch()
         ages = np.array([self._version - response.version for response in batch])
         seconds = costs.train(sum(response.length for response in batch))
@@ -181,15 +185,14 @@ class _Run:
 
     def _open_gate(self) -> None:
         """Let prompts begin that now may."""
-        costs, size, begun = self._costs, self._costs.batch_size, []
-        while self._num_open < (self._version + 1 + self._schedule.max_staleness) * size:
-            rows = self._lengths.draw(_SEED, self._num_open, size, costs.group_size, costs.longest)
-            for ordinal, row in enumerate(rows.tolist(), start=self._num_open):
-                self._groups[ordinal] = [Response(ordinal, length) for length in row]
-                self._missing[ordinal] = len(row)
-                begun += self._groups[ordinal]
-            self._num_open += size
-        self._num_ready = sum(self._may_be_in_batch(i) for i in self._groups if i not in self._missing)
+        costs, begun = self._costs, []
+        for ordinal in range(self._num_open, self._find_due() + self._ahead):
+            self._groups[ordinal] = [Response(ordinal, length) for length in self._draw(ordinal)]
+            self._missing[ordinal] = costs.group_size
+            begun += self._groups[ordinal]
+        self._num_open += len(begun) // costs.group_size
+        self._num_whole = len(self._groups) - len(self._missing)
+        self._num_due = sum(ordinal < self._find_due() for ordinal in self._missing)
         loads = np.array([engine.num_unfinished for engine in self._engines])
         prompts = [costs.prompt_tokens] * (len(begun) // costs.group_size)
         engine_of = self._assign(
@@ -200,8 +203,18 @@ class _Run:
         for engine in self._engines:
             engine.fill()
 
-    def _may_be_in_batch(self, ordinal: int) -> bool:
-        return self._schedule.order == "whole" or ordinal < (self._version + 1) * self._costs.batch_size
+    def _find_due(self) -> int:
+        """Prompts before this one must be in the batch."""
+        return (self._version + 1) * self._costs.batch_size - self._passed
+
+    def _draw(self, ordinal: int) -> list[int]:
+        """Lengths of a prompt's responses."""
+        costs, (number, place) = self._costs, divmod(ordinal, self._costs.batch_size)
+        if number != self._drawn[0]:
+            first = number * costs.batch_size
+            rows = self._lengths.draw(_SEED, first, costs.batch_size, costs.group_size, costs.longest)
+            self._drawn = number, rows.tolist()
+        return self._drawn[1][place]
 
     def _run_until(self, is_done: Callable[[], bool], end: float = np.inf) -> None:
         """Run the engines until something is so, or until a time, at which each finishes its pass."""
@@ -228,10 +241,11 @@ class _Run:
             self._missing[response.ordinal] -= 1
             if not self._missing[response.ordinal]:
                 del self._missing[response.ordinal]
-                self._num_ready += self._may_be_in_batch(response.ordinal)
+                self._num_whole += 1
+                self._num_due -= response.ordinal < self._find_due()
 
     def _take_batch(self) -> list[Response]:
-        """The responses of the oldest prompts that are whole; with `order: stream` these are the next ones."""
+        """The responses of the first prompts that are whole; with `order: stream` these are the next ones."""
         whole = [ordinal for ordinal in self._groups if ordinal not in self._missing][: self._costs.batch_size]
         assert len(whole) == self._costs.batch_size, "every prompt that may begin is finished in the end"
         return [response for ordinal in whole for response in self._groups.pop(ordinal)]

@@ -12,23 +12,29 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.parallel.collectives import align_group_names, make_group, open_store, world
+from megatron_rl.rollout.control import ControlMessage
+from megatron_rl.rollout.serving import Listener
+from megatron_rl.rollout.window import Goal
 
 _POLL_SECONDS = 0.02
+_IDLE_SECONDS = 0.002
 
 
 class PhaseEnd(Protocol):
     """Asked by the first rank of each engine, before each of its steps."""
 
-    def begin(self) -> None:
+    def begin(self, goal: Goal) -> None:
         """A phase begins; the same calls on every rank."""
 
-    def is_over(self, is_done: bool) -> bool:
-        """Whether the phase is over; `is_done`: this engine has what the step needs."""
+    def is_over(self, left: np.ndarray) -> bool:
+        """Whether the phase is over; `left`: [groups] samples that this engine has to finish."""
         ...
 
     def give_up(self) -> None:
@@ -36,7 +42,10 @@ class PhaseEnd(Protocol):
 
 
 class ByStore:
-    """By the clock: the engines count themselves in a store, and look at most fifty times a second.
+    """By the clock: the engines count what is finished in a store, and look at most fifty times a second.
+
+    An engine counts itself once it has finished the needed groups. Of the others, where any of them may do, it counts
+    itself for each that it has finished its samples of: the last one to do so counts the group.
 
     Args:
         store: shared by the first ranks of all engines.
@@ -46,31 +55,54 @@ class ByStore:
     def __init__(self, store: Store, num_engines: int) -> None:
         self._store, self._num_engines = store, num_engines
         self._phase = 0
-        self._is_told = self._is_over = False
-        self._looked = 0.0
+        self._mine: set[str] = set()  # keys of the phase that this engine was the first to count with
 
-    def begin(self) -> None:
-        """A phase begins."""
+    def begin(self, goal: Goal) -> None:
+        """A phase begins; nobody counts for the one before any more."""
+        for key in self._mine:
+            self._store.delete_key(key)
+        self._mine.clear()
         self._phase += 1
+        self._goal, self._left = goal, goal.left
+        self._missing = goal.wanted - goal.needed - np.count_nonzero(goal.holders[goal.needed :] == 0)
         self._is_told = self._is_over = False
         self._looked = 0.0
 
-    def is_over(self, is_done: bool) -> bool:
-        """Tell the others once that this engine is done; look whether all are."""
-        if is_done and not self._is_told:
-            self._is_told = True
-            self._add(1)
-        elif not self._is_over and time.monotonic() - self._looked >= _POLL_SECONDS:
-            self._add(0)
+    def is_over(self, left: np.ndarray) -> bool:
+        """Tell the others what is finished; look whether that is enough."""
+        has_news = False
+        if not self._is_told and not left[: self._goal.needed].any():
+            self._is_told = has_news = True
+            self._count("engines")
+        if self._missing > 0:
+            for group in np.flatnonzero((left == 0) & (self._left > 0)).tolist():
+                if group >= self._goal.needed and self._count(f"group {group}") == self._goal.holders[group]:
+                    has_news = True
+                    self._count("groups")
+            self._left = left.copy()
+        if has_news and self._is_enough():
+            self.give_up()
+        if not self._is_over and time.monotonic() - self._looked >= _POLL_SECONDS:
+            self._is_over = self._count("over", 0) > 0
+            self._looked = time.monotonic()
         return self._is_over
 
     def give_up(self) -> None:
         """Count for all engines."""
-        self._add(self._num_engines)
+        self._count("over")
+        self._is_over = True
 
-    def _add(self, count: int) -> None:
-        self._is_over = self._store.add(f"phase {self._phase}", count) >= self._num_engines
-        self._looked = time.monotonic()
+    def _is_enough(self) -> bool:
+        return self._count("engines", 0) >= self._num_engines and (
+            self._missing <= 0 or self._count("groups", 0) >= self._missing
+        )
+
+    def _count(self, name: str, count: int = 1) -> int:
+        key = f"phase {self._phase} {name}"
+        found = self._store.add(key, count)
+        if found == count:
+            self._mine.add(key)
+        return found
 
 
 class StepCount:
@@ -83,26 +115,25 @@ class StepCount:
 
     def __init__(self, every: int, group: dist.ProcessGroup | None) -> None:
         self._every, self._group = every, group
-        self._steps = 0
 
-    def begin(self) -> None:
+    def begin(self, goal: Goal) -> None:
         """A phase begins."""
-        self._steps = 0
+        self._steps, self._goal = 0, goal
 
-    def is_over(self, is_done: bool) -> bool:
+    def is_over(self, left: np.ndarray) -> bool:
         """False between the multiples."""
         self._steps += 1
-        return self._steps % self._every == 0 and self._meet(is_done, False)
+        return self._steps % self._every == 0 and self._meet(left, 0)
 
     def give_up(self) -> None:
         """Meet the others at their next multiple."""
-        self._meet(False, True)
+        self._meet(np.zeros_like(self._goal.left), 1)
 
-    def _meet(self, is_done: bool, has_failed: bool) -> bool:
-        waiting = torch.tensor([not is_done, has_failed], dtype=torch.int32)
+    def _meet(self, left: np.ndarray, failures: int) -> bool:
+        found = torch.tensor([*left, failures])
         if self._group is not None:
-            dist.all_reduce(waiting, group=self._group)
-        return not waiting[0] or bool(waiting[1])
+            dist.all_reduce(found, group=self._group)
+        return bool(found[-1]) or self._goal.is_reached(found[:-1].numpy())
 
 
 class TrainingEnd:
@@ -127,7 +158,7 @@ class TrainingEnd:
         """It has ended."""
         self._store.add(f"trained {self._number}", 1)
 
-    def is_over(self, is_done: bool) -> bool:
+    def is_over(self, left: np.ndarray) -> bool:
         """Whether it has, or the steps are made; whatever there is left to do."""
         self._steps += 1
         if self._every is not None:
@@ -139,6 +170,73 @@ class TrainingEnd:
 
     def give_up(self) -> None:
         """Nobody waits for an engine here."""
+
+
+class Phase:
+    """What the first rank of an engine orders from the beginning of a phase to its end.
+
+    Args:
+        requests: of the phase.
+        awaited: positions of the first prompts, which the step may take.
+        left: [groups] samples of each prompt that this engine has to finish.
+        end: of the phase.
+        drains: it ends when all requests are finished.
+
+    Attributes:
+        requests: see above.
+        running: keys of the unfinished ones.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        awaited: Sequence[int],
+        left: np.ndarray,
+        end: PhaseEnd | TrainingEnd,
+        *,
+        drains: bool,
+    ) -> None:
+        self.requests, self._left, self._end, self._drains = requests, left.copy(), end, drains
+        self._places = {position: place for place, position in enumerate(awaited)}
+        self.running = {request.key for request in requests}
+        self._has_begun = False
+        self._started, self._idle_seconds = time.monotonic(), 0.0
+
+    def take(self, is_idle: bool) -> ControlMessage:
+        """The next message; see `rollout.serving.serve`."""
+        if not self._has_begun:
+            self._has_begun = True
+            return ControlMessage(requests=self.requests, stop=self._drains)
+        if self._end.is_over(self._left):
+            return ControlMessage(interrupts=sorted(self.running), stop=True)
+        if is_idle:
+            time.sleep(_IDLE_SECONDS)
+            self._idle_seconds += _IDLE_SECONDS
+        return ControlMessage()
+
+    def finish(self, position: int) -> bool:
+        """A sample of a prompt is finished; whether the step may take it."""
+        place = self._places.get(position)
+        if place is not None:
+            self._left[place] -= 1
+        return place is not None
+
+    def guard(self, listen: Listener) -> Listener:
+        """A listener whose error ends the phase for all engines."""
+
+        def guarded(sampled: Sampled) -> None:
+            try:
+                listen(sampled)
+            except Exception:
+                if not self._drains:
+                    self._end.give_up()
+                raise
+
+        return guarded
+
+    def busy_share(self) -> float:
+        """Of the time since the beginning, the share in which the engine had requests."""
+        return 1 - self._idle_seconds / max(time.monotonic() - self._started, _IDLE_SECONDS)
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:

@@ -4,7 +4,7 @@
 Prompt i of the data order may begin once i < (t + 1 + k) B, where t steps were taken and k is `schedule.max_staleness`;
 the step after them learns from the prompts t B .. (t + 1) B - 1. Therefore no response begins with weights that are
 more than k steps older than those that learn from it, every prompt is learned from once, and in the order of k = 0.
-Dynamic sampling drops prompts, and takes the next ones in their place (`find_window`).
+`rollout.window` has the general rule: with dynamic sampling, and with `schedule.order: whole`.
 
 A phase ends when the batch of the step is whole. What is unfinished then keeps its tokens, their log-probs and the
 version that made each of them, on the ranks of its engine, and continues there in the next phase from a prefill. Seeds
@@ -14,10 +14,11 @@ nor the time of an interruption decides what a segment draws.
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,30 +29,11 @@ from megatron_rl.data.stream import PromptBatches
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpack_responses
-from megatron_rl.rollout.control import ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.generation import RolloutGenerator, count_occurrences
-from megatron_rl.rollout.phase import PhaseEnd, TrainingEnd
-from megatron_rl.rollout.serving import Listener
+from megatron_rl.rollout.phase import Phase, PhaseEnd, TrainingEnd
+from megatron_rl.rollout.window import Goal, find_window
 from megatron_rl.types import Prompt, Rollout, UserError
-
-_IDLE_SECONDS = 0.002
-
-
-def find_window(taken: int, begun: int, wanted: int, ahead: int) -> tuple[range, range]:
-    """Positions of the data order that a step takes, and those that begin in its phase.
-
-    With `ahead` = k B no prompt is learned from more than k steps after the one in which it begins: when it begins,
-    fewer than wanted + k B prompts that are not taken come before it. This step takes the first `wanted` of these, and
-    each later one the first B at least.
-
-    Args:
-        taken: prompts that were taken: learned from, or dropped.
-        begun: prompts that have begun, those included.
-        wanted: prompts that the step still needs: B at first, later those in place of dropped ones.
-        ahead: prompts that may begin before their step, `max_staleness` * B.
-    """
-    return range(taken, taken + wanted), range(begun, max(begun, taken + wanted + ahead))
 
 
 @dataclass(frozen=True)
@@ -99,7 +81,7 @@ class RolloutStream:
         self._training, self.runs_ahead = training, training is not None
         self._schedule, self._rollout, self._run_seed = config.schedule, config.rollout, config.trainer.seed
         self._batch_size, self._group_size = config.data.train_batch_size, config.rollout.n
-        self._open = 0  # prompts that have begun, and were not taken
+        self._open: list[int] = []  # positions of prompts that have begun, and were not taken
         self._held: dict[int, Response] = {}  # of this engine, by position * group_size + sample
         self._finished: dict[int, Rollout] = {}  # of these, what was told to a listener
         self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(self._read_batch)
@@ -107,7 +89,7 @@ class RolloutStream:
     @property
     def is_in_use(self) -> bool:
         """Whether samples are begun ahead of their step, or were and are still here."""
-        return self._schedule.max_staleness > 0 or self._open > 0
+        return self._schedule.max_staleness > 0 or bool(self._open)
 
     def next_batch(self) -> list[Prompt]:
         """The next prompts of the order, for responses that begin and end in the step; the same on every rank."""
@@ -133,37 +115,52 @@ class RolloutStream:
         Raises:
             Exception: as `RolloutGenerator.serve`.
         """
-        begun = self._prompts.position
-        ahead = self._schedule.max_staleness * self._batch_size
-        batch, new = find_window(begun - self._open, begun, count or self._batch_size, ahead)
+        wanted, ahead = count or self._batch_size, self._schedule.max_staleness * self._batch_size
+        passed = ahead // 2 if self._schedule.order == "whole" else 0
+        needed, new = find_window(self._open, self._prompts.position, wanted, ahead, passed)
         self._begin(new, sampling.max_tokens)
-        keys = range(batch.start * self._group_size, batch.stop * self._group_size)
-        phase = _Phase(
-            self._requests(sampling),
-            {key for key in keys if key in self._held and not self._held[key].is_finished},
-            self._end,
-            drains=self._schedule.updates == "drain" and not self.runs_ahead,
-        )
-        listen = partial(self._listen, phase, on_finished)
-        held, missing = self._sum_over_engines([sum(key in self._held for key in keys), len(phase.missing)])
-        assert held == len(keys), f"{held} of {len(keys)} samples have begun"
-        generates = missing > 0 or round == 0
-        if generates:
-            self._end.begin()
-            self._generator.serve(phase.requests, phase.take, phase.guard(listen), name=self._name, total=int(missing))
-        rollouts = [
-            (key, self._finished.pop(key, None) or self._make_rollout(key)) for key in keys if key in self._held
-        ]
-        for key, _ in rollouts:
-            del self._held[key]
         self._prompts.advance(len(new))
-        self._open = new.stop - batch.stop
-        return Taken(
-            [self._prompts.stream.prompt(position) for position in batch],
-            [self._step_of(position * self._group_size) for position in batch],
-            [(key // self._group_size - batch.start, rollout) for key, rollout in rollouts],
-            self._describe(phase.busy_share() if generates else None),
+        self._open += new
+        left = self._count_unfinished()
+        held, holders, missing = np.split(
+            self._sum_over_engines([len(self._held), *(left > 0), *left]), [1, 1 + len(left)]
         )
+        assert held == len(left) * self._group_size, f"{held} samples of {len(left)} prompts have begun"
+        goal = Goal(needed, wanted, left, holders)
+        generates = round == 0 or not goal.is_reached(missing)
+        awaited = needed if needed == wanted else len(left)
+        drains = self._schedule.updates == "drain" and not self.runs_ahead
+        phase = Phase(self._requests(sampling), self._open[:awaited], left, self._end, drains=drains)
+        if generates:
+            self._end.begin(goal)
+            self._serve(phase, on_finished, int(missing[:awaited].sum()))
+            missing = self._sum_over_engines(self._count_unfinished())
+        chosen = goal.choose(missing)
+        assert len(chosen) == wanted, f"{len(chosen)} of {wanted} prompts are whole"
+        return self._hand_out([self._open[group] for group in chosen], phase.busy_share() if generates else None)
+
+    def _hand_out(self, positions: Sequence[int], busy_share: float | None) -> Taken:
+        """The samples of prompts, which are not kept any more; collective."""
+        keys = [position * self._group_size + sample for position in positions for sample in range(self._group_size)]
+        rollouts = [
+            (number // self._group_size, self._finished.pop(key, None) or self._make_rollout(key))
+            for number, key in enumerate(keys)
+            if key in self._held
+        ]
+        for key in keys:
+            self._held.pop(key, None)
+        self._open = sorted({*self._open} - {*positions})
+        return Taken(
+            [self._prompts.stream.prompt(position) for position in positions],
+            [self._step_of(position * self._group_size) for position in positions],
+            rollouts,
+            self._describe(busy_share),
+        )
+
+    def _count_unfinished(self) -> np.ndarray:
+        """Samples that this engine has to finish, [prompts that are open]."""
+        counts = Counter(key // self._group_size for key, held in self._held.items() if not held.is_finished)
+        return np.array([counts[position] for position in self._open], np.int64)
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: Callable[[Rollout, int], None] | None) -> None:
         """Continue what has begun until training has ended, on ranks of the engines' own; collective.
@@ -174,9 +171,14 @@ class RolloutStream:
         self._training.begin()
         if self._group.rank() == 0:
             self._training.tell()
-        phase = _Phase(self._requests(sampling), set(), self._training, drains=self._schedule.updates == "drain")
-        listen = partial(self._listen, phase, on_finished)
-        self._generator.serve(phase.requests, phase.take, phase.guard(listen), name=self._name, total=None)
+        drains = self._schedule.updates == "drain"
+        phase = Phase(self._requests(sampling), [], np.empty(0), self._training, drains=drains)
+        self._serve(phase, on_finished, None)
+
+    def _serve(self, phase: Phase, on_finished: Callable[[Rollout, int], None] | None, total: int | None) -> None:
+        """Generate from the beginning of a phase to its end; arguments as of `take` and `RolloutGenerator.serve`."""
+        listen = phase.guard(partial(self._listen, phase, on_finished))
+        self._generator.serve(phase.requests, phase.take, listen, name=self._name, total=total)
 
     def _requests(self, sampling: SamplingConfig) -> list[Request]:
         """What continues the unfinished responses of this engine, in the order of the data."""
@@ -198,7 +200,7 @@ class RolloutStream:
         for index in np.flatnonzero(engines == self._generator.engine_index).tolist():
             self._held[first + index] = NOTHING
 
-    def _listen(self, phase: _Phase, on_finished: Callable[[Rollout, int], None] | None, sampled: Sampled) -> None:
+    def _listen(self, phase: Phase, on_finished: Callable[[Rollout, int], None] | None, sampled: Sampled) -> None:
         """Keep what an engine sampled."""
         key, held = sampled.key, self._held.get(sampled.key)
         phase.running.discard(key)
@@ -207,8 +209,7 @@ class RolloutStream:
         self._held[key] = held = held.extend(sampled, self._generator.policy_version)
         if not held.is_finished:
             return
-        if key in phase.missing:
-            phase.missing.discard(key)
+        if phase.finish(key // self._group_size):
             self._generator.count(len(held.tokens))
         if on_finished is not None and self._generator.is_first:
             self._finished[key] = self._make_rollout(key)
@@ -267,25 +268,44 @@ class RolloutStream:
             metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
         return metrics
 
-    def state_dict(self) -> dict[str, int]:
-        """How many prompts have begun and were not taken; `rank_state` has what there is of them."""
-        return {"open": self._open, "group_size": self._group_size}
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts have begun and were not taken; `rank_state` has what there is of them.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a saved state.
+        They are the last ones that have begun, but for `taken`, which is empty with `order: stream`.
+        """
+        begun = self._prompts.position
+        span = range(min(self._open, default=begun), begun)
+        return {
+            "open": len(self._open),
+            "taken": sorted({*span} - {*self._open}),
+            "group_size": self._group_size,
+            "order": self._schedule.order,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state, after that of the prompts.
 
         Raises:
-            UserError: a prompt has another number of responses now, and some have begun.
+            UserError: a prompt has another number of responses now, or may be passed over, and some have begun.
         """
-        if state["open"] and state["group_size"] != self._group_size:
+        group_size, taken = state["group_size"], state.get("taken", [])
+        if state["open"] and group_size != self._group_size:
             raise UserError(
-                f"rollout.n = {self._group_size}, and {state['open']} prompts have begun with {state['group_size']} "
-                "responses each",
+                f"rollout.n = {self._group_size}, and {state['open']} prompts have begun with {group_size} responses "
+                "each",
                 source="rollout.n",
-                expected=str(state["group_size"]),
+                expected=str(group_size),
                 hint="keep it, or start a new run from the checkpoint's weights",
             )
-        self._open = state["open"]
+        if state["open"] and (self._schedule.order, state.get("order", "stream")) == ("whole", "stream"):
+            raise UserError(
+                f"schedule.order = whole, and {state['open']} prompts have begun that can no longer be passed over",
+                source="schedule.order",
+                expected="stream",
+                hint="keep it, or start a new run from the checkpoint's weights",
+            )
+        begun = self._prompts.position
+        self._open = sorted({*range(begun - state["open"] - len(taken), begun)} - {*taken})
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """The responses that this rank speaks for; {}: there are none."""
@@ -303,48 +323,3 @@ class RolloutStream:
             for key, response in unpack_responses(state).items():
                 if (engine if of == num_engines else key % num_engines) == mine:
                     self._held[key] = response
-
-
-class _Phase:
-    """What the first rank of an engine orders from the beginning of a phase to its end.
-
-    Attributes:
-        requests: of the phase.
-        running: keys of the unfinished ones.
-        missing: keys of those which the step waits for.
-    """
-
-    def __init__(self, requests: Sequence[Request], missing: set[int], end: PhaseEnd, *, drains: bool) -> None:
-        self.requests, self.missing, self._end, self._drains = requests, missing, end, drains
-        self.running = {request.key for request in requests}
-        self._has_begun = False
-        self._started, self._idle_seconds = time.monotonic(), 0.0
-
-    def take(self, is_idle: bool) -> ControlMessage:
-        """The next message; see `rollout.serving.serve`."""
-        if not self._has_begun:
-            self._has_begun = True
-            return ControlMessage(requests=self.requests, stop=self._drains)
-        if self._end.is_over(not self.missing):
-            return ControlMessage(interrupts=sorted(self.running), stop=True)
-        if is_idle:
-            time.sleep(_IDLE_SECONDS)
-            self._idle_seconds += _IDLE_SECONDS
-        return ControlMessage()
-
-    def guard(self, listen: Listener) -> Listener:
-        """A listener whose error ends the phase for all engines."""
-
-        def guarded(sampled: Sampled) -> None:
-            try:
-                listen(sampled)
-            except Exception:
-                if not self._drains:
-                    self._end.give_up()
-                raise
-
-        return guarded
-
-    def busy_share(self) -> float:
-        """Of the time since the beginning, the share in which the engine had requests."""
-        return 1 - self._idle_seconds / max(time.monotonic() - self._started, _IDLE_SECONDS)

@@ -39,7 +39,7 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
     if k := config.schedule.max_staleness:
         yield (
             f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
-            f"and were not learned from; updates {config.schedule.updates}"
+            f"and were not learned from; updates {config.schedule.updates}, order {config.schedule.order}"
         )
     yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
     stats = hybrid.reshard_stats

@@ -31,7 +31,8 @@ from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import derive_seed
 from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpack_responses
-from megatron_rl.rollout.stream import Taken, find_window
+from megatron_rl.rollout.stream import Taken
+from megatron_rl.rollout.window import find_window
 from megatron_rl.types import Rollout
 
 
@@ -55,7 +56,7 @@ def run_job(
         taken = job.take(told)
         found.append(([prompt.prompt_id for prompt in taken.prompts], describe(job, taken), taken.metrics))
         job.train(OPTIMIZER_STEPS * (step + 1))
-    return found, killed, len(told)
+    return found, killed, len(told), job.stream.state_dict() | {"begun": job.prompts.position}
 
 
 def run_dynamic(
@@ -99,11 +100,13 @@ def test_nothing_is_lost_when_a_job_is_killed(max_staleness: int, every: int | N
     check(results, max_staleness, exact=False)
 
 
-def test_phases_by_decode_steps_are_reproducible() -> None:
+@pytest.mark.parametrize("order", ["stream", "whole"])
+def test_phases_by_decode_steps_are_reproducible(order: Any) -> None:
     """Two runs with other pauses and three interruptions per step on the average; the staleness reaches its bound."""
-    schedule = ScheduleConfig(max_staleness=2, steps_per_update=2)
+    schedule = ScheduleConfig(max_staleness=2, steps_per_update=2, order=order)
     results = [run_ranks(run_job, 2, schedule, 12, seed, False) for seed in (1, 2)]
-    check(results[0], 2, exact=True)
+    if order == "stream":
+        check(results[0], 2, exact=True)
     rows = [[[step[:2] for step in found] for found, *_ in ranks] for ranks in results]
     assert rows[0] == rows[1]
     versions = [len(set(row[4])) for found in rows[0] for _, step in found for row in step]
@@ -127,7 +130,7 @@ def test_drained_phases_have_responses_of_one_version() -> None:
     check(results, 1, exact=True)
     rows = [row for found, *_ in results for _, step, _ in found for row in step]
     assert {len(set(row[4])) for row in rows} == {1}
-    told = sum(count for *_, count in results)
+    told = sum(count for _, _, count, _ in results)
     assert told == (8 + 1) * BATCH * GROUP
 
 
@@ -143,6 +146,40 @@ def fail_in_a_listener(rank: int, world_size: int, every: int | None) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("max_staleness, every, first", [(1, None, 0), (2, 3, 0), (2, None, 2)])
+def test_whole_groups_in_any_order(max_staleness: int, every: int | None, first: int) -> None:
+    """Under kills: whole prompts, each once, none older than the bound, and half of it on the average."""
+    schedule = ScheduleConfig(max_staleness=max_staleness, order="whole", steps_per_update=every)
+    results = run_ranks(run_job, 4, schedule, 40, 3 * max_staleness, True, first)
+    assert results[0][1] > 15
+    ahead = max_staleness * BATCH - max_staleness * BATCH // 2
+    order, taken, ages = make_prompts(), list[int](), list[float]()
+    in_order = True
+    for step, per_rank in enumerate(zip(*(found for found, *_ in results), strict=True)):
+        prompts = per_rank[0][0]
+        in_order &= prompts == [prompt.prompt_id for prompt in next(order)]
+        taken += prompts
+        rows = sorted(row for found in per_rank for row in found[1])
+        assert [row[:3] for row in rows] == [(i, prompts[i], s) for i in range(BATCH) for s in range(GROUP)]
+        ages += [find_age(step, *row[1:]) for row in rows]
+        assert all(found[::2] == per_rank[0][::2] for found in per_rank)
+        assert per_rank[0][2]["schedule/carried"] == ahead * GROUP
+    assert not in_order and min(ages) >= 0 and max(ages) <= max_staleness
+    state = results[0][3]
+    begun = [make_prompts().stream.prompt(i).prompt_id for i in range(state["begun"])]
+    span = range(state["begun"] - state["open"] - len(state["taken"]), state["begun"])
+    assert sorted(taken + [begun[i] for i in span if i not in state["taken"]]) == sorted(begun)
+
+
+def test_whole_groups_of_drained_phases_come_in_order() -> None:
+    """Everything that has begun is whole; the staleness is half the bound."""
+    results = run_ranks(run_job, 2, ScheduleConfig(max_staleness=2, order="whole", updates="drain"), 8, 3, False)
+    rows = [(step, *row) for found, *_ in results for step, (_, rows, _) in enumerate(found) for row in rows]
+    order = make_prompts()
+    assert [found[0] for found in results[0][0]] == [[prompt.prompt_id for prompt in next(order)] for _ in range(8)]
+    assert {find_age(step, *row) for step, _, *row in rows if step} == {1}
 
 
 @pytest.mark.parametrize("max_staleness, every, first, rounds", [(1, None, 0, 9), (2, 3, 0, 1), (2, None, 2, 9)])
@@ -172,29 +209,53 @@ def test_error_of_one_engine_ends_the_phase_of_all(every: int | None) -> None:
     assert run_ranks(fail_in_a_listener, 3, every, timeout=30) == ["a service is down"] * 3
 
 
-@given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 30), st.floats(0, 0.9), st.integers(1, 3), st.randoms())
+@given(
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.integers(1, 30),
+    st.integers(0, 30),
+    st.floats(0, 0.9),
+    st.integers(1, 3),
+    st.randoms(),
+)
 def test_window(
-    batch_size: int, max_staleness: int, steps: int, dropped: float, rounds: int, choice: random.Random
+    batch_size: int,
+    max_staleness: int,
+    steps: int,
+    whole_until: int,
+    dropped: float,
+    rounds: int,
+    choice: random.Random,
 ) -> None:
-    """Takes follow each other, everything begins once, and what a step takes began at most k steps before."""
-    taken = begun = 0
+    """Everything begins once, and what a step takes began at most k steps before, in any order that is allowed.
+
+    From step `whole_until` on the order is that of the stream. Prompts are dropped at random.
+    """
+    ahead, begun = max_staleness * batch_size, 0
+    open_: list[int] = []
+    taken: list[int] = []
     began_in: dict[int, int] = {}
     for step in range(steps):
         found = judged = 0
         while found < batch_size and judged < rounds * batch_size:
             wanted = min(batch_size - found, rounds * batch_size - judged)
-            batch, new = find_window(taken, begun, wanted, max_staleness * batch_size)
+            passed = ahead // 2 if step < whole_until else 0
+            needed, new = find_window(open_, begun, wanted, ahead, passed)
             began_in |= dict.fromkeys(new, step)
-            assert list(batch) == list(range(taken, taken + wanted))
+            begun, open_ = new.stop, [*open_, *new]
+            assert needed == wanted if passed == 0 else needed <= wanted <= len(open_)
+            batch = open_[:needed] + choice.sample(open_[needed:], wanted - needed)
             assert all(0 <= step - began_in[i] <= max_staleness for i in batch)
-            taken, begun, judged = batch.stop, new.stop, judged + wanted
+            taken, open_, judged = taken + batch, [i for i in open_ if i not in batch], judged + wanted
             found += sum(choice.random() >= dropped for _ in batch)
-        assert begun - taken == max_staleness * batch_size
-    assert list(began_in) == list(range(begun))
+        assert len(open_) == ahead - passed
+    assert list(began_in) == list(range(begun)) == sorted(taken + open_)
 
 
 def test_a_smaller_bound_takes_what_has_begun_first() -> None:
-    assert find_window(taken=6, begun=15, wanted=3, ahead=3) == (range(6, 9), range(15, 15))
+    open_ = list(range(6, 15))
+    assert find_window(open_, begun=15, wanted=3, ahead=3, passed=0) == (3, range(15, 15))
+    assert find_window(open_, begun=15, wanted=3, ahead=3, passed=1) == (2, range(15, 15))
 
 
 def test_responses_survive_the_file() -> None:

@@ -148,10 +148,19 @@ def test_a_killed_rank_of_either_kind_loses_nothing(
     assert read_rollouts(tmp_path / "run") == read_rollouts(apart)
 
 
-def test_another_number_of_responses_is_refused_while_some_have_begun(task: Path, whole: Path, tmp_path: Path) -> None:
-    settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.n=3"]
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("rollout.n=3", "rollout.n = 3, and 8 prompts have begun with 4 responses each"),
+        ("schedule.order=whole", "schedule.order = whole, and 8 prompts have begun that can no longer be passed over"),
+    ],
+)
+def test_what_responses_that_have_begun_do_not_fit_is_refused(
+    setting: str, message: str, task: Path, whole: Path, tmp_path: Path
+) -> None:
+    settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", setting]
     found = run_ranks(train, 2, overrides_for(task, tmp_path / "run", *settings), timeout=60)
-    assert all("rollout.n = 3, and 8 prompts have begun with 4 responses each" in message for message in found)
+    assert all(message in text for text in found)
 
 
 @pytest.mark.parametrize(

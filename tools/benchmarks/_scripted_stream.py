@@ -77,6 +77,7 @@ class ScriptedStream:
                 f"rollout.dispatch={schedule.dispatch}",
                 f"schedule.max_staleness={schedule.max_staleness}",
                 f"schedule.updates={schedule.updates}",
+                f"schedule.order={schedule.order}",
                 f"schedule.steps_per_update={steps_per_update or 'null'}",
                 "algorithm.importance_sampling=token-truncate",
             ],

@@ -42,7 +42,10 @@ ROWS: list[Row] = [
         (f"own ranks {engines} + {GPUS - engines}, in flight, k={k}", Schedule(k, own_ranks=True), engines)
         for k, engines in ((1, 48), (1, 56), (2, 24), (2, 48), (2, 56), (2, 60), (4, 56))
     ),
-    *((f"own ranks 56 + 8, in flight, whole, k={k}", Schedule(k, order="whole", own_ranks=True), 56) for k in (1, 2)),
+    *(
+        (f"own ranks {engines} + {GPUS - engines}, whole, k={k}", Schedule(k, order="whole", own_ranks=True), engines)
+        for k, engines in ((1, 48), (1, 56), (2, 48), (2, 56), (4, 56))
+    ),
 ]
 
 
