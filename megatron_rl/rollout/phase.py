@@ -64,7 +64,7 @@ class ByStore:
         self._mine.clear()
         self._phase += 1
         self._goal, self._left = goal, goal.left
-        self._missing = goal.wanted - goal.needed - np.count_nonzero(goal.holders[goal.needed :] == 0)
+        self._missing = goal.wanted - goal.needed - int(np.count_nonzero(goal.holders[goal.needed :] == 0))
         self._is_told = self._is_over = False
         self._looked = 0.0
 

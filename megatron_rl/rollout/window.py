@@ -56,7 +56,7 @@ class Goal:
 
     def is_reached(self, left: np.ndarray) -> bool:
         """Whether it is, with so many samples of each group to finish on all engines."""
-        return not left[: self.needed].any() and np.count_nonzero(left == 0) >= self.wanted
+        return not left[: self.needed].any() and int(np.count_nonzero(left == 0)) >= self.wanted
 
     def choose(self, left: np.ndarray) -> list[int]:
         """The groups that are taken then: the needed ones, and the first others that are whole."""
