@@ -82,6 +82,8 @@ MODES: dict[str, tuple[Schedule, Measure]] = {
     "synchronous, samples spread": (Schedule(dispatch="samples"), measure_synchronous),
     "partial rollouts, k=1": (Schedule(1), measure_partial),
     "partial rollouts, k=2": (Schedule(2), measure_partial),
+    "partial rollouts, whole, k=1": (Schedule(1, order="whole"), measure_partial),
+    "partial rollouts, whole, k=2": (Schedule(2, order="whole"), measure_partial),
     "own ranks, k=1": (Schedule(1, own_ranks=True), measure_partial),
     "own ranks, k=2": (Schedule(2, own_ranks=True), measure_partial),
 }
