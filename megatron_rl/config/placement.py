@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -36,11 +37,11 @@ class HybridConfig:
 class PlacementConfig:
     """Where roles live. Roles on different ranks work at the same time."""
 
-    actor: str | None = option(None, "Ranks of the actor, such as 0-3, from rank 0 on; default: all.")
-    critic: str | None = option(None, "Ranks of the critic, such as 4-7; default: all.")
+    actor: str | None = option(None, "Ranks of the actor, from rank 0 on: 0-3, or a share of them, 1/4; default: all.")
+    critic: str | None = option(None, "Ranks of the critic, such as 4-7 or 1/2; default: all.")
     reference: str | None = option(None, "Ranks of the reference, which has the actor's layout; default: all.")
     reward_model: str | None = option(None, "Ranks of the reward model; default: all.")
-    rollout: str | None = option(None, "Ranks of the rollout engines; default: all.")
+    rollout: str | None = option(None, "Ranks of the rollout engines, such as 2-7 or 3/4; default: all.")
 
     def ranks_of(self, role: str, world_size: int) -> range:
         """The ranks of a role.
@@ -50,29 +51,75 @@ class PlacementConfig:
             world_size: ranks of the job.
 
         Raises:
-            UserError: they are no range, or not all there.
+            UserError: a role has no range, or one that is not all there, or a share that is no number of ranks.
         """
-        text = getattr(self, role)
-        if text is None:
-            return range(world_size)
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not first <= last < world_size:
-            raise UserError(
-                f"placement.{role} = {text!r} in a job of {world_size} rank(s)",
-                source=f"placement.{role}",
-                expected=f"the first and the last of its ranks, such as 0-{world_size - 1}",
-                hint="ranks count from 0; start more of them (--nproc-per-node), or name others",
-            )
-        return range(first, last + 1)
+        return self._resolve(world_size).get(role, range(world_size))
+
+    def _resolve(self, world_size: int) -> dict[str, range]:
+        """The ranks of all roles that are named.
+
+        A share begins behind the role that is named before it, in the order of the settings, and at rank 0 where too
+        few ranks are left there.
+        """
+        found, end = {}, 0
+        for role in self.placed:
+            text = getattr(self, role).strip()
+            if "/" in text:
+                count = _count_share(role, text, world_size)
+                first = end if end + count <= world_size else 0
+                found[role] = range(first, first + count)
+            else:
+                found[role] = _read_range(role, text, world_size)
+            end = found[role].stop
+        return found
 
     @property
     def placed(self) -> list[str]:
         """The roles that have ranks of their own."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
-    def describe(self) -> str:
+    def describe(self, world_size: int) -> str:
         """`actor on 0-1, critic on 2-3, others on all ranks`; empty where all are on all ranks."""
         if not self.placed:
             return ""
-        return ", ".join([*(f"{name} on {getattr(self, name)}" for name in self.placed), "others on all ranks"])
+        named = (f"{role} on {format_ranks(ranks)}" for role, ranks in self._resolve(world_size).items())
+        return ", ".join([*named, "others on all ranks"])
+
+
+def format_ranks(ranks: range) -> str:
+    """`2-3`, or `2` where there is one."""
+    return f"{ranks.start}-{ranks.stop - 1}" if len(ranks) > 1 else f"{ranks.start}"
+
+
+def _read_range(role: str, text: str, world_size: int) -> range:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if not first <= last < world_size:
+        raise UserError(
+            f"placement.{role} = {text!r} in a job of {world_size} rank(s)",
+            source=f"placement.{role}",
+            expected=f"the first and the last of its ranks, such as 0-{world_size - 1}, or a share such as 1/2",
+            hint="ranks count from 0; start more of them (--nproc-per-node), or name others",
+        )
+    return range(first, last + 1)
+
+
+def _count_share(role: str, text: str, world_size: int) -> int:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, whole = (int(found[1]), int(found[2])) if found else (0, 1)
+    if not 0 < part <= whole:
+        raise UserError(
+            f"placement.{role} = {text!r} is no share of the ranks",
+            source=f"placement.{role}",
+            expected="a fraction such as 1/4, more than 0 and at most 1",
+            hint="write it with two whole numbers",
+        )
+    count, rest = divmod(world_size * part, whole)
+    if rest:
+        raise UserError(
+            f"placement.{role} = {text!r} of {world_size} rank(s) is no whole number of ranks",
+            source=f"placement.{role}",
+            expected=f"a number of ranks that {whole // math.gcd(part, whole)} divides",
+            hint="start another number of ranks (--nproc-per-node), or choose another share",
+        )
+    return count

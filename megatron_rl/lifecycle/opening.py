@@ -158,7 +158,7 @@ def _start_guard(
             run.log,
             lambda: stop.is_here,
             any_place=torch.cuda.is_available(),
-            roles=config.placement.describe(),
+            roles=config.placement.describe(group.size()),
         ),
         None,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.models.gpt import choose_transformer_impl
@@ -26,15 +27,15 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
         + (f"a forward pass of their own: {why}" if why else "the update's first pass")
     )
     for role in inputs.roles.values():
-        ranks, is_actor = role.layout.ranks, role.spec.name == "actor"
-        where = f" on ranks {ranks.start}-{ranks.stop - 1}" if len(ranks) < plan.world_size else ""
+        where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
         what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
         if where or role.spec.name != "reference":
             yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
-    modes = describe_modes(config.rollout, device)
+    modes, engines = describe_modes(config.rollout, device), config.placement.ranks_of("rollout", plan.world_size)
     yield (
         f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
-        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}{modes and '; ' + modes}"
+        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
+        f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}"
     )
     if k := config.schedule.max_staleness:
         yield (
@@ -55,3 +56,7 @@ def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, de
         )
     )
     yield from (f"  {line}" for line in (*table, *plan.formulas()))
+
+
+def _describe_ranks(ranks: range, world_size: int) -> str:
+    return f" on rank(s) {format_ranks(ranks)}" if len(ranks) < world_size else ""

@@ -45,8 +45,30 @@ def test_ranks_of_roles() -> None:
     assert placement.ranks_of("reward_model", 6) == range(2, 4)
     assert placement.ranks_of("reference", 6) == range(6), "roles that are not named are on all ranks"
     assert placement.placed == ["actor", "critic", "reward_model"]
-    assert replace(placement, reward_model=None).describe() == "actor on 0-1, critic on 5, others on all ranks"
-    assert PlacementConfig().describe() == ""
+    assert replace(placement, reward_model=None).describe(6) == "actor on 0-1, critic on 5, others on all ranks"
+    assert PlacementConfig().describe(6) == ""
+
+
+@pytest.mark.parametrize(
+    ("placement", "world_size", "expected"),
+    [
+        (dict(actor="1/4", rollout="3/4"), 8, "actor on 0-1, rollout on 2-7"),
+        (dict(actor="1/4", rollout="3/4"), 4, "actor on 0, rollout on 1-3"),
+        (dict(actor="1/2", critic="1/4", rollout="2/8"), 8, "actor on 0-3, critic on 4-5, rollout on 6-7"),
+        # Behind the actor there is no room for so many: again from rank 0.
+        (dict(actor="3/4", reference="3/4", rollout="1/4"), 8, "actor on 0-5, reference on 0-5, rollout on 6-7"),
+        (dict(actor="1/1", rollout="1/2"), 2, "actor on 0-1, rollout on 0"),
+        (dict(actor="0-2", rollout="1/2"), 6, "actor on 0-2, rollout on 3-5"),
+    ],
+)
+def test_shares_of_the_ranks(placement: dict[str, str], world_size: int, expected: str) -> None:
+    """They scale with the job; one begins where the role before it ends."""
+    assert PlacementConfig(**placement).describe(world_size) == f"{expected}, others on all ranks"
+
+
+def test_the_plan_counts_shares() -> None:
+    plan = build(8, actor="1/4", rollout="3/4")
+    assert (plan.actor_ranks, plan.num_engines) == (2, 6)
 
 
 def test_the_plan_counts_the_ranks_of_the_actor() -> None:
@@ -69,6 +91,12 @@ def test_the_plan_counts_the_ranks_of_the_actor() -> None:
         (dict(actor="0-2"), "world_size 3 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
         (dict(reference="3-5"), "world_size 3 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
         (dict(actor="0-1", critic="2-3", reference="0-1", rollout="0-1"), "ranks 4, 5 have no role"),
+        (dict(actor="1/4"), "placement.actor = '1/4' of 6 rank(s) is no whole number of ranks"),
+        (dict(actor="4/3"), "placement.actor = '4/3' is no share of the ranks"),
+        (dict(actor="0/3"), "placement.actor = '0/3' is no share of the ranks"),
+        (dict(actor="1/0"), "placement.actor = '1/0' is no share of the ranks"),
+        (dict(actor="1/two"), "placement.actor = '1/two' is no share of the ranks"),
+        (dict(actor="1/6"), "world_size 1 is no multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
     ],
 )
 def test_what_does_not_fit_the_job_is_refused(placement: dict[str, str], found: str) -> None:

@@ -144,7 +144,7 @@ def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: Non
     settings = ["data.validation_files=[]", "rollout.tensor_model_parallel_size=2", "algorithm.kl_coef=0"]
     for name, world_size, ranks in (
         ("together", 2, []),
-        ("apart", 4, place(actor="0-1", rollout="2-3")),
+        ("apart", 4, place(actor="1/2", rollout="1/2")),
         ("aside", 3, place(actor="0", rollout="1-2")),  # not where the job would have cut its ranks in two
     ):
         overrides = overrides_for(task, tmp_path / name, *settings, *ranks)
