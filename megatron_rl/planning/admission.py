@@ -112,8 +112,6 @@ def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path 
     check_job(job)
     memory = compute_memory(job)
     problem = find_problem(job, memory)
-    if problem is not None and config.placement.placed:
-        raise explain_problem(job, problem, None)
     if problem is not None:
         assumed = Assumptions()
         candidates = list_candidates(job, build_workload(job, assumed), assumed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import LayoutConfig, RunConfig
@@ -127,11 +128,15 @@ class Job:
     @property
     def rollout_ranks(self) -> range:
         """The ranks of the engines."""
-        return self.config.placement.ranks_of("rollout", self.cluster.world_size)
+        return self.ranks_of("rollout")
+
+    def ranks_of(self, name: str) -> range:
+        """The ranks of a role, or of the engines ("rollout")."""
+        return self.config.placement.ranks_of(name, self.cluster.world_size)
 
     def layout_of(self, role: RoleSpec) -> ParallelLayout:
         """A role's layout on its ranks."""
-        ranks = self.config.placement.ranks_of(role.name, self.cluster.world_size)
+        ranks = self.ranks_of(role.name)
         return build_layout(role.layout, len(ranks), ranks.start)
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
@@ -140,7 +145,21 @@ class Job:
             return None
         return make_adapter_shape(self.shapes[role.name], role.training.lora, role.section)
 
-    def with_config(self, **sections: dict[str, object]) -> Job:
+    def shape_of(self, role: RoleSpec) -> ModelShape:
+        """A role's model; the reference has the policy's."""
+        return self.shapes.get(role.name, self.shape)
+
+    @property
+    def scoring_passes(self) -> dict[str, int]:
+        """Forward passes over a step's samples for log-probs alone, by role.
+
+        Those of a reference on the actor's ranks are counted as the actor's.
+        """
+        if "reference" not in self.spec.roles or self.ranks_of("reference") == self.ranks_of("actor"):
+            return {"actor": self.spec.num_scoring_passes}
+        return {"actor": self.spec.num_scoring_passes - 1, "reference": 1}
+
+    def with_config(self, **sections: Mapping[str, Any]) -> Job:
         """The same job with other settings, `actor={"offload_optimizer": True}`."""
         changed = {name: replace(getattr(self.config, name), **values) for name, values in sections.items()}
         config = replace(self.config, **changed)

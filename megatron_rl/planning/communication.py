@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import Cluster, Job, build_layout
+from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_role_bytes
 
 WITHIN, ACROSS = "within node", "across nodes"
@@ -27,12 +27,14 @@ class Traffic:
     Attributes:
         kind: "actor TP", "actor DP", "critic PP", ...
         link: `WITHIN` or `ACROSS`.
-        bytes_per_rank: sent by one rank in one step of the main loop.
+        bytes_per_rank: sent by one rank of the role in one step of the main loop.
+        role: whose ranks send them; "rollout" are the engines'.
     """
 
     kind: str
     link: str
     bytes_per_rank: int
+    role: str
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,23 @@ class Workload:
 
 def list_traffic(job: Job, work: Workload) -> list[Traffic]:
     """Everything but the switch of the weights, which the reshard planner counts."""
-    found = list(_role_traffic(job, work, job.spec.roles["actor"], forwards=job.spec.num_scoring_passes))
-    for role in job.others:
-        found += _role_traffic(job, work, role, forwards=1)
+    passes = job.scoring_passes | {role.name: 1 for role in job.others}
+    found = [
+        traffic
+        for name, forwards in passes.items()
+        for traffic in _role_traffic(job, work, job.spec.roles[name], forwards)
+    ]
     found.append(_engine_traffic(job, work))
     return [traffic for traffic in found if traffic.bytes_per_rank]
 
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> Iterator[Traffic]:
     """One role: `forwards` scoring passes over all tokens, and its updates."""
-    name, shape, section = role.title, job.shapes[role.name], role.layout
-    layout, cluster = build_layout(section, job.cluster.world_size), job.cluster
+    shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
+
+    def count(axis: str, link: str, size: float) -> Traffic:
+        return Traffic(f"{role.title} {axis}", link, int(size), role.name)
+
     itemsize = DTYPE_BYTES[job.config.model.dtype]
     tp, pp, cp, ep = layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size
     tokens = work.tokens / layout.dp_size / cp
@@ -81,24 +89,19 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     layers = shape.num_layers / pp
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel else 0.0
-    yield Traffic(
-        f"{name} TP", link_of(layout, cluster, "tp"), int(4 * layers * (rounds + extra) * hidden * (tp - 1) / tp)
-    )
+    yield count("TP", link_of(layout, cluster, "tp"), 4 * layers * (rounds + extra) * hidden * (tp - 1) / tp)
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
-    yield Traffic(f"{name} CP", link_of(layout, cluster, "cp"), int(layers * rounds * attention * (cp - 1) / cp))
+    yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged = 2 * shape.experts_per_token * hidden / (tp if section.sequence_parallel else 1)
-    yield Traffic(f"{name} EP", _expert_link(layout, cluster), int(layers * rounds * exchanged * (ep - 1) / ep))
+    yield count("EP", _expert_link(layout, cluster), layers * rounds * exchanged * (ep - 1) / ep)
     stages = layout.vpp_size * (pp > 1)
-    yield Traffic(
-        f"{name} PP",
-        link_of(layout, cluster, "pp"),
-        int(stages * (forwards + 2 * trainings) * hidden / (tp if section.sequence_parallel else 1)),
-    )
-    if isinstance(section, TrainedConfig):
+    boundary = hidden / (tp if section.sequence_parallel else 1)
+    yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
+    if role.trainable and isinstance(section, TrainedConfig):
         held = compute_role_bytes(
             shape,
             layout,
-            0,
+            layout.first_rank,
             dtype=job.config.model.dtype,
             use_distributed_optimizer=section.use_distributed_optimizer,
             adapters=job.adapters_of(role),
@@ -106,29 +109,28 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
         replicas = layout.dp_size * cp
         trained = held.gradients * itemsize // 4  # bytes of the parameters that have gradients, which are float32
         moved = held.gradients + trained if section.use_distributed_optimizer else 2 * held.gradients
-        yield Traffic(
-            f"{name} DP",
-            link_of(layout, cluster, "cp", "dp"),
-            int(work.optimizer_steps * moved * (replicas - 1) / replicas),
-        )
+        link = link_of(layout, cluster, "cp", "dp")
+        yield count("DP", link, work.optimizer_steps * moved * (replicas - 1) / replicas)
 
 
 def _engine_traffic(job: Job, work: Workload) -> Traffic:
     """Two all-reduces per layer for every token that an engine reads or writes."""
-    tp, shape = job.engine_tp, job.shape
-    tokens = work.tokens * tp / job.cluster.world_size
+    tp, shape, ranks = job.engine_tp, job.shape, job.rollout_ranks
+    tokens = work.tokens * tp / len(ranks)
     hidden = tokens * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
-    link = WITHIN if tp <= job.cluster.gpus_per_node and job.cluster.gpus_per_node % tp == 0 else ACROSS
-    return Traffic("engine TP", link, int(4 * shape.num_layers * hidden * (tp - 1) / tp))
+    node = job.cluster.gpus_per_node
+    link = WITHIN if tp <= node and node % tp == 0 and ranks.start % tp == 0 else ACROSS
+    return Traffic("engine TP", link, int(4 * shape.num_layers * hidden * (tp - 1) / tp), "rollout")
 
 
 def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
     """The slowest link class of the groups over `axes`: those of the first rank stand for all."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
-    return WITHIN if cluster.is_within_node([0, last]) else ACROSS
+    return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
 
 
 def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
     """The ranks that share the experts are neighbours in cp x dp."""
-    return WITHIN if cluster.is_within_node([0, layout.tp_size * layout.ep_size - 1]) else ACROSS
+    first = layout.first_rank
+    return WITHIN if cluster.is_within_node([first, first + layout.tp_size * layout.ep_size - 1]) else ACROSS

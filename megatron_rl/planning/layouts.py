@@ -17,7 +17,7 @@ from megatron_rl.config.batch_plan import BatchPlan, divisors
 from megatron_rl.config.loading import check_config
 from megatron_rl.planning.cluster import GIB, Job, check_layout
 from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
-from megatron_rl.planning.memory import Phase, RankMemory, compute_memory
+from megatron_rl.planning.memory import Phase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, predict_step
 from megatron_rl.types import UserError
 
@@ -99,7 +99,7 @@ def check_job(job: Job) -> BatchPlan:
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
-        check_layout(role, job.shape, job.config.placement.ranks_of(role.name, job.cluster.world_size))
+        check_layout(role, job.shape, job.ranks_of(role.name))
     job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
     return plan
 
@@ -135,8 +135,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
             excess,
         )
     longest = job.config.data.max_prompt_length + job.config.data.max_response_length
-    engines = [rank for rank in memory if rank.rank in job.rollout_ranks]
-    rank = min(engines, key=lambda rank: rank.kv_cache_bytes)
+    rank = find_smallest_cache(job, memory)
     needed = rank.kv_bytes_per_token * longest
     if rank.kv_cache_bytes < needed:
         missing = needed - rank.kv_cache_bytes
@@ -208,7 +207,7 @@ def _distance(a: Choice, b: Choice) -> float:
 
 
 def _list_choices(job: Job) -> Iterator[Choice]:
-    shape, world, node = job.shape, job.cluster.world_size, job.cluster.gpus_per_node
+    shape, world, node = job.shape, len(job.ranks_of("actor")), job.cluster.gpus_per_node
     now = describe_choice(job)
     rollout_sizes, offloads = _rollout_sizes(job), sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})

@@ -91,6 +91,11 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
     return [_compute_rank(job, rank) for rank in ranks]
 
 
+def find_smallest_cache(job: Job, memory: Sequence[RankMemory]) -> RankMemory:
+    """The rank of an engine with the least room for keys and values."""
+    return min((rank for rank in memory if rank.rank in job.rollout_ranks), key=lambda rank: rank.kv_cache_bytes)
+
+
 def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
     """The pipeline stage of a rank in each role, and its place in an engine; None where it is not in it."""
     layouts = [job.layout_of(role) for role in job.spec.roles.values()]
@@ -129,7 +134,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 
 
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
-    shape, layout = job.shapes.get(role.name, job.shape), job.layout_of(role)
+    shape, layout = job.shape_of(role), job.layout_of(role)
     if rank not in layout.ranks or role.shares:
         return RoleBytes(0, 0, 0)
     return compute_role_bytes(
@@ -161,7 +166,7 @@ def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[P
 
 
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
-    shape, section, layout = job.shapes.get(role.name, job.shape), role.layout, job.layout_of(role)
+    shape, section, layout = job.shape_of(role), role.layout, job.layout_of(role)
     if rank not in layout.ranks:
         return {}
     found = compute_activation_bytes(

@@ -21,10 +21,9 @@ from megatron_rl.planning.layouts import (
     find_problem,
     list_candidates,
 )
-from megatron_rl.planning.memory import RankMemory, compute_memory
+from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
 from megatron_rl.planning.switch import SwitchPlan, plan_switch
-from megatron_rl.types import UserError
 
 _MAX_PACKED = 20_000  # rollouts of a minibatch that are packed to show how it goes
 
@@ -35,7 +34,7 @@ class Plan:
 
     Attributes:
         job, batch: the run and its batch arithmetic.
-        memory: per pipeline stage.
+        memory: of a rank per pipeline stage, or per combination of roles.
         problem: why it does not fit, or None.
         work, traffic, switch, step: tokens, bytes, the switch of the weights, seconds.
         packing: microbatches of the first minibatch under the assumed lengths.
@@ -62,15 +61,8 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
     """Plan a job in its own layout and look at all others.
 
     Raises:
-        UserError: the run's own checks refuse it, or it has roles on ranks of their own.
+        UserError: the run's own checks refuse it.
     """
-    if job.config.placement.placed:
-        raise UserError(
-            "a plan of a job with roles on ranks of their own",
-            source="placement",
-            expected="all roles on all ranks",
-            hint="plan it without the section; the start of the run checks the memory of every rank",
-        )
     batch = check_job(job)
     work, memory = build_workload(job, assumed), compute_memory(job)
     traffic, switch = list_traffic(job, work), plan_switch(job)
@@ -108,7 +100,7 @@ def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """For JSON."""
-    links = {link: sum(t.bytes_per_rank for t in plan.traffic if t.link == link) for link in (WITHIN, ACROSS)}
+    links = {link: max(_sent(plan, rank.rank, link) for rank in plan.memory) for link in (WITHIN, ACROSS)}
     return {
         "cluster": asdict(plan.job.cluster) | {"world_size": plan.job.cluster.world_size},
         "layout": asdict(describe_choice(plan.job)),
@@ -120,7 +112,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "memory": [
             {
                 "rank": rank.rank,
-                "pipeline_stage": plan.job.layout.coordinates(rank.rank).pp,
+                "roles": _list_roles(plan.job, rank.rank),
+                "pipeline_stage": _find_stage(plan.job, rank.rank),
                 "kv_cache_bytes": rank.kv_cache_bytes,
                 "kv_bytes_per_token": rank.kv_bytes_per_token,
                 "host_bytes": rank.host_bytes,
@@ -132,6 +125,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "bytes_per_rank_and_step": links,
         "switch": asdict(plan.switch.summary) | asdict(plan.switch.prediction),
         "seconds": plan.step.phases | {"step": plan.step.total},
+        "overlap": plan.step.overlap,
         "pipeline_bubble": plan.step.bubble,
         "assumptions": asdict(plan.assumed),
         "candidates": [
@@ -147,12 +141,28 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _sent(plan: Plan, rank: int, link: str) -> int:
+    """Bytes that a rank sends over links of a class, in all of its roles."""
+    return sum(t.bytes_per_rank for t in plan.traffic if t.link == link and rank in plan.job.ranks_of(t.role))
+
+
+def _list_roles(job: Job, rank: int) -> list[str]:
+    """The roles that a rank has; an engine is the role "rollout"."""
+    return [name for name in (*job.spec.roles, "rollout") if rank in job.ranks_of(name)]
+
+
+def _find_stage(job: Job, rank: int) -> int | None:
+    """The actor's pipeline stage on a rank; None where it is not."""
+    return job.layout.coordinates(rank).pp if rank in job.layout.ranks else None
+
+
 def format_plan(plan: Plan, top: int) -> str:
     """The plan as text; `top` of the layouts that fit are listed."""
     cluster, job = plan.job.cluster, plan.job
     lines = [
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {cluster.memory_bytes / GIB:g} GiB; actor "
         f"{job.layout.describe()}, engine tp={job.engine_tp}",
+        *([f"placement: {placed}"] if (placed := job.config.placement.describe(cluster.world_size)) else []),
         "",
         "batch plan",
         *(f"  {line}" for line in plan.batch.formulas()),
@@ -185,22 +195,30 @@ def _memory_table(plan: Plan) -> list[str]:
         cells = (phase.parts.get(kind, 0) / GIB for phase in rank.phases)
         lines.append(f"  {kind:18}" + "".join(f"{cell:14.2f}" if cell else f"{'-':>14}" for cell in cells))
     lines.append(f"  {'total':18}" + "".join(f"{phase.total / GIB:14.2f}" for phase in rank.phases))
-    peaks = [
-        f"stage {plan.job.layout.coordinates(r.rank).pp}: {r.peak.total / GIB:.1f} ({r.peak.name})" for r in plan.memory
-    ]
-    if len(peaks) > 1:
-        shown = peaks if len(peaks) <= 8 else [*peaks[:4], "...", *peaks[-2:]]
-        lines.append(f"  peak by pipeline stage: {', '.join(shown)}")
+    lines += _peak_lines(plan)
     host = max(r.host_bytes for r in plan.memory) * plan.job.cluster.gpus_per_node
     if host:
         lines.append(f"  offloaded to a node's host: {host / GIB:.1f} GiB, page-locked")
-    batch = plan.batch
+    batch, rank = plan.batch, find_smallest_cache(plan.job, plan.memory)
     running = rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence)
     lines.append(
         f"  the KV cache holds {max(running, 0)} of the longest responses at once (an engine has "
         f"{batch.rollouts_per_engine_max} in a step, and runs up to {plan.job.config.rollout.max_num_seqs})"
     )
     return lines
+
+
+def _peak_lines(plan: Plan) -> list[str]:
+    """The peak of every pipeline stage, or of a rank of every combination of roles."""
+    if plan.job.config.placement.placed:
+        return [
+            f"  peak of ranks like {rank.rank}, with {', '.join(_list_roles(plan.job, rank.rank))}: "
+            f"{rank.peak.total / GIB:.1f} ({rank.peak.name})"
+            for rank in plan.memory
+        ]
+    peaks = [f"stage {_find_stage(plan.job, r.rank)}: {r.peak.total / GIB:.1f} ({r.peak.name})" for r in plan.memory]
+    shown = peaks if len(peaks) <= 8 else [*peaks[:4], "...", *peaks[-2:]]
+    return [f"  peak by pipeline stage: {', '.join(shown)}"] if len(peaks) > 1 else []
 
 
 def _traffic_table(plan: Plan) -> list[str]:
@@ -217,6 +235,8 @@ def _time_table(plan: Plan) -> list[str]:
     lines = ["predicted seconds per step, not measured", f"  assumed: {plan.assumed.describe()}"]
     for name, seconds in plan.step.phases.items():
         lines.append(f"  {name:18}{seconds:14.2f}{seconds / plan.step.total:10.0%}")
+    if plan.step.overlap:
+        lines.append(f"  {'at the same time':18}{-plan.step.overlap:14.2f}")
     lines.append(f"  {'step':18}{plan.step.total:14.2f}")
     lines.append(
         f"  pipeline bubble {plan.step.bubble:.1%} of the working time; switch: {plan.switch.prediction.critical}"

@@ -3,8 +3,8 @@
 
 Training and the switch cost what the planner predicts elsewhere (`steptime.py`, `switch.py`). A decoding pass reads the
 weights and all keys and values; the operations and the messages of its tokens are added, as if nothing hid them. On
-own ranks the roles keep their layouts on fewer replicas, engines have `OWN_UTILIZATION` of their memory, and at an
-update every engine receives its weights over the slowest link, from as many senders as there are ranks that train.
+own ranks the roles keep their layouts on fewer replicas, and engines have `OWN_UTILIZATION` of their memory. A job with
+a placement keeps it: only its staleness is looked for.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.communication import list_traffic
 from megatron_rl.planning.engine_clock import EngineModel, StepCost
-from megatron_rl.planning.layouts import check_job
+from megatron_rl.planning.layouts import check_job, find_problem
 from megatron_rl.planning.lengths import LengthModel
-from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory
+from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
 from megatron_rl.planning.schedules import Assign, Costs, Schedule, ScheduleTimes, simulate
 from megatron_rl.planning.steptime import Assumptions, build_workload, count_operations, predict_step
+from megatron_rl.planning.switch import plan_switch
 from megatron_rl.types import UserError
 
 OWN_UTILIZATION = 0.9
@@ -39,7 +40,7 @@ class Option:
     Attributes:
         name: in words.
         schedule: of it.
-        engine_gpus: with `own_ranks`, those that generate, else all.
+        engine_gpus: those that generate.
         overrides: to add to the command line.
         times: that the simulator found.
     """
@@ -75,7 +76,7 @@ def choose_schedule(
 
     Args:
         job: in its layout.
-        switch_seconds: of the reshard plan, where engines and training use the same ranks.
+        switch_seconds: of its reshard plan.
         lengths: of the responses.
         assumed: efficiencies; its `mean_response` is not looked at.
         assign: `rollout.dispatch.assign_engines`.
@@ -83,23 +84,25 @@ def choose_schedule(
     data, config = job.config.data, job.config
     assumed = replace(assumed, mean_response=lengths.mean(data.max_response_length) / data.max_response_length)
     steps = max(9, min(45, _SIMULATED_RESPONSES // (data.train_batch_size * config.rollout.n)))
-    num_engines = check_job(job).num_engines
-    here = _describe_costs(job, compute_memory(job), num_engines, switch_seconds, assumed)
+    here = _describe_costs(job, compute_memory(job), switch_seconds, assumed)
+    own_ranks = not {*job.rollout_ranks} & {*job.ranks_of("actor")}
 
     def run(name: str, schedule: Schedule, costs: Costs, engine_gpus: int, overrides: list[str]) -> Option:
         times = simulate(schedule, costs, lengths, assign, steps=steps, skip=steps // 3)
         return Option(name, schedule, engine_gpus, overrides, times)
 
-    world = job.cluster.world_size
+    world, engine_gpus = job.cluster.world_size, len(job.rollout_ranks)
+    groups = Schedule(dispatch="groups", own_ranks=own_ranks)
+    spread = replace(groups, dispatch="samples")
     options = [
-        run("synchronous, whole groups", Schedule(dispatch="groups"), here, world, ["rollout.dispatch=groups"]),
-        run("synchronous, samples spread", Schedule(dispatch="samples"), here, world, ["rollout.dispatch=samples"]),
+        run("synchronous, whole groups", groups, here, engine_gpus, ["rollout.dispatch=groups"]),
+        run("synchronous, samples spread", spread, here, engine_gpus, ["rollout.dispatch=samples"]),
     ]
     ages = range(1, _MAX_STALENESS + 1)
     for k in ages:
-        name = f"partial rollouts, max_staleness {k}"
-        options.append(run(name, Schedule(k), here, world, _schedule_overrides(job, k)))
-    apart = list(_list_shares(job, assumed))
+        name = f"{'placed as it is' if own_ranks else 'partial rollouts'}, max_staleness {k}"
+        options.append(run(name, Schedule(k, own_ranks=own_ranks), here, engine_gpus, _schedule_overrides(job, k)))
+    apart = [] if job.config.placement.placed else list(_list_shares(job, assumed))
     for k in ages:
         found = [
             run(
@@ -123,21 +126,18 @@ def recommend(options: list[Option]) -> Option:
     return min(near, key=lambda o: (o.schedule.max_staleness, o.schedule.own_ranks, o.times.seconds))
 
 
-def _describe_costs(
-    job: Job, memory: list[RankMemory], num_engines: int, switch_seconds: float, assumed: Assumptions
-) -> Costs:
-    """The job with so many engines, and all of its ranks for training."""
-    data, group_size = job.config.data, job.config.rollout.n
-    cache_tokens = min(rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token) for rank in memory)
+def _describe_costs(job: Job, memory: list[RankMemory], switch_seconds: float, assumed: Assumptions) -> Costs:
+    data, group_size, num_engines = job.config.data, job.config.rollout.n, check_job(job).num_engines
+    smallest = find_smallest_cache(job, memory)
     prompt_tokens, work = int(data.max_prompt_length * assumed.mean_prompt), build_workload(job, assumed)
-    phases = predict_step(job, work, list_traffic(job, work), memory, 0.0, assumed).phases
-    training = sum(seconds for name, seconds in phases.items() if name not in ENGINE_PHASES)
+    step = predict_step(job, work, list_traffic(job, work), memory, 0.0, assumed)
+    training = step.total - sum(seconds for name, seconds in step.phases.items() if name in ENGINE_PHASES)
     running = min(-(-work.num_rollouts // num_engines), job.config.rollout.max_num_seqs)
     return Costs(
         EngineModel(
-            _describe_pass(job, memory[0].kv_bytes_per_token, running, assumed),
+            _describe_pass(job, smallest.kv_bytes_per_token, running, assumed),
             job.config.rollout.max_num_seqs,
-            cache_tokens,
+            smallest.kv_cache_bytes // max(1, smallest.kv_bytes_per_token),
         ),
         num_engines,
         data.train_batch_size,
@@ -173,36 +173,21 @@ def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Ass
 
 def _list_shares(job: Job, assumed: Assumptions) -> Iterator[tuple[int, Costs]]:
     """GPUs for engines, with what everything costs then; whole nodes where there are more than one."""
-    cluster, tp = job.cluster, job.engine_tp
-    if job.engine_is_actor:  # it runs the actor's modules
-        return
+    cluster = job.cluster
     unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
     units = cluster.world_size // unit
-    engine_only = job.with_config(rollout={"gpu_memory_utilization": OWN_UTILIZATION}, hybrid={"alias_weights": False})
     for trainers in sorted({max(1, round(units * eighths / 8)) for eighths in range(1, 8)} - {units}):
-        nodes, per_node = (trainers, unit) if cluster.nodes > 1 else (1, trainers)
-        trained = replace(engine_only, cluster=replace(cluster, nodes=nodes, gpus_per_node=per_node))
-        num_trainers = trained.cluster.world_size
-        num_engines, rest = divmod(cluster.world_size - num_trainers, tp)
-        if rest or not _fits_without_engine(trained):
+        first, last = trainers * unit, cluster.world_size - 1
+        ranks = dict.fromkeys(job.spec.roles, f"0-{first - 1}") | {"rollout": f"{first}-{last}"}
+        placed = job.with_config(placement=ranks, rollout={"gpu_memory_utilization": OWN_UTILIZATION})
+        try:
+            check_job(placed)
+            memory = compute_memory(placed)
+        except UserError:
             continue
-        weights = compute_engine_numel(job.shape, tp) * DTYPE_BYTES[job.config.model.dtype]
-        link = cluster.across_nodes if cluster.nodes > 1 else cluster.within_node
-        switch = weights * max(1.0, num_engines * tp / num_trainers) / link
-        yield num_engines * tp, _describe_costs(trained, compute_memory(trained), num_engines, switch, assumed)
-
-
-def _fits_without_engine(job: Job) -> bool:
-    """Whether all of its ranks can train, and an engine of its own would hold the longest response."""
-    try:
-        check_job(job)
-        memory = compute_memory(job)
-    except UserError:
-        return False
-    peak = max(phase.total for rank in memory for phase in rank.phases if phase.name not in ENGINE_PHASES)
-    data = job.config.data
-    needed = memory[0].kv_bytes_per_token * (data.max_prompt_length + data.max_response_length)
-    return peak <= job.cluster.memory_bytes and min(rank.kv_cache_bytes for rank in memory) >= needed
+        if find_problem(placed, memory) is None:
+            seconds = plan_switch(placed).prediction.seconds
+            yield cluster.world_size - first, _describe_costs(placed, memory, seconds, assumed)
 
 
 def _schedule_overrides(job: Job, k: int) -> list[str]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import LayoutConfig, TrainedConfig
-from megatron_rl.planning.cluster import Job, build_layout
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload
-from megatron_rl.planning.memory import RankMemory
+from megatron_rl.planning.memory import RankMemory, find_smallest_cache
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
 from megatron_rl.weights.families import ModelShape
 
@@ -51,15 +53,22 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by phase, and the pipeline's idle share of the actor's update."""
+    """Seconds of a step.
+
+    Attributes:
+        phases: each by itself.
+        bubble: the pipeline's idle share of the actor's update.
+        overlap: what roles on different ranks do at the same time.
+    """
 
     phases: dict[str, float]
     bubble: float
+    overlap: float = 0.0
 
     @property
     def total(self) -> float:
-        """All phases, one after the other."""
-        return sum(self.phases.values())
+        """All phases, one after the other but for what overlaps."""
+        return sum(self.phases.values()) - self.overlap
 
 
 def build_workload(job: Job, assumed: Assumptions) -> Workload:
@@ -96,39 +105,49 @@ def predict_step(
 
     def wait(role: str) -> float:
         bandwidths = {WITHIN: job.cluster.within_node, ACROSS: job.cluster.across_nodes}
-        return sum(
-            t.bytes_per_rank / bandwidths[t.link] / assumed.link_efficiency for t in traffic if t.kind.startswith(role)
-        )
+        return sum(t.bytes_per_rank / bandwidths[t.link] / assumed.link_efficiency for t in traffic if t.role == role)
 
-    def compute(shape: ModelShape, section: LayoutConfig, rounds: float) -> float:
+    def compute(role: RoleSpec, rounds: float) -> float:
         """`rounds` forward passes (a backward pass counts as two) over all tokens."""
-        length = work.prompt_tokens + work.response_tokens
-        operations = rounds * work.tokens * count_operations(shape, length) / job.cluster.world_size
-        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(job, work, section))
+        length, layout = work.prompt_tokens + work.response_tokens, job.layout_of(role)
+        operations = rounds * work.tokens * count_operations(job.shape_of(role), length) / layout.world_size
+        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.layout))
 
-    def training_rounds(section: TrainedConfig) -> int:
+    def train(role: RoleSpec) -> float:
         """A frozen model has no gradients of weights, which are half of a backward pass."""
-        return work.passes * ((2 if section.lora.rank else 3) + (section.recompute_granularity == "full"))
+        passes = (2 if role.training.lora.rank else 3) + (role.layout.recompute_granularity == "full")
+        return compute(role, work.passes * passes)
 
-    actor = job.config.actor
+    roles, actor = job.spec.roles, job.config.actor
+    scoring = {name: compute(roles[name], passes) for name, passes in job.scoring_passes.items()}
     phases = {
         "switch": switch_seconds,
-        "rollout": _rollout_seconds(job, work, memory, assumed) + wait("engine "),
-        "log-probs": compute(job.shape, actor, job.spec.num_scoring_passes),
-        "actor update": compute(job.shape, actor, training_rounds(actor)) + wait("actor "),
+        "rollout": _rollout_seconds(job, work, memory, assumed) + wait("rollout"),
+        "log-probs": sum(scoring.values()) + (wait("reference") if "reference" in scoring else 0.0),
+        "actor update": train(roles["actor"]) + wait("actor"),
     }
+    updates = {"actor": phases["actor update"]}
     for role in job.others:
-        rounds = 1 + (training_rounds(role.training) if role.trainable else 0)
-        phases[role.title] = compute(job.shapes[role.name], role.layout, rounds) + wait(f"{role.title} ")
+        score, update = compute(role, 1), train(role) if role.trainable else 0.0
+        phases[role.title] = score + update + wait(role.name)
+        if role.trainable:
+            scoring[role.name], updates[role.name] = score, update + wait(role.name)
     if actor.offload_optimizer:
         optimizer = max(phase.parts.get("optimizer", 0) for rank in memory for phase in rank.phases)
         phases["offload"] = 2 * optimizer / job.cluster.host_bandwidth
-    return StepTime(phases, compute_bubble(job, work, actor))
+    overlap = sum(_find_overlap(job, seconds) for seconds in (scoring, updates))
+    return StepTime(phases, compute_bubble(work, job.layout, actor), overlap)
 
 
-def compute_bubble(job: Job, work: Workload, section: LayoutConfig) -> float:
+def _find_overlap(job: Job, seconds: dict[str, float]) -> float:
+    """What roles that begin together, `seconds` of work by role, save where they are on different ranks."""
+    ranks = {name: job.ranks_of(name) for name in seconds}
+    busiest = max(sum(seconds[name] for name in seconds if first.start in ranks[name]) for first in ranks.values())
+    return sum(seconds.values()) - busiest
+
+
+def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig) -> float:
     """Idle time of a pipeline over its working time, (pp - 1) / (vpp m) with m microbatches."""
-    layout = build_layout(section, job.cluster.world_size)
     per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
     microbatches = max(1, -(-per_step // section.max_tokens_per_microbatch))
     return (layout.pp_size - 1) / (layout.vpp_size * microbatches)
@@ -147,11 +166,11 @@ def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed
     """Waves of responses that run at once; each decoding pass reads the weights and all their keys and values."""
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
     tp, layout = job.engine_tp, job.layout
-    engines = cluster.world_size // (tp * (layout.pp_size * layout.ep_size if job.engine_is_actor else 1))
+    engines = len(job.rollout_ranks) // (tp * (layout.pp_size * layout.ep_size if job.engine_is_actor else 1))
     per_engine = -(-work.num_rollouts // engines)
     mean = work.prompt_tokens + work.response_tokens / 2  # a response's cache while it grows
-    per_token = memory[0].kv_bytes_per_token
-    cache = max(min(rank.kv_cache_bytes for rank in memory), 0)
+    smallest = find_smallest_cache(job, memory)
+    per_token, cache = smallest.kv_bytes_per_token, max(smallest.kv_cache_bytes, 0)
     running = max(1, min(rollout.max_num_seqs, per_engine, cache // max(1, int(per_token * mean))))
     passes = work.response_tokens * per_engine / running
     weights = compute_engine_numel(shape, tp) * DTYPE_BYTES[job.config.model.dtype]

@@ -25,17 +25,24 @@ class SwitchPlan:
     prediction: Prediction
 
 
-def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> tuple[list[Shard], list[Shard]]:
-    """Both sides of the move, as training and the engine lay them out."""
+def build_shards(
+    shape: ModelShape, layout: ParallelLayout, rollout_tp: int, engine_ranks: range | None = None
+) -> tuple[list[Shard], list[Shard]]:
+    """Both sides of the move, as training and the engines lay them out; `engine_ranks`: default those of `layout`."""
+    engines = layout.ranks if engine_ranks is None else engine_ranks
+
+    def place(rank: int) -> int:
+        return (rank - engines.start) % rollout_tp
+
     source = group_shards(
         lambda rank: megatron_placements(shape, layout, rank),
         lambda rank: attrgetter("tp", "pp", "ep")(layout.expert_coordinates(rank)),
         layout.ranks,
     )
     destination = group_shards(
-        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp),
-        lambda rank: rank % rollout_tp,
-        layout.ranks,
+        lambda rank: vllm_placements(shape, tp_size=rollout_tp, tp_rank=place(rank)),
+        place,
+        engines,
     )
     return source, destination
 
@@ -43,7 +50,7 @@ def build_shards(shape: ModelShape, layout: ParallelLayout, rollout_tp: int) -> 
 def plan_switch(job: Job) -> SwitchPlan:
     """Make the plan that training executes, and count its bytes on every rank."""
     cluster = job.cluster
-    source, destination = build_shards(job.shape, job.layout, job.engine_tp)
+    source, destination = build_shards(job.shape, job.layout, job.engine_tp, job.rollout_ranks)
     if job.engine_is_actor:
         destination = []  # what it uses is there
     planner = Planner(source, destination, ranks_per_node=cluster.gpus_per_node)

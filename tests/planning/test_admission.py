@@ -140,4 +140,9 @@ def test_roles_on_ranks_of_their_own_are_judged_there() -> None:
     assert fit(placement, describe_cluster(8, 250)).endswith('in phase "critic update" on rank 4')
     with pytest.raises(UserError, match="on rank 4: .* GiB too many") as caught:
         fit(placement, describe_cluster(8, 141))
+    change = [word for word in caught.value.hint.split() if "=" in word]
+    assert "the nearest layout that fits: actor." in caught.value.hint
+    assert "of 141.0 GiB per GPU" in fit([*placement, *change], describe_cluster(8, 141))
+    with pytest.raises(UserError, match="GiB too many") as caught:
+        fit(placement, describe_cluster(8, 24))
     assert "the placement leaves too little" in caught.value.hint

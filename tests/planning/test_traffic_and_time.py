@@ -107,9 +107,49 @@ def test_bubble_of_a_pipeline() -> None:
     """(pp - 1) / (vpp m): 512 responses on 2 ranks of 384 tokens, 4096 per microbatch: 24 microbatches."""
     job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4")
     work = build_workload(job, ASSUMED)
-    assert compute_bubble(job, work, job.config.actor) == pytest.approx(3 / 24)
+    assert compute_bubble(work, job.layout, job.config.actor) == pytest.approx(3 / 24)
     interleaved = replace(job.config.actor, virtual_pipeline_model_parallel_size=2)
-    assert compute_bubble(job, work, interleaved) == pytest.approx(3 / 48)
+    assert compute_bubble(work, replace(job.layout, vpp_size=2), interleaved) == pytest.approx(3 / 48)
+
+
+APART = ["placement.actor=0-3", "placement.reference=4-5", "placement.critic=4-5", "placement.rollout=6-7"]
+
+
+def test_roles_on_ranks_of_their_own_take_their_ranks_time() -> None:
+    """Four ranks train for twice as long as eight; what begins together overlaps."""
+    ppo = ["algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1", "critic.lr=1e-5", RECOMPUTE]
+    shape, found = published_shape("Qwen2.5-7B-Instruct"), {}
+    for name, settings in (("together", []), ("apart", APART)):
+        job = make_job(shape, *ppo, *settings)
+        work = build_workload(job, ASSUMED)
+        found[name] = predict_step(job, work, [], compute_memory(job), 0.0, ASSUMED)
+    together, apart = found["together"].phases, found["apart"].phases
+    forward = together["log-probs"] / 2  # of the policy, and of the reference
+    assert found["together"].overlap == 0.0
+    assert apart["actor update"] == pytest.approx(2 * together["actor update"])
+    assert apart["log-probs"] == pytest.approx((2 + 4) * forward)
+    assert apart["critic"] == pytest.approx(4 * together["critic"])
+    assert apart["rollout"] > together["rollout"]
+    values, updates = together["critic"] / 4, 4 * together["critic"] * 3 / 4
+    # The policy's log-probs are done while the other ranks compute the reference's and the values.
+    at_work = 4 * forward + 4 * values + max(apart["actor update"], updates)
+    assert found["apart"].total == pytest.approx(apart["rollout"] + at_work)
+
+
+def test_ranks_of_their_own_send_for_their_role() -> None:
+    """Gradients of the critic among its two ranks, activations of the actor inside its four; a node has four here."""
+    sizes = ["actor.tensor_model_parallel_size=4", "actor.sequence_parallel=true", "algorithm.adv_estimator=gae"]
+    sizes += ["algorithm.kl_coef=0.1", "critic.lr=1e-5", "rollout.tensor_model_parallel_size=2", RECOMPUTE]
+    apart = [text.replace("reference=4-5", "reference=0-3") for text in APART]
+    job = make_job(small_shape(), *sizes, *apart, nodes=2, gpus_per_node=4)
+    found = traffic(job)
+    critic = compute_role_bytes(job.shapes["critic"], job.layout_of(job.spec.roles["critic"]), 4, dtype="bfloat16")
+    assert found["critic DP"].bytes_per_rank == int(8 * (critic.gradients + critic.parameters) / 2) / 8
+    assert found["actor TP"].link == found["critic DP"].link == found["engine TP"].link == WITHIN
+    assert found["engine TP"].bytes_per_rank == int(4 * LAYERS * TOKENS * HIDDEN * BYTES / 2)
+    assert "actor DP" not in found and "reference TP" not in found
+    moved = plan_switch(job).summary
+    assert moved.bytes_across_nodes == moved.bytes_moved > 0 and moved.bytes_kept == 0
 
 
 def test_operations_per_token_are_twice_the_weights() -> None:

@@ -164,6 +164,24 @@ def test_without_lengths_or_without_room_nothing_is_simulated(
     assert "schedules" not in capsys.readouterr().out
 
 
+def test_a_placed_recipe_is_planned(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory of each combination of roles, the engines' own cache, and schedules of the ranks that it names."""
+    placed = ["placement.actor=1/2", "placement.rollout=4-7", "algorithm.kl_coef=0", *SHORT[:1], *SHORT[2:]]
+    assert tool.main([SEVEN, *placed, "--json=-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    roles = {rank["rank"]: rank["roles"] for rank in found["memory"]}
+    assert roles[0] == ["actor"] and roles[4] == ["rollout"] and set(roles) == {0, 4, 5, 6, 7}
+    phases = {rank["rank"]: rank["phases"] for rank in found["memory"]}
+    assert "rollout" not in phases[0] and "KV cache" in phases[4]["rollout"]
+    assert [rank["pipeline_stage"] for rank in found["memory"]] == [0, None, None, None, None]
+    options = {option["name"]: option for option in found["schedules"]["options"]}
+    assert list(options)[2:] == ["placed as it is, max_staleness 1", "placed as it is, max_staleness 2"]
+    assert all(option["own_ranks"] and option["engine_gpus"] == 4 for option in options.values())
+    assert tool.main([SEVEN, *placed]) == 0
+    text = capsys.readouterr().out
+    assert "placement: actor on 0-3, rollout on 4-7" in text and "peak of ranks like 4, with rollout: " in text
+
+
 def test_a_verl_recipe_is_planned(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """The tutorial's six GPUs, its model's shape found by name; what is ignored is said."""
     recipe = ROOT / "tests/config/verl/tutorial.yaml"
