@@ -15,11 +15,16 @@ from megatron_rl.roles.resolve import resolve  # noqa: E402
 
 def check_memory(
     config: RunConfig, recipe: Path | None, world_size: int, memory_gib: float, gpus_per_node: int | None
-) -> str:
-    """Refuse what does not fit into GPUs of this size."""
+) -> tuple[RunConfig, list[str], str]:
+    """Lay the run out if it says so, and refuse what does not fit into GPUs of this size."""
     from megatron_rl.planning.admission import check_fits, describe_cluster
+    from megatron_rl.planning.automatic import choose_layout
+    from megatron_rl.rollout.dispatch import assign_engines
 
-    return check_fits(config, resolve(config), describe_cluster(world_size, memory_gib, gpus_per_node), recipe)
+    cluster, chosen = describe_cluster(world_size, memory_gib, gpus_per_node), []
+    if config.layout.mode == "auto":
+        config, chosen = choose_layout(config, resolve(config), cluster, recipe, assign_engines)
+    return config, chosen, check_fits(config, resolve(config), cluster, recipe)
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:

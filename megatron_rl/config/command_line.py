@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol, TextIO
@@ -76,7 +76,8 @@ def run_command(
     build_plan: Callable[[RunConfig, int], Plan],
     read_inputs: Callable[[RunConfig, int], Inputs],
     run: Callable[[LoadedConfig, Path | None], None],
-    check_memory: Callable[[RunConfig, Path | None, int, float, int | None], str] | None = None,
+    check_memory: Callable[[RunConfig, Path | None, int, float, int | None], tuple[RunConfig, list[str], str]]
+    | None = None,
 ) -> int:
     """Parse, then plan or run.
 
@@ -87,8 +88,9 @@ def run_command(
         build_plan: batch arithmetic from config and world size, for the dry run.
         read_inputs: reads and checks what the start does, from config and world size, for the dry run.
         run: trains; called with the loaded config and the recipe's path.
-        check_memory: refuses what does not fit; from config, recipe, world size, GiB of a GPU and GPUs per node, it
-            makes a line on memory for the dry run. None: this entry point has no planner.
+        check_memory: for the dry run, lays the run out where `layout.mode` is auto and refuses what does not fit; from
+            config, recipe, world size, GiB of a GPU and GPUs per node it makes the config, notes, and a line on memory.
+            None: this entry point has no planner.
 
     Returns:
         Exit status: 0, or that of `end_program`.
@@ -104,9 +106,14 @@ def run_command(
         _say_notes(loaded.notes, is_first)
         if "--dry-run" in flags:
             world_size = _world_size(flags, loaded.num_ranks)
-            plan, memory, problem = build_plan(loaded.config, world_size), None, None
+            memory, problem = None, None
             if check_memory is not None and "--gpu-memory-gib" in flags:
-                memory = check_memory(loaded.config, recipe, world_size, *_gpus(flags))
+                config, chosen, memory = check_memory(loaded.config, recipe, world_size, *_gpus(flags))
+                loaded = replace(loaded, config=config)
+                _say_notes(chosen, is_first)
+            elif loaded.config.layout.mode == "auto" and check_memory is not None:
+                raise _refuse_auto()
+            plan = build_plan(loaded.config, world_size)
             try:
                 inputs = read_inputs(loaded.config, world_size)
                 plan = inputs.plan
@@ -121,6 +128,15 @@ def run_command(
     except (Exception, KeyboardInterrupt) as error:
         return end_program(error)
     return 0
+
+
+def _refuse_auto() -> UserError:
+    return UserError(
+        "layout.mode = 'auto' in a dry run that does not know the memory of a GPU",
+        source="layout.mode",
+        expected="--gpu-memory-gib G",
+        hint="for example --world-size 8 --gpu-memory-gib 80",
+    )
 
 
 def end_program(error: BaseException) -> int:

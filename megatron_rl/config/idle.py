@@ -44,6 +44,8 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield ("reference.offload", "the reference is the actor without its adapters (actor.lora.rank)", False)
     if config.rollout.engine == "megatron" and not config.hybrid.alias_weights:
         yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
+    if config.layout.lengths is not None and config.layout.mode == "given":
+        yield ("layout.lengths", "layout.mode is 'given'", None)
     if config.trainer.test_freq and not config.data.validation_files:
         yield ("trainer.test_freq", "data.validation_files is empty", 0)
     if config.data.pass_rate_range != _PASS_RATES and config.data.pass_rates is None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import (
     FieldInfo,
@@ -102,7 +104,7 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
         _boolean_names(fields),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
     )
-    settings = resolve_references(_without_empty_sections(settings))
+    settings = resolve_references(_without_empty_sections([_expand_layout(setting) for setting in settings]))
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields)
     if _PLUGINS in plugins:
         load_plugins(plugins[_PLUGINS].value)
@@ -112,6 +114,29 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
 def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:
     ours = {name for name, info in fields.items() if info.kind is bool}
     return ours | {name for name in alias_names() if alias_target(name) in ours}
+
+
+def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunConfig:
+    """A config with some settings changed; it is not checked.
+
+    Args:
+        config: of a run.
+        overrides: `section.key=value`.
+        source: who wants them, for errors.
+    """
+    fields = list_fields()
+    for text in overrides:
+        name, _, value = text.partition("=")
+        section, _, leaf = name.partition(".")
+        changed = {leaf: coerce(fields[name], yaml.safe_load(value), source, value)}
+        config = replace(config, **{section: replace(getattr(config, section), **changed)})
+    return config
+
+
+def _expand_layout(setting: Setting) -> Setting:
+    """`layout: auto` is the mode of the section."""
+    is_short = setting.name == "layout" and isinstance(setting.value, str)
+    return replace(setting, name="layout.mode") if is_short else setting
 
 
 def _without_empty_sections(settings: list[Setting]) -> list[Setting]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections `placement` and `hybrid`: on which ranks each role lives, and how weights reach the engines."""
+"""The sections `placement`, `layout` and `hybrid`: where roles live, who lays them out, how weights travel."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ class HybridConfig:
     )
     verify: Literal["off", "sample", "full"] = option(
         "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoLayoutConfig:
+    """Who lays the roles out; `layout: auto` is short for `layout: {mode: auto}` (docs/planning.md)."""
+
+    mode: Literal["given", "auto"] = option(
+        "given", "given: as the sections say; auto: the planner's fastest layout that fits the ranks and their memory."
+    )
+    lengths: str | None = option(
+        None,
+        "mode auto: lengths of responses as in tools/plan.py --lengths (a file, a run, lognormal:MEDIAN,SIGMA), for "
+        "which the planner also chooses schedule and placement; null: those of the config.",
     )
 
 

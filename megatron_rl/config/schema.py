@@ -17,7 +17,7 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.config.declaring import MISSING, option
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.observability import ObservabilityConfig
-from megatron_rl.config.placement import HybridConfig, PlacementConfig
+from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.schedule import ScheduleConfig
 
 
@@ -322,6 +322,7 @@ class RunConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     hybrid: HybridConfig = dataclasses.field(default_factory=HybridConfig)
+    layout: AutoLayoutConfig = dataclasses.field(default_factory=AutoLayoutConfig)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
     reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)

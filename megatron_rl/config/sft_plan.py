@@ -40,6 +40,13 @@ class SftPlan:
                 expected="false",
                 hint="evaluate by tools/evaluate.py",
             )
+        if cfg.layout.mode == "auto":
+            raise UserError(
+                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not know",
+                source="layout.mode",
+                expected="given",
+                hint="give the layout of the section actor",
+            )
         if cfg.placement.placed:
             raise UserError(
                 f"placement.{cfg.placement.placed[0]} in supervised fine-tuning, which has one role",

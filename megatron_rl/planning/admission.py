@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.run_spec import RunSpec
@@ -166,3 +167,16 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
         return None
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
     return describe_cluster(world_size, min(sizes) / GIB, per_node, psutil.virtual_memory().total)
+
+
+def find_host(world_size: int, ranks_per_node: int) -> Cluster:
+    """The hosts that this process runs on without GPUs; the ranks of one have equal parts of its memory.
+
+    Speeds are those of a core or two, roughly: they only rank layouts.
+    """
+    import psutil
+
+    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
+    found = describe_cluster(world_size, psutil.virtual_memory().total / per_node / GIB, per_node)
+    speeds = {"flops": 1e11, "memory_bandwidth": 2e10, "within_node": 5e9, "across_nodes": 1e9}
+    return replace(found, has_fused_norms=False, **speeds)

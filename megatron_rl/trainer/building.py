@@ -38,6 +38,7 @@ def load(
     """
     prepared = prepare(model_path, config, overrides, Parts(**parts))
     process = init_distributed(group_timeout(prepared.config) / timedelta(minutes=1))
+    prepared.agree()
     return build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
 
 

@@ -5,29 +5,53 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.admission import check_fits, find_cluster
+from megatron_rl.parallel.collectives import gather_objects, world
+from megatron_rl.planning.admission import check_fits, find_cluster, find_host
+from megatron_rl.planning.automatic import choose_layout
 from megatron_rl.roles.build import launched_sizes
 from megatron_rl.roles.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.resolve import resolve
+from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.training.step import check_step_mode
+from megatron_rl.types import UserError
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose inputs were read and checked; `recipe` names its default directory."""
+    """A run whose inputs were read and checked.
+
+    Attributes:
+        recipe: names its default directory.
+        chosen: what `layout.mode` auto chose, in words.
+    """
 
     config: RunConfig
     inputs: RlInputs
     recipe: Path | None
     parts: Parts
+    chosen: list[str] = field(default_factory=list)
+
+    def agree(self) -> None:
+        """Refuse layouts that ranks have chosen for themselves and differ in; collective.
+
+        Raises:
+            UserError: the nodes are not alike, on every rank.
+        """
+        if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
+            raise UserError(
+                "the ranks come to different layouts",
+                source="layout.mode",
+                expected="nodes with equal memory",
+                hint="give the layout: tools/plan.py says which fit the smallest of the nodes",
+            )
 
 
 def prepare(
@@ -50,13 +74,16 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     """
     config = parts.enter(config)
     world_size, ranks_per_node = launched_sizes()
-    cluster = find_cluster(world_size, ranks_per_node)
+    cluster, chosen = find_cluster(world_size, ranks_per_node), []
+    if config.layout.mode == "auto":
+        here = cluster or find_host(world_size, ranks_per_node)
+        config, chosen = choose_layout(config, resolve(config), here, recipe, assign_engines)
     if cluster is not None and config.trainer.check_memory:
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
         check_step_mode(role.training, role.section)
-    return Prepared(config, inputs, recipe, parts)
+    return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 
 
 def check_sft(config: RunConfig) -> SftInputs:

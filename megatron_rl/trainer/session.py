@@ -34,6 +34,7 @@ class Session:
     def __init__(self, prepared: Prepared) -> None:
         self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
         self.process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
+        prepared.agree()
         assert self.plan.total_steps is not None, "the data was read"
         self.total_steps = self.plan.total_steps
         opened = open_run(self.config, prepared.recipe, self.total_steps)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`layout: auto`: what is chosen is the planner's first, stands in the config, and is refused where nothing fits.
+
+Not covered: whether the choice is the fastest on a cluster; runs of it are in tests/trainer/test_auto_layout.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sft_plan import SftPlan
+from megatron_rl.planning import automatic
+from megatron_rl.planning.admission import describe_cluster, find_host, read_job
+from megatron_rl.planning.automatic import choose_layout
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.layouts import list_candidates
+from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.roles.resolve import resolve
+from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.trainer import preparing
+from megatron_rl.trainer.preparing import Prepared
+from megatron_rl.types import UserError
+
+RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/qwen2.5_7b_gsm8k.yaml"
+LONG_TAIL = ["layout.lengths=lognormal:1500,1.2", "data.max_response_length=15872", "data.train_batch_size=64"]
+
+
+def choose(*overrides: str, gpus: int = 8, memory_gib: float = 80) -> tuple[RunConfig, list[str]]:
+    config = load_config(RECIPE, ["layout=auto", *overrides]).config
+    return choose_layout(config, resolve(config), describe_cluster(gpus, memory_gib), RECIPE, assign_engines)
+
+
+def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:
+    """A config that states it, and reads back as it was."""
+    config, lines = choose()
+    given = load_config(RECIPE).config
+    job = read_job(given, resolve(given), describe_cluster(8, 80), RECIPE)
+    best = list_candidates(job, build_workload(job, Assumptions()), Assumptions())[0]
+    assert config == best.job.config != given and config.layout.mode == "given"
+    [line] = lines
+    assert f"layout auto: {' '.join(best.choice.overrides(job))}: the fastest by prediction" in line
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(dump_yaml(config))
+    assert load_config(recipe).config == config
+    assert choose() == (config, lines), "on every rank alike"
+
+
+def test_lengths_choose_the_schedule_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the correction that it needs; what the run's own checks refuse is not chosen."""
+    config, lines = choose(*LONG_TAIL)
+    assert config.schedule.max_staleness > 0 and config.algorithm.importance_sampling == "token-truncate"
+    assert f"schedule.max_staleness={config.schedule.max_staleness}" in lines[1] and "by simulation" in lines[1]
+    assert config.layout == load_config(RECIPE).config.layout
+
+    def refuse_stale(job: Job) -> None:
+        if job.config.schedule.max_staleness:
+            raise UserError("stale", source="", expected="", hint="")
+
+    monkeypatch.setattr(automatic, "check_job", refuse_stale)
+    config, lines = choose(*LONG_TAIL)
+    assert config.schedule.max_staleness == 0 and config.algorithm.importance_sampling == "none"
+    assert "layout auto: synchronous, samples spread: rollout.dispatch=samples; " in lines[1]
+
+
+def test_a_placement_is_kept() -> None:
+    config, _ = choose("placement.actor=1/2", "algorithm.kl_coef=0", "placement.rollout=1/2", *LONG_TAIL, gpus=16)
+    assert (config.placement.actor, config.placement.rollout) == ("1/2", "1/2")
+
+
+def test_budgets_shrink_where_nothing_fits_otherwise() -> None:
+    """From 262,144 tokens to the longest sequence."""
+    config, [line] = choose("actor.max_tokens_per_microbatch=1048576", "actor.context_parallel_size=1")
+    assert config.actor.max_tokens_per_microbatch == 1536
+    assert line.endswith("no layout fits with the budgets of the config: actor.max_tokens_per_microbatch=1536")
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    with pytest.raises(UserError, match='no layout is accepted and fits 8 rank.*that of the config: phase ".*too many'):
+        choose(memory_gib=4)
+    with pytest.raises(UserError, match="nowhere.txt"):
+        choose("layout.lengths=nowhere.txt")
+
+
+def test_how_it_is_written() -> None:
+    """`layout: auto` in a recipe is that on the command line, and lengths alone do nothing."""
+    text = yaml.safe_load(RECIPE.read_text())
+    assert load_config(text | {"layout": "auto"}).config.layout.mode == "auto"
+    assert load_config(text | {"layout": {"mode": "auto"}}).config.layout.mode == "auto"
+    with pytest.raises(UserError, match="layout.mode = 'automatic'"):
+        load_config(text | {"layout": "automatic"})
+    loaded = load_config(RECIPE, ["layout.lengths=lognormal:400,1.0"])
+    assert loaded.config.layout.lengths is None and "layout.mode is 'given'" in loaded.notes[-1]
+    config = load_config(RECIPE, ["layout=auto"]).config
+    with pytest.raises(UserError, match="in supervised fine-tuning"):
+        SftPlan.build(config, 8)
+
+
+def test_hosts_share_their_memory_among_their_ranks() -> None:
+    half, whole = find_host(2, 2), find_host(1, 1)
+    assert half.nodes == 1 and half.memory_bytes == pytest.approx(whole.memory_bytes / 2, abs=1)
+    assert find_host(4, 2).nodes == 2 and not half.has_fused_norms
+
+
+def test_ranks_that_choose_for_themselves_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of different memory would otherwise wait for each other."""
+    inputs = SimpleNamespace()
+    monkeypatch.setattr(preparing, "world", lambda: None)
+    monkeypatch.setattr(preparing, "gather_objects", lambda mine, _: [mine, ["layout auto: another"]])
+    prepared = Prepared(load_config(RECIPE).config, inputs, None, preparing.Parts(), ["layout auto: this"])  # pyright: ignore
+    with pytest.raises(UserError, match="the ranks come to different layouts"):
+        prepared.agree()
+    replace(prepared, chosen=[]).agree()
