@@ -56,7 +56,8 @@ class ReplayTrainer(Trainer):
         self.checkpoints.start()
         step = self.recorded.step
         self.run.timers.begin_step(step)
-        resumed = restore_state(self.recorded, self.trained, dist.group.WORLD, allow_changed=self.allow_changed)
+        present = self.primitives.state.roles
+        resumed = restore_state(self.recorded, present, dist.group.WORLD, allow_changed=self.allow_changed)
         self.kl.load_state_dict(resumed.state["kl"])
         self.observer = StepObserver(self.trained, dist.group.WORLD)
         self.observer.begin()
@@ -65,6 +66,7 @@ class ReplayTrainer(Trainer):
 
     def describe(self, step: int, samples: Experience) -> None:
         """Keep what the step computed."""
+        self.count_elsewhere()
         _, self.sections = self.observer.end(samples, self.inputs.tokenizer.decode, self.run.series)
 
 
@@ -125,7 +127,7 @@ def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
         for name, version in manifest["packages"].items()
         if packages.get(name) != version
     }
-    here = ", ".join(f"{name} {role.model.groups.layout.describe()}" for name, role in trainer.trained.items())
+    here = ", ".join(f"{name} {role.model.layout.describe()}" for name, role in trainer.trained.items())
     then = ", ".join(f"{name} {layout}" for name, layout in manifest["layouts"].items())
     how = "bit by bit" if tolerance is None else f"what it begins with bit by bit, the rest within {tolerance:g}"
     title = [

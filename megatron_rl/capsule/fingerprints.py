@@ -70,9 +70,9 @@ def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Of the weights of a role, the same on every rank; collective over `group`."""
-    shapes = role.model.shape.logical_tensors()
-    saved = choose_saved(role, find_holders(role), group.rank())
+    """Of the weights of a role, the same on every rank; collective over `group`, which may be more than its ranks."""
+    shapes, rank = role.model.shape.logical_tensors(), group.rank()
+    saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
     return fingerprint_pieces(
         shapes,
         (
@@ -89,13 +89,14 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
 
 
 def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Of the optimizer states of a role, the same on every rank; none before its first step; collective."""
+    """Of the optimizer states of a role, the same on every rank; none before its first step; collective, as above."""
     shapes = {
         f"{STATE_PREFIX}{state}.{name}": shape
         for name, shape in role.model.shape.logical_tensors().items()
         for state in _STATES
     }
-    return fingerprint_pieces(shapes, make_state_pieces(role, group.rank(), find_holders(role)), group)
+    rank, is_here = group.rank(), group.rank() in role.model.layout.ranks
+    return fingerprint_pieces(shapes, make_state_pieces(role, rank, find_holders(role)) if is_here else (), group)
 
 
 class StoredRole:

@@ -76,7 +76,8 @@ class StepObserver:
     """Takes the sections of a step; its methods are collective.
 
     Args:
-        roles: that are trained, by name: "actor" and, where there is one, "critic".
+        roles: that are trained, by name: "actor" and, where there is one, "critic"; the same on every rank, also on
+            those that a role is not on.
         group: all ranks.
     """
 

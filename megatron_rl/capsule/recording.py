@@ -46,7 +46,7 @@ class CapsuleRecorder:
         config: the resolved config.
         plan: the batch arithmetic.
         run: whose directory it is written into.
-        roles: that are trained, by name.
+        roles: of `StepObserver`.
         save_state: writes the end of the last step as a checkpoint below a directory; the error, if there was one.
         decode: response tokens -> text.
     """
@@ -117,7 +117,7 @@ class CapsuleRecorder:
             "state": f"{STATE}/step_{step - 1}",
             "world_size": self._plan.world_size,
             "device": "cuda" if torch.cuda.is_available() else "cpu",
-            "layouts": {name: role.model.groups.layout.describe() for name, role in self._roles.items()},
+            "layouts": {name: role.model.layout.describe() for name, role in self._roles.items()},
             "config": config_to_dict(self._config),
             "plan": asdict(self._plan),
             "metrics": self._run.counted(),

@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
 from megatron_rl.config.loading import load_config
+from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.types import UserError
@@ -165,9 +166,13 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
 
 
 def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool:
-    """True if the step adds up in the same order as it did: layout, packing and kind of device are as they were."""
+    """True if the step adds up in the same order as it did: ranks, layout, packing and kind of device are the same."""
     manifest = capsule.manifest
     if (world_size, "cuda" if torch.cuda.is_available() else "cpu") != (manifest["world_size"], manifest["device"]):
+        return False
+    if dataclasses.asdict(config.placement) != manifest["config"].get(
+        "placement", dataclasses.asdict(PlacementConfig())
+    ):
         return False
     names = (*(item.name for item in dataclasses.fields(LayoutConfig)), *_ORDER)
     return all(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
@@ -35,6 +36,7 @@ STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "ma
 class SavedModel(Protocol):
     """The weights of a role that training changes: all of them, or its adapters."""
 
+    layout: ParallelLayout
     groups: ParallelGroups
     stages: torch.nn.ModuleList
     params: Mapping[str, torch.Tensor]

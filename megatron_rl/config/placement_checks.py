@@ -40,10 +40,3 @@ def check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
             expected="the ranks of the actor",
             hint="set placement.rollout to the ranks of placement.actor, or choose another rollout.engine",
         )
-    if cfg.trainer.capture_step is not None:
-        raise UserError(
-            "trainer.capture_step with roles on ranks of their own",
-            source="trainer.capture_step",
-            expected="null",
-            hint="capture the step of a run with all roles on all ranks",
-        )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.kl import measure_for_target
+from megatron_rl.algorithms.mismatch import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.describe import (
     describe_distributions,
@@ -139,7 +140,8 @@ class Trainer(Session):
         batch = self.policy.read(samples, "old_logprobs")
         if not self.policy.is_here:
             samples.mismatch = {}
-            return None
+            weighs = has_importance_weights(self.config.algorithm)
+            return self.policy.as_column(samples, torch.empty_like(batch.loss_weights)) if weighs else None
         weights, samples.mismatch = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
         self.run.count(samples.mismatch)
         return self.policy.as_column(samples, weights)
@@ -180,5 +182,5 @@ class Trainer(Session):
         logged = samples.fetch_rollouts(len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)
         self.run.write_histograms(step, partial(describe_distributions, headers, batch))
         self.run.write_rollouts(step, (rollout_row(r, self.token_texts, found) for r, found in logged))
-        self.capsule.end(step, samples)
         self.count_elsewhere()
+        self.capsule.end(step, samples)

@@ -27,7 +27,7 @@ from megatron_rl.data.prompts import PromptSet
 from megatron_rl.experience.estimate import find_rollouts
 from megatron_rl.experience.experience import Column, Experience
 from megatron_rl.experience.pack import Packer
-from megatron_rl.lifecycle.state import TrainingState
+from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
@@ -175,3 +175,9 @@ class Primitives:
     critic: CriticOnSamples | None
     reward_model: RewardModelOnSamples | None
     state: TrainingState
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The roles that learn, by name, the same on every rank: what stands for one where it is not, too."""
+        roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
+        return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}

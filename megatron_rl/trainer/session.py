@@ -59,7 +59,7 @@ class Session:
         sinks = RunSinks(timers, self.run.follow_rollouts(open_store("rollouts", world())))
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
-        self.kl, self.trained = build_kl_controller(config.algorithm), made.state.roles
+        self.kl, self.trained = build_kl_controller(config.algorithm), made.trained
         self.checkpoints = Checkpoints(
             config,
             opened,

@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
@@ -66,6 +67,11 @@ class Adapters:
     params: Mapping[str, torch.Tensor]
     placements: Callable[[int], PlacementTable]
     shard_key: Callable[[int], Hashable]
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Of the role."""
+        return self.groups.layout
 
     @classmethod
     def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,10 +14,18 @@ from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import SourceParams
-from megatron_rl.weights.adapters import adapted_parameters, make_adapter_shape
+from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.tables import PlacementTable
+
+
+@dataclass(frozen=True)
+class LaidOutAdapters:
+    """What every rank of the job knows of the adapters of a model."""
+
+    shape: AdapterShape
+    layout: ParallelLayout
 
 
 class LaidOutModel:
@@ -46,6 +56,11 @@ class LaidOutModel:
     def placements(self, rank: int) -> PlacementTable:
         """ShardBox table of any rank of the layout, without adapters."""
         return megatron_placements(self.shape, self.layout, rank)
+
+    @property
+    def trained(self) -> Any:
+        """What training changes: the model, or its adapters."""
+        return self if self.adapters is None else LaidOutAdapters(self.adapters, self.layout)
 
     @property
     def merged_params(self) -> frozenset[str]:

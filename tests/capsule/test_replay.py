@@ -58,6 +58,20 @@ PPO = [
     "algorithm.kl_controller=adaptive",
     "algorithm.importance_sampling=token-truncate",
 ]
+# The critic on ranks of its own, engines beside both.
+PLACED = [
+    *COMMON,
+    "algorithm.adv_estimator=gae",
+    "algorithm.kl_in=reward",
+    "critic.lr=1e-4",
+    "critic.tensor_model_parallel_size=2",
+    "actor.pipeline_model_parallel_size=2",
+    "algorithm.importance_sampling=token-truncate",
+    "placement.actor=0-1",
+    "placement.reference=2-3",
+    "placement.critic=2-3",
+    "placement.rollout=1-4",
+]
 DOWN, LAYER, ROW, COLUMN = "decoder.layers.mlp.linear_fc2.weight", 1, 3, 5
 
 
@@ -166,6 +180,28 @@ def test_ppo_with_a_critic(ppo: Path, tmp_path: Path) -> None:
         assert rows[name]["count"] > 0, name
     codes, report = replay(ppo, tmp_path / "report.json", 1, *ONE_RANK, "critic.tensor_model_parallel_size=1")
     assert codes == [0] and 0 < rows_of(report)["critic weights after"]["max_relative"] < 1e-5
+
+
+def test_roles_on_ranks_of_their_own(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bitwise on the same ranks, with the metrics of the critic, which rank 0 lacks; on one rank within 1e-5."""
+    placed = capture(tmp_path / "run", 5, task, PLACED)
+    codes, report = replay(placed, tmp_path / "report.json", 5)
+    rows = rows_of(report)
+    assert codes == [0] * 5 and {row["verdict"] for row in report["rows"]} == {"bitwise"}
+    for name in (
+        "forward: values",
+        "estimate: importance_weights",
+        "critic updates: value/loss",
+        "critic weights after",
+    ):
+        assert rows[name]["count"] > 0, name
+    assert "actor tp=1 pp=2 dp=1, critic tp=2 pp=1 dp=1" in capfd.readouterr().out
+    together = [f"placement.{role}=null" for role in ("actor", "reference", "critic", "rollout")]
+    together += [*ONE_RANK, "critic.tensor_model_parallel_size=1", "critic.sequence_parallel=false"]
+    codes, report = replay(placed, tmp_path / "report.json", 1, *together)
+    rows = rows_of(report)
+    assert codes == [0] and report["tolerance"] == 1e-5 and rows["critic weights before"]["verdict"] == "bitwise"
+    assert 0 < rows["critic weights after"]["max_relative"] < 1e-5
 
 
 def test_a_changed_file_without_a_changed_number(ppo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

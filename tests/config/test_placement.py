@@ -109,7 +109,6 @@ def test_what_does_not_fit_the_job_is_refused(placement: dict[str, str], found: 
     ("settings", "found"),
     [
         (dict(rollout=RolloutConfig(engine="megatron")), "rollout.engine = 'megatron' on other ranks than the actor"),
-        (dict(trainer=TrainerConfig(total_steps=1, capture_step=1)), "trainer.capture_step with roles on ranks of"),
     ],
 )
 def test_what_does_not_work_with_it_is_refused(settings: dict[str, Any], found: str) -> None:
