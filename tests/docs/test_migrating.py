@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -77,10 +78,13 @@ def test_yaml_of_pages_loads(page: str) -> None:
         load_config(None, [*missing, *extra, *flatten(sections)])
 
 
-def flatten(sections: dict[str, dict[str, object]]) -> list[str]:
+def flatten(settings: dict[str, Any], prefix: str = "") -> list[str]:
     """Nested settings as overrides."""
-    return [
-        f"{section}.{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
-        for section, settings in sections.items()
-        for key, value in settings.items()
-    ]
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found += flatten(value, f"{prefix}{key}.")
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True).removesuffix("..." + chr(10)).strip()
+            found.append(f"{prefix}{key}={text}")
+    return found
