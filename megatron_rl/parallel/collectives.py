@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_rl.parallel import pairs
 from megatron_rl.parallel.driver import explain_unusable_gpus
 
 T = TypeVar("T")
@@ -256,9 +257,9 @@ def exchange_bytes(
 
 def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather `[1, k]` to `[group size, k]`; k is the same on all ranks."""
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    return torch.cat(rows)
+    rows = row.new_empty(group.size(), *row.shape[1:])
+    pairs.all_gather_into_tensor(rows, row.contiguous(), group=group)
+    return rows
 
 
 def reduce_scalars(
@@ -276,7 +277,13 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int, group: dist.
     """Broadcast in place from global rank `source`, one call per tensor; nothing in a group of one."""
     if group.size() > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, source, group=group)
+            pair = pairs.find_pair(group, tensor.nbytes)
+            if pair is None:
+                dist.broadcast(tensor, source, group=group)
+            elif dist.get_rank() == source:
+                pair.send(tensor)
+            else:
+                pair.receive(tensor)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:

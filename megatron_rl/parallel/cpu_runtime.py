@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.parallel import pairs
 from megatron_rl.parallel.library_warnings import KNOWN_ON_CPU, silence
 
 _PACKAGE = "megatron.core"
@@ -87,6 +88,10 @@ def _torch_view() -> types.ModuleType:
     view.__dict__.update(vars(torch))
     view.__getattr__ = functools.partial(getattr, torch)
     view.cuda = _cuda_view()
+    view.distributed = types.ModuleType("torch.distributed")
+    vars(view.distributed).update(
+        __getattr__=functools.partial(getattr, torch.distributed), all_reduce=pairs.all_reduce
+    )
     for name in _FACTORIES:
         setattr(view, name, _on_cpu(getattr(torch, name)))
     return view
@@ -162,6 +167,12 @@ def _fix_mappings(module: Any) -> None:
 
     module._gather_along_first_dim = gather_along_first_dim
     module._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
+    _fix_collectives(module)
+
+
+def _fix_collectives(module: Any) -> None:
+    module.dist_all_gather_func = pairs.all_gather_into_tensor
+    module.dist_reduce_scatter_func = pairs.reduce_scatter_tensor
 
 
 def _fix_optimizer(module: Any) -> None:
@@ -182,13 +193,16 @@ def _fix_moe_utils(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
+_COLLECTIVES = ("dist_all_gather_func", "dist_reduce_scatter_func")
+
 # By module: the fix, which is given the module, and the names that it relies on.
 FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     "megatron.core.jit": (_fix_jit, ("disable_jit_fuser",)),
     "megatron.core.tensor_parallel.mappings": (
         _fix_mappings,
-        ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"),
+        ("_gather_along_first_dim", "_reduce_scatter_along_first_dim", *_COLLECTIVES),
     ),
+    "megatron.core.tensor_parallel.layers": (_fix_collectives, _COLLECTIVES),
     "megatron.core.tensor_parallel.random": (_fix_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
     "megatron.core.optimizer.optimizer": (_fix_optimizer, ("Float16OptimizerWithFloat16Params",)),
     "megatron.core.optimizer.distrib_optimizer": (_fix_optimizer, ("DistributedOptimizer",)),

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl.parallel.collectives import align_group_names, connect, current_device, make_group
 from megatron_rl.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
+from megatron_rl.parallel.pairs import open_pair
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         hcp=None,
     )
     own = {name: group for name, group in of.items() if group is not None}  # ranks between two ends have no "embd"
+    for name in ("tp", "pp"):
+        open_pair(own[name], timeout)
     return ParallelGroups(
         layout=layout,
         at=layout.coordinates(rank),

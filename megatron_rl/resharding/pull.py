@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+
+from megatron_rl.parallel.pairs import host_name
 
 _SHARED_MEMORY = Path("/dev/shm")
 _HEADROOM = 64 << 20
@@ -39,13 +40,6 @@ class Export:
     host: str
     storages: tuple[Any, ...]
     params: dict[str, ExportedParam]
-
-
-def host_name() -> str:
-    """Name of this machine, distinct after a restart and between containers of one host."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else ""
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
 
 
 def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:

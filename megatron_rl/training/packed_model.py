@@ -7,6 +7,7 @@ a head (`heads.py`) says what is made of them, and only that stage ever has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
+from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.training.adapters import Adapters, fill_model, list_params, merge_adapters
@@ -266,7 +268,8 @@ class PackedModel(LaidOutModel):
 class PlannedCommunicator(P2PCommunicator):
     """Messages between stages of a schedule that is not interleaved, whose shapes both sides know from the plan.
 
-    megatron-core sends the shape of each message ahead of it, and waits for the GPU when it has.
+    megatron-core sends the shape of each message ahead of it, and waits for the GPU when it has. Two stages on one host
+    without a GPU are a pair.
 
     Args:
         shapes: of the hidden states of each microbatch on one rank; gradients have them too, and come in that order.
@@ -276,11 +279,27 @@ class PlannedCommunicator(P2PCommunicator):
     def __init__(self, shapes: Sequence[tuple[int, ...]], pp_group: dist.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
         self._hidden, self._gradients = iter(shapes), iter(shapes)
+        self._dtype: torch.dtype = config.pipeline_dtype
+        self._pair = find_pair(pp_group, max(map(math.prod, shapes)) * self._dtype.itemsize)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
         return next(self._hidden) if recv_prev else (), next(self._gradients) if recv_next else ()
+
+    def _communicate(self, **request: Any) -> tuple[Any, ...]:  # annotated as two by megatron-core, which returns three
+        if self._pair is None:
+            return super()._communicate(**request)
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if request[name] is not None:
+                self._pair.send(request[name])
+        shapes = self._communicate_shapes(None, None, request["recv_prev"], request["recv_next"])
+        found = [torch.empty(shape, dtype=self._dtype) if shape else None for shape in shapes]
+        for values in found:
+            if values is not None:
+                self._pair.receive(values)
+                values.requires_grad_()
+        return *found, None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.parallel import cpu_runtime
+from megatron_rl.parallel import cpu_runtime, pairs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the runtime is for machines without CUDA")
 
@@ -42,7 +42,8 @@ def test_the_real_torch_is_untouched(view: types.ModuleType) -> None:
 
 def test_megatron_core_sees_a_device_that_is_the_cpu(view: types.ModuleType) -> None:
     assert view.cuda.current_device() == torch.device("cpu")
-    assert view.Tensor is torch.Tensor and view.distributed is torch.distributed
+    assert view.Tensor is torch.Tensor and view.distributed.isend is torch.distributed.isend
+    assert view.distributed.all_reduce is pairs.all_reduce
     assert view.float32 is torch.float32
     view.cuda.synchronize()
     with view.cuda.stream(view.cuda.Stream()):

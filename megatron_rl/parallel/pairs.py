@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks on one host without a GPU exchange tensors through memory that both of them map.
+
+gloo sends a tensor to the next process through TCP, two threads and a loop that tries a lock until it is free: 0.4 to
+0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step. Here the sender copies it
+into a slot of shared memory and writes a byte into the pipe that the other rank reads: 0.04 ms. A sum of two numbers
+has the same bits in either order, so results are gloo's.
+
+Whatever finds no pair goes to torch.distributed: other groups, other hosts, tensors larger than a slot, GPUs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SLOT_BYTES, _SLOTS = 8 << 20, 2  # memory is taken when a slot is used, as far as it is
+_TENSOR, _COUNTS = 128, 128  # a byte: its upper bit says that a tensor has come, the others count
+_PATIENCE = timedelta(minutes=30)  # torch's own limit where none is given
+
+
+class Pair:
+    """One rank's end; both ranks make the same calls in the same order, on CPU tensors that fit (`find_pair`).
+
+    A byte also counts, modulo 128, what its sender has read: a slot is written again when it was read.
+
+    Args:
+        mine, theirs: [slots, bytes] uint8, what this rank writes and what it reads.
+        inbox, outbox: file descriptors of pipes.
+        timeout: how long to wait for the other rank.
+    """
+
+    def __init__(
+        self, mine: torch.Tensor, theirs: torch.Tensor, inbox: int, outbox: int, timeout: timedelta | None
+    ) -> None:
+        self._mine, self._theirs, self._inbox, self._outbox = mine, theirs, inbox, outbox
+        self._sent = self._acknowledged = self._arrived = self._read = 0
+        self._milliseconds = int((timeout or _PATIENCE) / timedelta(milliseconds=1))
+        self._poll = select.poll()
+        self._poll.register(inbox, select.POLLIN)
+
+    def send(self, values: torch.Tensor) -> None:
+        """Hand over a copy of a tensor; waits where two are unread."""
+        while self._sent - self._acknowledged == _SLOTS:
+            self._listen()
+        _shape(self._mine[self._sent % _SLOTS], values).copy_(values.detach())
+        self._sent += 1
+        self._tell(_TENSOR)
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """The other rank's next tensor, of this shape and type, until the next call; what is sent next says so."""
+        while self._arrived == self._read:
+            self._listen()
+        slot = self._theirs[self._read % _SLOTS]
+        self._read += 1
+        return _shape(slot, like)
+
+    def receive(self, output: torch.Tensor) -> None:
+        """The other rank's next tensor, where nothing is sent in return."""
+        output.copy_(self.take(output))
+        self._tell(0)
+
+    def _tell(self, kind: int) -> None:
+        os.write(self._outbox, bytes((kind | self._read % _COUNTS,)))
+
+    def _listen(self) -> None:
+        if not self._poll.poll(self._milliseconds):
+            raise RuntimeError(f"Timed out waiting {self._milliseconds}ms for the other rank of a pair")
+        heard = os.read(self._inbox, 64)
+        if not heard:
+            raise RuntimeError("Connection closed by peer: the other rank of a pair is gone")
+        for byte in heard:
+            self._arrived += byte >= _TENSOR
+            self._acknowledged += (byte - self._acknowledged) % _COUNTS
+
+
+def _shape(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return slot[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+_PAIRS: dict[dist.ProcessGroup, Pair] = {}
+
+
+def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
+    """The pair that serves tensors of up to this size of a group; both ranks get the same answer."""
+    return _PAIRS.get(group) if group is not None and num_bytes <= _SLOT_BYTES else None
+
+
+def open_pair(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Make a pair of two ranks of one host, once; collective over the group."""
+    if group.size() != 2 or torch.cuda.is_available() or group in _PAIRS:
+        return
+    found: list[Any] = [None, None]
+    inbox, mouth = os.pipe()
+    memory = os.memfd_create("megatron_rl", os.MFD_CLOEXEC)
+    os.ftruncate(memory, _SLOTS * _SLOT_BYTES)
+    dist.all_gather_object(found, (host_name(), os.getpid(), memory, mouth), group=group)
+    host, process, their_memory, their_mouth = found[1 - group.rank()]
+    opened = None
+    if host == host_name():
+        try:
+            theirs = os.open(f"/proc/{process}/fd/{their_memory}", os.O_RDWR)
+            opened = _map(theirs), os.open(f"/proc/{process}/fd/{their_mouth}", os.O_WRONLY)
+        except OSError:  # a host that does not let a process into another: gloo serves
+            pass
+    dist.all_gather_object(found, opened is not None, group=group)
+    os.close(mouth)  # the other end is the other rank's alone: when it is gone, so is the pipe
+    if all(found) and opened is not None:
+        _PAIRS[group] = Pair(_map(memory), *opened[:1], inbox, opened[1], timeout)
+
+
+def _map(descriptor: int) -> torch.Tensor:
+    memory = mmap.mmap(descriptor, _SLOTS * _SLOT_BYTES)
+    os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(_SLOTS, _SLOT_BYTES)
+
+
+def host_name() -> str:
+    """Name of this machine, distinct after a restart and between containers of one host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else ""
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
+
+
+class _Done:
+    """What an asynchronous collective returns that is done."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """At once."""
+        return True
+
+
+def all_gather_into_tensor(
+    output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """As in torch.distributed."""
+    pair = find_pair(group, values.nbytes)
+    if pair is None or group is None:
+        return dist.all_gather_into_tensor(output, values, group=group, async_op=async_op)
+    pair.send(values)
+    rows, rank = output.view(2, *values.shape), group.rank()
+    rows[rank].copy_(values)
+    rows[1 - rank].copy_(pair.take(values))
+    return _Done() if async_op else None
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """As in torch.distributed."""
+    pair = find_pair(group, output.nbytes)
+    if pair is None or group is None or op != dist.ReduceOp.SUM:
+        return dist.reduce_scatter_tensor(output, values, op=op, group=group, async_op=async_op)
+    rows, rank = values.view(2, *output.shape), group.rank()
+    pair.send(rows[1 - rank])
+    torch.add(rows[rank], pair.take(output), out=output)
+    return _Done() if async_op else None
+
+
+def all_reduce(
+    values: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """As in torch.distributed."""
+    pair = find_pair(group, values.nbytes)
+    if pair is None or op != dist.ReduceOp.SUM:
+        return dist.all_reduce(values, op=op, group=group, async_op=async_op)
+    pair.send(values)
+    values.add_(pair.take(values))
+    return _Done() if async_op else None
