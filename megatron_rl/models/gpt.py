@@ -5,10 +5,10 @@ The last stage holds the head's weight but does not apply it: what becomes of th
 `heads.py` and `training/`, where logits exist for a few tokens at a time only.
 
 The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism), our
-order of the fused QKV rows and our packed core attention. Where Transformer Engine is used, its linears
-and norms take the same places under the same parameter names (norms are not fused into the linears), so one
-placement table serves both; the core attention is ours either way. A mixture of experts is megatron-core's
-SequentialMLP.
+order of the fused QKV rows, our packed core attention and our gated activation. Where Transformer Engine is used,
+its linears and norms take the same places under the same parameter names (norms are not fused into the linears),
+so one placement table serves both; attention and activation are ours either way. A mixture of experts is
+megatron-core's SequentialMLP.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
+from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.lora import adapt_linear
 from megatron_rl.models.trial import find_failure
@@ -160,6 +161,7 @@ def build_layer_spec(
         mlp = mlp.experts.submodules
         if batch_invariant:
             mlp.linear_fc1, mlp.linear_fc2 = PaddedColumnParallelLinear, PaddedRowParallelLinear
+    mlp.activation_func = GatedActivation
     layer.self_attention.module = BlockedSelfAttention
     norm, attention.core_attention = RMSNorm, PackedAttention
     if transformer_impl == "transformer_engine":

@@ -13,7 +13,6 @@ Settings that megatron-core only warns about, or gets wrong, are decided here:
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
-ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}  # as megatron-core knows them; see `GatedActivation`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -78,6 +77,7 @@ def build_transformer_config(
         layernorm_zero_centered_gamma=family.zero_centered_norms,
         activation_func=ACTIVATIONS[family.activations[0]],
         gated_linear_unit=True,
+        use_te_activation_func=True,  # a module of the layer spec: ours
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -96,8 +96,7 @@ def build_transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         attention_backend=AttnBackend.auto if use_transformer_engine else AttnBackend.local,
         calculate_per_token_loss=True,
-        # Microbatches are packed to a token budget, so their lengths differ between p2p messages;
-        # megatron-core asks for this dispatcher then, for dense models too.
+        # Lengths differ between p2p messages; megatron-core asks for this dispatcher then, for dense models too.
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         **_expert_settings(shape, layout),

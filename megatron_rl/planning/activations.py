@@ -7,8 +7,8 @@ hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with 
     norms        4 h / s                             input and output of both
     attention    ((q + 2 kv) + (q + kv) + q) / tp    projected, rotated, attended
                  ((q + 2 kv) + q + q) / tp           with Ulysses: exchanged, attended, exchanged back
-    MLP          5 f / tp                            [gate; up], silu(gate), up + 0, their product
-    experts      k (h + 6 f / tp)                    k experts per token: what they receive and compute
+    MLP          3 f / tp                            [gate; up], silu(gate) * up
+    experts      k (h + 4 f / tp)                    k experts per token: what they receive and compute
     head         h / s + h                           final norm, and what the output layer gathers
 
 Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. Where norms are
@@ -64,8 +64,8 @@ def count_layer_elements(
     attention += 2 * q if repeats_heads and kv < q else 0
     elements = (4 if fused else 6) * h / s + attention / tp
     if shape.num_experts:
-        return elements + shape.experts_per_token * (h + 6 * f / tp)
-    return elements + 5 * f / tp
+        return elements + shape.experts_per_token * (h + 4 * f / tp)
+    return elements + 3 * f / tp
 
 
 def count_layers_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int, num_layers: int) -> float:
@@ -127,8 +127,8 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
     s = tp if sequence_parallel else 1
     h, f, k = shape.hidden_size, shape.ffn_hidden_size / tp, shape.experts_per_token
     if shape.num_experts:  # what k experts receive; then what they compute, or return
-        return k * (2 * h + max(5 * f, 2 * h + 2 * f)) + 6 * h / s
-    return 5 * f + 4 * h / s + h
+        return k * (2 * h + max(4 * f, 2 * h + 2 * f)) + 6 * h / s
+    return 3 * f + 4 * h / s + h
 
 
 def _count_logits(
