@@ -46,7 +46,7 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         segments: who attends to whom in the whole row, all context parallel shards together.
-        rotary_table: cosine and sine [t/cp, 1, d/2] of the rows of this rank's shard.
+        rotary_table: cosine and sine [t/cp, 1, d] of the rows of this rank's shard.
         cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
             has whole sequences then, whatever the context parallel size. None: rows see each other only.
     """

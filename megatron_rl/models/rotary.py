@@ -8,8 +8,10 @@ Here a token's position is given: that serves contiguous shards and responses be
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_rl.weights.families import RopeScaling
 
@@ -27,14 +29,15 @@ def compute_rotary_table(
         scaling: of the frequencies; None for none.
 
     Returns:
-        cosine and sine, [t, 1, d/2] each.
+        cosine and sine, [t, 1, d] each: those of an angle for both numbers of its pair, the first sine negative.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
         frequencies = _scale(frequencies, scaling)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
 
 
 def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -46,5 +49,24 @@ def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Turn the pairs (x_i, x_{i + d/2}) of [t, heads, d] by the angles of a `compute_rotary_table`."""
+    return _Rotation.apply(heads, cosine, sine)
+
+
+class _Rotation(torch.autograd.Function):
+    """One step of autograd, whose backward turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(heads, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turn(gradient, cosine, -sine), None, None
+
+
+def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     first, second = heads.chunk(2, -1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+    return torch.cat([second, first], -1).mul_(sine).add_(heads * cosine)
