@@ -32,31 +32,14 @@ from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.lora import adapt_linear
+from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.batch_invariant import pad_rows
-from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight tells Megatron that its gradient is partial under TP-SP."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
-        if self.is_zero_centered:
-            x32, weight = x.float(), 1 + self.weight.float()
-            return torch.nn.functional.rms_norm(x32, (x.shape[-1],), weight, self.eps).type_as(x)
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class HiddenStatesModel(GPTModel):

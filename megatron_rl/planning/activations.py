@@ -11,8 +11,8 @@ hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with 
     experts      k (h + 4 f / tp)                    k experts per token: what they receive and compute
     head         h / s + h                           final norm, and what the output layer gathers
 
-Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. Where norms are
-not fused (CPU), each keeps another h / s, and attention a copy of its result. In float32 on a GPU the attention kernel
+Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. On CPU attention
+keeps a copy of its result. In float32 on a GPU the attention kernel
 takes as many heads of keys and values as of queries: another 2 q / tp where there are fewer. No term is quadratic in
 the sequences. A test compares the sum with the peak of real updates.
 """
@@ -58,11 +58,11 @@ def count_layer_elements(
     h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
     q, kv = shape.num_heads * d, shape.num_kv_heads * d
     if layout.cp_size == 1:
-        attention = 3 * q + 3 * kv + (0 if fused else q + (q + kv) * shape.qk_norm)
+        attention = 3 * q + 3 * kv + (0 if fused else q)
     else:
-        attention = 3 * q + 2 * kv + (q + 2 * kv + (0 if fused else q + kv)) * shape.qk_norm
+        attention = 3 * q + 2 * kv + (q + 2 * kv) * shape.qk_norm
     attention += 2 * q if repeats_heads and kv < q else 0
-    elements = (4 if fused else 6) * h / s + attention / tp
+    elements = 4 * h / s + attention / tp
     if shape.num_experts:
         return elements + shape.experts_per_token * (h + 4 * f / tp)
     return elements + 3 * f / tp
@@ -99,7 +99,7 @@ def compute_activation_bytes(
         pp_rank: the pipeline stage.
         num_microbatches: of one update, forward and backward; None: a scoring pass, forward only.
         itemsize: bytes of an activation element.
-        fused: norms and attention keep no intermediate results.
+        fused: attention keeps no intermediate results.
     """
     tokens = config.max_tokens_per_microbatch / layout.cp_size
     s = layout.tp_size if config.sequence_parallel else 1

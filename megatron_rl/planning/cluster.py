@@ -32,7 +32,7 @@ class Cluster:
         memory_bandwidth: bytes per second between an accelerator and its memory.
         host_bandwidth: bytes per second between an accelerator and the host.
         host_memory_bytes: of one node; None: not known, and what is offloaded is not compared with it.
-        has_fused_norms: norms and attention keep no intermediate results (CUDA); false on CPU.
+        has_fused_attention: attention keeps no intermediate results (CUDA); false on CPU.
     """
 
     nodes: int
@@ -45,7 +45,7 @@ class Cluster:
     memory_bandwidth: float = 3.35e12
     host_bandwidth: float = 50e9
     host_memory_bytes: int | None = None
-    has_fused_norms: bool = True
+    has_fused_attention: bool = True
 
     def __post_init__(self) -> None:
         for name in (

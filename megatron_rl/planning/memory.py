@@ -176,7 +176,7 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
         pp_rank=layout.coordinates(rank).pp,
         itemsize=DTYPE_BYTES[job.config.model.dtype],
         num_microbatches=count_microbatches(job, layout, section) if is_update else None,
-        fused=job.cluster.has_fused_norms,
+        fused=job.cluster.has_fused_attention,
     )
     is_logits = found.logits > found.transient
     return {"activations": found.stored + (0 if is_logits else found.transient), "logits": found.logits * is_logits}

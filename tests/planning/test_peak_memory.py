@@ -168,7 +168,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def plan(layout: Layout, path: Path) -> Job:
     cluster = Cluster(
-        nodes=1, gpus_per_node=layout.world_size, memory_bytes=1 << 40, reserve_bytes=0, has_fused_norms=False
+        nodes=1, gpus_per_node=layout.world_size, memory_bytes=1 << 40, reserve_bytes=0, has_fused_attention=False
     )
     config = layout.config(path)
     return build_job(config, resolve(config), cluster, load_model_shape(path))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Root-mean-square norm (arXiv 1910.07467) that Megatron's sequence parallelism can take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.parallel.collectives import current_device
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight tells Megatron that its gradient is partial under TP-SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
+        if self.is_zero_centered:
+            return _normalize(x.float(), 1 + self.weight.float(), self.eps).type_as(x)
+        return _normalize(x, self.weight, self.eps)
+
+
+def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As torch does, with the same bits: on CPU that is several steps of autograd, which keep what they make.
+
+    The input goes in twice: its gradient has two parts, which autograd adds to the residual's one after the other.
+    """
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return _Norm.apply(x, x, weight, eps)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, again: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        factor = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [t, ..., 1]
+        ctx.save_for_backward(x, weight, factor)
+        return (x * factor).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+        x, weight, factor = ctx.saved_tensors
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = (gradient * (x * factor)).sum(tuple(range(x.ndim - 1)))
+        scaled = gradient * weight
+        of_factor = (scaled * x).sum(-1, keepdim=True)
+        of_mean = -0.5 * of_factor * factor.pow(3) / x.shape[-1]
+        return scaled.mul_(factor), x * (2 * of_mean), of_weight, None
