@@ -243,6 +243,9 @@ class Experience:
         lengths = self.headers["num_tokens"]
         found = self._fetch(self._holders, destination, lengths, dtypes, read)
         columns = {name: self._split(values, found.sequences, lengths) for name, values in found.columns.items()}
+        of_version = {
+            v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}
+        }
         return {
             i: Branch(
                 columns["tokens"][i],
@@ -250,7 +253,7 @@ class Experience:
                 columns["logprobs"][i],
                 columns["versions"][i]
                 if "versions" in columns
-                else np.broadcast_to(np.int32(rows["last_version"][i]), lengths[i]),
+                else of_version[int(rows["last_version"][i])][: lengths[i]],
                 int(rows["num_prompt_tokens"][i]),
             )
             for i in found.sequences.tolist()
@@ -289,8 +292,9 @@ class Experience:
 
     @staticmethod
     def _split(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
-        pieces = np.split(values.cpu().numpy(), np.cumsum(lengths[sequences])[:-1])
-        return dict(zip(sequences.tolist(), pieces, strict=False))  # np.split of nothing is one piece
+        array, stops = values.cpu().numpy(), np.cumsum(lengths[sequences]).tolist()
+        bounds = zip([0, *stops], stops, strict=False)
+        return {i: array[start:stop] for i, (start, stop) in zip(sequences.tolist(), bounds, strict=True)}
 
     def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
         """Which tokens of a sequence behind its prompt are in the loss."""

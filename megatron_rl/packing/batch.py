@@ -205,7 +205,7 @@ def build_train_batch(
             rows.append(sequences[index], index, shares_prompt=is_shared)
             previous = index
         slices.append(_close_microbatch(rows, first, padding, device))
-    flat = {name: move_to_device(np.concatenate(pieces), device) for name, pieces in rows.columns.items()}
+    flat = {name: move_to_device(column, device) for name, column in rows.build_columns().items()}
     batch = TrainBatch(
         tokens=flat["tokens"],
         position_ids=flat["positions"],
@@ -251,18 +251,17 @@ def _have_same_prompt(first: Branch, second: Branch) -> bool:
     return np.array_equal(first.tokens[: first.num_prompt_tokens], second.tokens[: second.num_prompt_tokens])
 
 
-_ROW_TYPES = (np.int64, np.int64, np.int64, bool, np.int64, np.float32)
-
-
 class _Rows:
-    """Columns that grow by a segment at a time, and the segments of the current microbatch."""
+    """Segments one behind the other, and those of the current microbatch."""
 
     def __init__(self) -> None:
-        names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
-        self.columns = {name: [np.empty(0, dtype)] for name, dtype in zip(names, _ROW_TYPES, strict=True)}
         self.lengths: list[int] = []
         self.prefixes: list[tuple[int, int]] = []
         self._total = self._first = self._prompt_start = 0
+        self._tokens, self._sampled = [np.empty(0, np.int32)], [np.empty(0, bool)]
+        self._logprobs = [np.empty(0, np.float32)]
+        # Length, position of the first token, its row in the microbatch, the row that predicts it, and the sequence.
+        self._segments: list[tuple[int, int, int, int, int]] = []
 
     def begin_microbatch(self) -> int:
         """Forget the segments; returns the row it starts at."""
@@ -271,24 +270,12 @@ class _Rows:
 
     def append(self, sequence: Branch, index: int, *, shares_prompt: bool) -> None:
         """A sequence, without its prompt if the one before has brought it."""
-        s, prompt = len(sequence.tokens), sequence.num_prompt_tokens
-        start = self._total - self._first
+        start = self.num_tokens
         if not shares_prompt:
             self._prompt_start = start
-        skipped = prompt if shares_prompt else 0
-        rows = slice(skipped, s)
-        predecessors = np.arange(start - 1, start - 1 + s - skipped)
-        predecessors[:1] = self._prompt_start + skipped - 1 if skipped else start
-        mask = sequence.sampled & (np.arange(s) > 0)
-        self._append_segment(
-            sequence.tokens[rows],
-            np.arange(skipped, s),
-            predecessors,
-            mask[rows],
-            np.full(s - skipped, index),
-            sequence.logprobs[rows],
-            prefix=(self._prompt_start, self._prompt_start + skipped),
-        )
+        skipped = sequence.num_prompt_tokens if shares_prompt else 0
+        columns = sequence.tokens[skipped:], sequence.sampled[skipped:], sequence.logprobs[skipped:]
+        self._append_segment(columns, skipped, (self._prompt_start, self._prompt_start + skipped), index)
 
     @property
     def num_tokens(self) -> int:
@@ -298,24 +285,36 @@ class _Rows:
     def pad(self, length: int, max_seqlen: int | None = None) -> None:
         """Segments of nothing, of at most `max_seqlen` tokens, where the microbatch is to be longer than it is."""
         while (missing := length - self.num_tokens) > 0:
-            start, count = self.num_tokens, min(missing, max_seqlen or missing)
-            nothing = np.zeros(count)
-            predecessors = np.maximum(np.arange(start - 1, start - 1 + count), start)
-            self._append_segment(
-                nothing,
-                np.arange(count),
-                predecessors,
-                nothing.astype(bool),
-                np.full(count, -1),
-                nothing,
-                prefix=(start, start),
-            )
+            nothing = np.zeros(min(missing, max_seqlen or missing), np.float32)
+            columns = nothing.astype(np.int32), nothing.astype(bool), nothing
+            self._append_segment(columns, 0, (self.num_tokens, self.num_tokens), -1)
 
-    def _append_segment(self, *values: np.ndarray, prefix: tuple[int, int]) -> None:
-        for column, piece, dtype in zip(self.columns.values(), values, _ROW_TYPES, strict=True):
-            column.append(np.asarray(piece, dtype))
-        length = len(values[0])
+    def _append_segment(
+        self, columns: tuple[np.ndarray, np.ndarray, np.ndarray], position: int, prefix: tuple[int, int], index: int
+    ) -> None:
+        """Tokens, sampled and log-probs of a segment; its first token stands at `position` of sequence `index`."""
+        length, start = len(columns[0]), self.num_tokens
         if length:
+            for column, piece in zip((self._tokens, self._sampled, self._logprobs), columns, strict=True):
+                column.append(piece)
+            self._segments.append((length, position, start, prefix[1] - 1 if position else start, index))
             self.lengths.append(length)
             self.prefixes.append(prefix)
             self._total += length
+
+    def build_columns(self) -> dict[str, np.ndarray]:
+        """Columns [t] of all segments."""
+        lengths, firsts, starts, predictors, ids = np.array(self._segments, np.int64).reshape(-1, 5).T
+        begins = np.cumsum(lengths) - lengths
+        offsets = np.arange(self._total) - np.repeat(begins, lengths)
+        positions = offsets + np.repeat(firsts, lengths)
+        predecessors = offsets + np.repeat(starts - 1, lengths)
+        predecessors[begins] = predictors
+        return {
+            "tokens": np.concatenate(self._tokens).astype(np.int64),
+            "positions": positions,
+            "predecessors": predecessors,
+            "mask": np.concatenate(self._sampled) & (positions > 0),
+            "ids": np.repeat(ids, lengths),
+            "logprobs": np.concatenate(self._logprobs).astype(np.float32),
+        }

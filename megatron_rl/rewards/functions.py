@@ -9,6 +9,7 @@ keyword, and returns a number, or a dict with "score" whose other numbers are lo
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any, Protocol, cast
 
 from megatron_rl.extension.user_code import import_file
@@ -106,9 +107,16 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
 
 def find_further_arguments(function: RewardFunction) -> list[str]:
     """The `FURTHER_ARGUMENTS` that a function asks for by name or as **kwargs."""
+    return (_remember_further_arguments if inspect.isfunction(function) else _read_further_arguments)(function)
+
+
+def _read_further_arguments(function: RewardFunction) -> list[str]:
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in FURTHER_ARGUMENTS if takes_all or name in parameters]
+
+
+_remember_further_arguments = cache(_read_further_arguments)  # a signature takes as long as a rule
 
 
 def file_of(function: Any) -> str:
