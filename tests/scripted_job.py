@@ -77,8 +77,9 @@ class VersionEngine:
         return [self._end(key, "interrupted") for key in keys if key in self._running]
 
     def _end(self, key: int, reason: str) -> Sampled:
-        tokens = np.array(self._running.pop(key)[1], np.int32)
-        return Sampled(key, tokens, -np.ones(len(tokens), np.float32), reason)
+        request, tokens = self._running.pop(key)
+        logprobs = -np.full(len(tokens), 1 + request.seed % 997, np.float32)  # so that rows tell the seeds of segments
+        return Sampled(key, np.array(tokens, np.int32), logprobs, reason)
 
     def has_requests(self) -> bool:
         return bool(self._waiting or self._running)
@@ -203,9 +204,9 @@ class Job:
 
 
 def describe_rollout(one: Rollout) -> tuple[Any, ...]:
-    """Its prompt, sample, tokens, versions, and how it ended."""
-    tokens = one.response_tokens.tolist()
-    return one.prompt.prompt_id, one.sample_index, tokens, one.versions.tolist(), one.finish_reason
+    """Its prompt, sample, tokens, versions, how it ended, and its log-probs."""
+    tokens, logprobs = one.response_tokens.tolist(), one.rollout_logprobs.tolist()
+    return one.prompt.prompt_id, one.sample_index, tokens, one.versions.tolist(), one.finish_reason, logprobs
 
 
 def disturb(job: Job, choice: random.Random, run: Callable[[Job], Any]) -> tuple[Job, int]:
@@ -221,8 +222,9 @@ def disturb(job: Job, choice: random.Random, run: Callable[[Job], Any]) -> tuple
     return job, killed
 
 
-def find_age(step: int, prompt_id: int, sample: int, tokens: list[int], versions: list[int], reason: str) -> float:
+def find_age(step: int, row: Sequence[Any]) -> float:
     """Steps from the weights that began a response to those that learn from it; it must be whole."""
+    prompt_id, sample, tokens, versions, reason, _ = row
     assert len(tokens) == length_of(prompt_id, sample)
     assert reason == ("length" if len(tokens) == SAMPLING.max_tokens else "stop")
     assert tokens == versions == sorted(versions)

@@ -15,7 +15,7 @@ nor the time of an interruption decides what a segment draws.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -129,8 +129,12 @@ class RolloutStream:
         goal = Goal(needed, wanted, left, holders)
         generates = round == 0 or not goal.is_reached(missing)
         awaited = needed if needed == wanted else len(left)
-        drains = self._schedule.updates == "drain" and not self.runs_ahead
-        phase = Phase(self._requests(sampling), self._open[:awaited], left, self._end, drains=drains)
+        drains = self._schedule.updates == "drain"
+        keys = self._held.keys()
+        if drains and self.runs_ahead:  # the others run beside training
+            positions = {*self._open[:awaited]}
+            keys = [key for key in keys if key // self._group_size in positions]
+        phase = Phase(self._requests(keys, sampling), self._open[:awaited], left, self._end, drains=drains)
         if generates:
             self._end.begin(goal)
             self._serve(phase, on_finished, int(missing[:awaited].sum()))
@@ -172,7 +176,7 @@ class RolloutStream:
         if self._group.rank() == 0:
             self._training.tell()
         drains = self._schedule.updates == "drain"
-        phase = Phase(self._requests(sampling), [], np.empty(0), self._training, drains=drains)
+        phase = Phase(self._requests(self._held, sampling), [], np.empty(0), self._training, drains=drains)
         self._serve(phase, on_finished, None)
 
     def _serve(self, phase: Phase, on_finished: Callable[[Rollout, int], None] | None, total: int | None) -> None:
@@ -180,9 +184,9 @@ class RolloutStream:
         listen = phase.guard(partial(self._listen, phase, on_finished))
         self._generator.serve(phase.requests, phase.take, listen, name=self._name, total=total)
 
-    def _requests(self, sampling: SamplingConfig) -> list[Request]:
-        """What continues the unfinished responses of this engine, in the order of the data."""
-        return [self._request(key, sampling) for key, held in sorted(self._held.items()) if not held.is_finished]
+    def _requests(self, keys: Iterable[int], sampling: SamplingConfig) -> list[Request]:
+        """What continues those of these responses that are unfinished, in the order of the data."""
+        return [self._request(key, sampling) for key in sorted(keys) if not self._held[key].is_finished]
 
     def _begin(self, positions: range, max_tokens: int) -> None:
         """Give the samples of new prompts to the engines that have least to do."""

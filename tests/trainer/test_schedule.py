@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from sabotage import Blow, kill, read_rollouts, train_under
 
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
+from megatron_rl.engines.protocol import Sampled
+from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.rollout.trace import read_trace
 from megatron_rl.types import UserError
 from rl_runs import overrides_for, read_records, train
 
@@ -148,6 +152,50 @@ def test_a_killed_rank_of_either_kind_loses_nothing(
     assert read_rollouts(tmp_path / "run") == read_rollouts(apart)
 
 
+def test_a_killed_run_that_drains_resumes_bit_by_bit(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """One step off, by the clock: no response is interrupted, so that nothing depends on when training ends."""
+    settings = [*APART, "schedule.updates=drain", "schedule.steps_per_update=null", "rollout.bitwise=false"]
+    whole, killed = (overrides_for(task, tmp_path / name, *settings) for name in "ab")
+    assert run_ranks(train, 2, whole, timeout=150) == [None] * 2
+    assert kill(2, killed, Blow("update", entry=5, rank=0))
+    assert run_ranks(train, 2, killed, timeout=150) == [None] * 2
+    records = read_records(tmp_path / "a")
+    assert records == read_records(tmp_path / "b")
+    assert read_rollouts(tmp_path / "a") == read_rollouts(tmp_path / "b")
+    a, b = (tmp_path / f"{name}/checkpoints/step_4/huggingface/model.safetensors" for name in "ab")
+    assert a.read_bytes() == b.read_bytes()
+    assert [record["schedule/staleness_max"] for record in records if record["step"]] == [0, 1, 1, 1]
+    rows = [row["versions"] for step in range(1, 5) for row in rows_of(tmp_path / "a", step)]
+    assert {len(set(versions)) for versions in rows} == {1}
+
+
+def train_slowly(rank: int, world_size: int, overrides: list[str]) -> str | None:
+    """One rank of the program whose engine takes its time."""
+    real_step = VllmEngine.step
+
+    def step(engine: VllmEngine) -> list[Sampled]:
+        time.sleep(0.01)
+        return real_step(engine)
+
+    VllmEngine.step = step
+    return train(rank, world_size, overrides)
+
+
+def test_a_run_by_the_clock_is_replayed_from_its_trace(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """Killed, resumed and with a slower engine, it is the same bit by bit."""
+    settings = [*APART, "schedule.steps_per_update=null", "rollout.bitwise=false"]
+    recorded = overrides_for(task, tmp_path / "a", *settings)
+    assert run_ranks(train, 2, recorded, timeout=150) == [None] * 2
+    replayed = overrides_for(task, tmp_path / "b", *settings, f"schedule.replay={tmp_path / 'a'}")
+    assert kill(2, replayed, Blow("rollout", entry=3))
+    assert run_ranks(train_slowly, 2, replayed, timeout=150) == [None] * 2
+    assert read_records(tmp_path / "a") == read_records(tmp_path / "b")
+    assert read_rollouts(tmp_path / "a") == read_rollouts(tmp_path / "b")
+    steps = read_trace(tmp_path / "a", 1)
+    assert read_trace(tmp_path / "b", 1) == steps
+    assert {phase for _, phase in steps[0]} == {"rollout", "beside training"} and len(steps[0]) == 8
+
+
 @pytest.mark.parametrize(
     "setting, message",
     [
@@ -169,6 +217,7 @@ def test_what_responses_that_have_begun_do_not_fit_is_refused(
         ((), "samples of older weights would be learned from as if the policy had made them"),
         ((CORRECTED, "schedule.max_staleness=-1"), "schedule.max_staleness = -1"),
         ((CORRECTED, "schedule.steps_per_update=0"), "schedule.steps_per_update = 0"),
+        ((CORRECTED, "schedule.steps_per_update=2", "schedule.replay=runs/a"), "schedule.replay .* without a clock"),
     ],
 )
 def test_what_older_samples_cannot_be_used_with_is_refused(
