@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.stream import RolloutStream, Taken
+from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout
 
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())
@@ -119,6 +121,7 @@ class Job:
     Attributes:
         first: rank with an engine; those before it train.
         rounds: of dynamic sampling; None: there is none.
+        trace: directory of the trace; None: none is written.
     """
 
     schedule: ScheduleConfig
@@ -127,6 +130,7 @@ class Job:
     version: int = 0
     first: int = 0
     rounds: int | None = None
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         rank, engines = dist.get_rank(), EngineRanks.consecutive(range(self.first, dist.get_world_size()), self.width)
@@ -157,7 +161,11 @@ class Job:
         end = open_phase_end(self.schedule.steps_per_update, engines.of, None)
         store = open_store("training", world())
         training = TrainingEnd(self.schedule.steps_per_update, store) if self.first else None
-        self.stream = RolloutStream(self.generator, self.prompts, config, end, dist.group.WORLD, training)
+        replay, number = self.schedule.replay, len(engines.of)
+        replayed = None if replay is None else read_trace(Path(replay), number)
+        speaks_for = self.generator.engine_index if self.generator.is_first else None
+        trace = ScheduleTrace(number, speaks_for, self.trace, replayed)
+        self.stream = RolloutStream(self.generator, self.prompts, config, end, dist.group.WORLD, training, trace)
         plan: Any = None  # of a reward model
         scorer: Any = StepScorer()
         rewards = RewardSources(plan, scorer, None, False)
@@ -216,7 +224,8 @@ def disturb(job: Job, choice: random.Random, run: Callable[[Job], Any]) -> tuple
         if choice.random() < 0.5:
             run(job)  # what it has generated is lost with it
         pause = random.Random(choice.random() + dist.get_rank())
-        job = replace(job, width=choice.choice([1, 2, engine_ranks]), pause=pause, version=job.weights.policy_version)
+        width = choice.choice([1, 2, engine_ranks] if job.trace is None else [1])  # a trace is that of its engines
+        job = replace(job, width=width, pause=pause, version=job.weights.policy_version)
         job.load(saved)
         killed += 1
     return job, killed

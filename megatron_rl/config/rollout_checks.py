@@ -39,7 +39,15 @@ def check_rollout(config: CheckedConfig) -> None:
 
 
 def check_schedule(config: CheckedConfig) -> None:
-    """What samples of older weights need."""
+    """What samples of older weights need, and when a schedule can be replayed."""
+    is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
+    config.require(
+        config.get("schedule.replay") is None or is_timed and config.get("schedule.max_staleness") > 0,
+        "schedule.replay",
+        "without a clock: the ends of phases follow from the settings",
+        expected="null",
+        hint="set schedule.max_staleness > 0, updates=in_flight and steps_per_update=null, as the run had",
+    )
     if config.get("schedule.max_staleness") == 0:
         return
     config.require(

@@ -36,3 +36,8 @@ class ScheduleConfig:
         "run reproducible bit by bit; null: as soon as the last of them has what the step needs.",
         "steps",
     )
+    replay: str | None = option(
+        None,
+        "Run directory of a run with these settings and no steps_per_update: every engine is interrupted, and takes "
+        "new weights, after as many decode steps as there (its schedule/engine_<i>.jsonl).",
+    )

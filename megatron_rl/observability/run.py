@@ -2,7 +2,7 @@
 """A run and its directory: what is written where, and what a step's record consists of.
 
 <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-           summary.json curves.png stopped.json wandb_id run.lock
+           summary.json curves.png stopped.json wandb_id run.lock schedule/
            attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
 """
 

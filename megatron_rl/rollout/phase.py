@@ -185,6 +185,7 @@ class Phase:
     Attributes:
         requests: see above.
         running: keys of the unfinished ones.
+        num_steps: decode steps before its end.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Phase:
         self.requests, self._left, self._end, self._drains = requests, left.copy(), end, drains
         self._places = {position: place for place, position in enumerate(awaited)}
         self.running = {request.key for request in requests}
-        self._has_begun = False
+        self.num_steps, self._has_begun = 0, False
         self._started, self._idle_seconds = time.monotonic(), 0.0
 
     def take(self, is_idle: bool) -> ControlMessage:
@@ -209,6 +210,7 @@ class Phase:
             return ControlMessage(requests=self.requests, stop=self._drains)
         if self._end.is_over(self._left):
             return ControlMessage(interrupts=sorted(self.running), stop=True)
+        self.num_steps += not is_idle
         if is_idle:
             time.sleep(_IDLE_SECONDS)
             self._idle_seconds += _IDLE_SECONDS

@@ -32,6 +32,7 @@ from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpac
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.generation import RolloutGenerator, count_occurrences
 from megatron_rl.rollout.phase import Phase, PhaseEnd, TrainingEnd
+from megatron_rl.rollout.trace import ScheduleTrace
 from megatron_rl.rollout.window import Goal, find_window
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -63,6 +64,7 @@ class RolloutStream:
         end: of a phase; asked on the first rank of each engine.
         group: all ranks.
         training: its end, where engines on ranks of their own generate beside it; None: they do not.
+        trace: of the ends of phases.
 
     Attributes:
         runs_ahead: whether they do.
@@ -76,11 +78,13 @@ class RolloutStream:
         end: PhaseEnd,
         group: dist.ProcessGroup,
         training: TrainingEnd | None = None,
+        trace: ScheduleTrace | None = None,
     ) -> None:
         self._generator, self._prompts, self._end, self._group = generator, prompts, end, group
-        self._training, self.runs_ahead = training, training is not None
+        self._training, self.runs_ahead, self._trace = training, training is not None, trace or ScheduleTrace()
         self._schedule, self._rollout, self._run_seed = config.schedule, config.rollout, config.trainer.seed
         self._batch_size, self._group_size = config.data.train_batch_size, config.rollout.n
+        self._step = 0  # that the last phase belongs to
         self._open: list[int] = []  # positions of prompts that have begun, and were not taken
         self._held: dict[int, Response] = {}  # of this engine, by position * group_size + sample
         self._finished: dict[int, Rollout] = {}  # of these, what was told to a listener
@@ -115,6 +119,7 @@ class RolloutStream:
         Raises:
             Exception: as `RolloutGenerator.serve`.
         """
+        self._step += round == 0
         wanted, ahead = count or self._batch_size, self._schedule.max_staleness * self._batch_size
         passed = ahead // 2 if self._schedule.order == "whole" else 0
         needed, new = find_window(self._open, self._prompts.position, wanted, ahead, passed)
@@ -134,10 +139,13 @@ class RolloutStream:
         if drains and self.runs_ahead:  # the others run beside training
             positions = {*self._open[:awaited]}
             keys = [key for key in keys if key // self._group_size in positions]
-        phase = Phase(self._requests(keys, sampling), self._open[:awaited], left, self._end, drains=drains)
+        name = f"rollout {round}" if round else "rollout"
+        end = self._trace.find_end(self._step, name) if generates else None
+        phase = Phase(self._requests(keys, sampling), self._open[:awaited], left, end or self._end, drains=drains)
         if generates:
             self._end.begin(goal)
             self._serve(phase, on_finished, int(missing[:awaited].sum()))
+            self._trace.write(self._step, name, phase.num_steps)
             missing = self._sum_over_engines(self._count_unfinished())
         chosen = goal.choose(missing)
         assert len(chosen) == wanted, f"{len(chosen)} of {wanted} prompts are whole"
@@ -176,8 +184,10 @@ class RolloutStream:
         if self._group.rank() == 0:
             self._training.tell()
         drains = self._schedule.updates == "drain"
-        phase = Phase(self._requests(self._held, sampling), [], np.empty(0), self._training, drains=drains)
+        end = self._trace.find_end(self._step, "beside training") or self._training
+        phase = Phase(self._requests(self._held, sampling), [], np.empty(0), end, drains=drains)
         self._serve(phase, on_finished, None)
+        self._trace.write(self._step, "beside training", phase.num_steps)
 
     def _serve(self, phase: Phase, on_finished: Callable[[Rollout, int], None] | None, total: int | None) -> None:
         """Generate from the beginning of a phase to its end; arguments as of `take` and `RolloutGenerator.serve`."""
@@ -273,13 +283,14 @@ class RolloutStream:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Which prompts have begun and were not taken; `rank_state` has what there is of them.
+        """Steps, and which prompts have begun and were not taken; `rank_state` has what there is of them.
 
         They are the last ones that have begun, but for `taken`, which is empty with `order: stream`.
         """
         begun = self._prompts.position
         span = range(min(self._open, default=begun), begun)
         return {
+            "step": self._step,
             "open": len(self._open),
             "taken": sorted({*span} - {*self._open}),
             "group_size": self._group_size,
@@ -308,7 +319,7 @@ class RolloutStream:
                 expected="stream",
                 hint="keep it, or start a new run from the checkpoint's weights",
             )
-        begun = self._prompts.position
+        begun, self._step = self._prompts.position, state.get("step", 0)
         self._open = sorted({*range(begun - state["open"] - len(taken), begun)} - {*taken})
 
     def rank_state(self) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
@@ -13,7 +14,7 @@ from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.pack import Packer
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, open_store, world
+from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles.build import group_timeout
 from megatron_rl.roles.engine import build_rollout
@@ -21,16 +22,17 @@ from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
+from megatron_rl.rollout.opening import open_stream
 from megatron_rl.rollout.stream import RolloutStream
 
 
 @dataclass(frozen=True)
 class RunSinks:
-    """What counts the seconds and the responses of a run; by default nobody looks at them."""
+    """What counts the seconds and responses of a run, and where its schedule is traced; by default nobody looks."""
 
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     progress: RolloutProgress = field(default_factory=RolloutProgress)
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,14 @@ def build_rollout_members(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, decode), score, inputs.spec.needs_greedy_baseline
     )
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress)
-    end = open_phase_end(config.schedule.steps_per_update, generator.engines.of, group_timeout(config))
-    runs_ahead = hybrid.is_apart and config.schedule.max_staleness > 0
-    training = TrainingEnd(config.schedule.steps_per_update, open_store("training", world())) if runs_ahead else None
-    stream = RolloutStream(generator, prompts, config, end, world(), training)
+    stream = open_stream(
+        generator,
+        prompts,
+        config,
+        is_apart=hybrid.is_apart,
+        timeout=group_timeout(config),
+        trace=run.trace,
+    )
     collector = Collector(
         generator=generator,
         rewards=rewards,

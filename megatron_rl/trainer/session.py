@@ -56,7 +56,8 @@ class Session:
         timers.attach(
             partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
         )
-        sinks = RunSinks(timers, self.run.follow_rollouts(open_store("rollouts", world())))
+        progress = self.run.follow_rollouts(open_store("rollouts", world()))
+        sinks = RunSinks(timers, progress, self.run.dir / "schedule")
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
         self.kl, self.trained = build_kl_controller(config.algorithm), made.trained

@@ -7,6 +7,8 @@ The engines are scripted (scripted_job.py). Real engines are in tests/trainer/te
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,9 @@ from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import derive_seed
 from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpack_responses
 from megatron_rl.rollout.stream import Taken
+from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.rollout.window import find_window
-from megatron_rl.types import Rollout
+from megatron_rl.types import Rollout, UserError
 
 
 def describe(job: Job, taken: Taken) -> list[tuple[Any, ...]]:
@@ -44,11 +47,18 @@ def describe(job: Job, taken: Taken) -> list[tuple[Any, ...]]:
 
 
 def run_job(
-    rank: int, world_size: int, schedule: ScheduleConfig, steps: int, seed: int, kills: bool, first: int = 0
+    rank: int,
+    world_size: int,
+    schedule: ScheduleConfig,
+    steps: int,
+    seed: int,
+    kills: bool,
+    first: int = 0,
+    trace: Path | None = None,
 ) -> Any:
     """Steps of a job that is killed at random, within a phase or between two, and resumed on other engines."""
     choice = random.Random(seed)  # the same on every rank
-    job = Job(schedule, 1, random.Random(seed + rank), first=first)
+    job = Job(schedule, 1, random.Random(seed + rank), first=first, trace=trace)
     found, killed, told = [], 0, []
     for step in range(steps):
         job, kills_now = disturb(job, choice, Job.take) if kills else (job, 0)
@@ -60,11 +70,18 @@ def run_job(
 
 
 def run_dynamic(
-    rank: int, world_size: int, schedule: ScheduleConfig, rounds: int, steps: int, seed: int, first: int = 0
+    rank: int,
+    world_size: int,
+    schedule: ScheduleConfig,
+    rounds: int,
+    steps: int,
+    seed: int,
+    first: int = 0,
+    trace: Path | None = None,
 ) -> Any:
     """As `run_job`, with groups that teach nothing dropped."""
     choice = random.Random(seed)
-    job = Job(schedule, 1, random.Random(seed + rank), first=first, rounds=rounds)
+    job = Job(schedule, 1, random.Random(seed + rank), first=first, rounds=rounds, trace=trace)
     found, killed = [], 0
     for step in range(steps):
         job, kills = disturb(job, choice, lambda job, step=step: job.collect(step + 1))
@@ -147,6 +164,45 @@ def test_drained_engines_beside_training_are_reproducible() -> None:
     for result in results:
         check(result, 1, exact=True)
     assert rows_of_steps(results[0]) == rows_of_steps(results[1]) == rows_of_steps(results[2])
+
+
+@pytest.mark.parametrize("order, first", [("stream", 0), ("stream", 1), ("whole", 0), ("whole", 1)])
+def test_a_trace_repeats_what_the_clock_decided(order: Any, first: int, tmp_path: Path) -> None:
+    """A run that is killed now and then, another one with other pauses, and the first one again by its trace."""
+    timed = ScheduleConfig(max_staleness=2, order=order)
+    recorded = run_ranks(run_job, 3, timed, 12, 1, True, first, tmp_path / "recorded/schedule")
+    other = run_ranks(run_job, 3, timed, 12, 2, False, first)
+    schedule = replace(timed, replay=str(tmp_path / "recorded"))
+    replayed = run_ranks(run_job, 3, schedule, 12, 2, False, first, tmp_path / "replayed/schedule")
+    assert recorded[0][1] > 2
+    assert rows_of_steps(replayed) == rows_of_steps(recorded) != rows_of_steps(other)
+    assert read_trace(tmp_path / "replayed", 3 - first) == read_trace(tmp_path / "recorded", 3 - first)
+
+
+def test_a_trace_repeats_dynamic_sampling(tmp_path: Path) -> None:
+    timed = ScheduleConfig(max_staleness=1)
+    recorded = run_ranks(run_dynamic, 3, timed, 9, 12, 1, 1, tmp_path / "recorded/schedule")
+    schedule = replace(timed, replay=str(tmp_path / "recorded"))
+    replayed = run_ranks(run_dynamic, 3, schedule, 9, 12, 2, 1, tmp_path / "replayed/schedule")
+    assert recorded[0][1] > 2
+    rows = [[[rows for _, rows in found] for found, _ in results] for results in (recorded, replayed)]
+    assert rows[0] == rows[1]
+    (steps, *_) = read_trace(tmp_path / "recorded", 2)
+    assert {"rollout", "rollout 1", "beside training"} <= {phase for _, phase in steps}
+
+
+def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    ScheduleTrace(1, 0, tmp_path / "schedule").write(1, "rollout", 7)
+    (found,) = read_trace(tmp_path, 1)
+    trace = ScheduleTrace(1, 0, None, [found])
+    end = trace.find_end(1, "rollout")
+    assert end is not None and [end.is_over(np.zeros(1)) for _ in range(8)] == [False] * 7 + [True]
+    with pytest.raises(UserError, match=r"engine 0 does not have step 1 \(beside training\)"):
+        trace.find_end(1, "beside training")
+    with pytest.raises(UserError, match="it had 1 engines, this one has 2"):
+        read_trace(tmp_path, 2)
+    with pytest.raises(UserError, match=r"elsewhere/schedule/engine_0.jsonl does not read: FileNotFoundError"):
+        read_trace(tmp_path / "elsewhere", 1)
 
 
 def fail_in_a_listener(rank: int, world_size: int, every: int | None) -> str:

@@ -152,6 +152,9 @@ def test_a_killed_rank_of_either_kind_loses_nothing(
     assert read_rollouts(tmp_path / "run") == read_rollouts(apart)
 
 
+APART = [*SETTINGS, "placement.actor=0", "placement.reference=0", "placement.rollout=1", "trainer.test_freq=0"]
+
+
 def test_a_killed_run_that_drains_resumes_bit_by_bit(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """One step off, by the clock: no response is interrupted, so that nothing depends on when training ends."""
     settings = [*APART, "schedule.updates=drain", "schedule.steps_per_update=null", "rollout.bitwise=false"]
