@@ -67,8 +67,14 @@ MODES = (
     Mode("entropy", "entropy", "of the policy's next-token distribution in that optimizer step, in nats", "sequential"),
     Mode("value", "value", "what the critic expected here", "diverging"),
     Mode("surprise", "surprise", "minus the log-prob that the engine reported", "sequential", transform="negative"),
+    Mode(
+        "age",
+        "older weights",
+        "optimizer steps between the weights that sampled the token and policy_version, which sampled the last one",
+        "sequential",
+    ),
 )
-# Mode -> key of the row; the gap is the difference of two.
+# Mode -> key of the row; the gap is the difference of two, and so is the age.
 _FIELDS = {
     "advantage": "advantages",
     "ratio": "ratio",
@@ -243,6 +249,9 @@ def _find_values(key: str, row: Mapping[str, Any], length: int | None, where: st
     if key == "gap":
         trainer, engine = (_read_numbers(row, name, length, where) for name in ("old_logprobs", "rollout_logprobs"))
         return None if trainer is None or engine is None else trainer - engine
+    if key == "age":
+        versions = _read_numbers(row, "versions", length, where)
+        return None if versions is None else versions.max(initial=0) - versions
     return _read_numbers(row, _FIELDS[key], length, where)
 
 

@@ -46,6 +46,7 @@ def make_row(prompt_id: int | str, sample: int, texts: list[str] = TEXTS, **fiel
         "reward_components": {"math": sample / 4, "format": 1.0},
         "finish_reason": "length" if sample % 4 == 3 else "stop",
         "policy_version": 7,
+        "versions": [5] * (n // 3) + [7] * (n - n // 3),
         "tokens": list(range(100, 100 + n)),
         "token_texts": texts,
         "rollout_logprobs": engine,
@@ -94,6 +95,7 @@ def test_page_holds_every_rollout_in_order(
         and details["components"] == {"math": 0.5, "format": 1.0}
     )
     assert details["gap"] == [-0.001, 0.0, 0.001] * 3 and details["surprise"][2] == -0.2
+    assert details["age"] == [2.0] * 3 + [0.0] * 6
     modes = {mode["key"]: mode for mode in data["index"]["modes"]}
     assert all(mode["num_rollouts"] == 120 for mode in modes.values())
     assert modes["advantage"]["scale"] == 0.75 and modes["gap"]["scale"] == pytest.approx(0.001)
