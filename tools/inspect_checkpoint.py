@@ -72,6 +72,8 @@ def _format_manifest(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_model(model: dict[str, Any]) -> str:
+    if "base" in model:
+        return f"adapters of rank {model['rank']} on {_format_model(model['base'])}"
     experts = f", {model['num_experts']} experts" if model["num_experts"] else ""
     return (
         f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}{experts}, "

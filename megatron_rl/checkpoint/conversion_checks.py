@@ -81,6 +81,14 @@ def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], sour
 
 def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> None:
     """Compare a checkpoint with the model that its config describes; padded rows of the vocabulary may be there."""
+    if any(key.endswith(".lora_A.weight") for key in reader.tensors):
+        raise UserError(
+            "the checkpoint holds adapters, and not the model that they belong to",
+            source=str(weights),
+            expected="the weights of a whole model",
+            hint="the checkpoint's directory huggingface/ is in PEFT's format: start from it by actor.lora.path, or "
+            "make one model of both with PEFT's merge_and_unload()",
+        )
     wrong = []
     for key, shape in {place.key: place.shape for places in table.values() for place in places}.items():
         found = reader.tensors.get(key, ((), None))[0]

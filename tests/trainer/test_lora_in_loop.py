@@ -18,7 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems
+from megatron_rl.checkpoint.distributed import check_weights
+from megatron_rl.checkpoint.inspection import describe_checkpoint
+from megatron_rl.types import UserError
+from megatron_rl.weights.model_config import load_model_shape
 from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train
+from tools.inspect_checkpoint import format_description
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=32"]
 SETTINGS = [*LORA, "trainer.save_freq=1", "trainer.total_steps=3", "trainer.log_rollouts=-1", "hybrid.verify=full"]
@@ -48,6 +53,11 @@ def test_nothing_but_adapters_is_trained_and_saved(task: Path, whole: Path) -> N
     assert steps[-1]["kl/mean"] > 1e-4
     checkpoint = whole / "checkpoints/step_3"
     assert find_problems(checkpoint, reads_all=True) == []
+    assert "adapters of rank 4 on qwen2" in format_description(
+        describe_checkpoint(checkpoint), tensors=False, recipe=False
+    )
+    with pytest.raises(UserError, match="holds adapters"):
+        check_weights(checkpoint / "actor", load_model_shape(task / "model"))
     keys = json.loads((checkpoint / "manifest.json").read_text())["roles"]["actor"]["model"]
     assert (keys["rank"], keys["scale"], len(keys["kinds"])) == (4, 8.0, 7)
     assert sum(f.stat().st_size for f in (checkpoint / "actor").glob("*.distcp")) < 400_000

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from role_setups import take_step
+from role_setups import make_setup, take_step
 from tiny_adapters import adapted, save_adapted
 
 from actor_runs import (
@@ -28,6 +28,13 @@ from actor_runs import (
     train_with_transformers,
 )
 from distributed import run_ranks
+from megatron_rl.checkpoint.peft import check_adapters
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.roles.reference import BaseOfActor, Reference
+from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import make_adapter_shape
+from megatron_rl.weights.model_config import load_model_shape
 
 SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
 LAYOUTS = {
@@ -117,3 +124,62 @@ def test_every_layout_trains_adapters_as_peft_does(layout: str, trained_by_peft:
     assert theirs.keys() == found.weights.keys()
     gaps = {name: (found.weights[name] - x).abs().max().item() for name, x in theirs.items()}
     assert max(gaps.values()) <= 5e-5, {k: v for k, v in gaps.items() if v > 5e-5}
+
+
+def score_on_rank(rank: int, world_size: int, case: Case, path: Path) -> list[torch.Tensor]:
+    """Log-probs [t] without adapters, with those of zeros, and with others that are switched off."""
+    plain = build_actor(replace(case, actor={k: v for k, v in case.actor.items() if k != "lora"}), path)
+    zeros = build_actor(replace(case, actor=case.actor | dict(lora=LoraConfig(rank=4))), path)
+    others = build_actor(case, path)
+    batch = build_batch(plain.model, case)
+    assert not torch.equal(others.compute_logprobs(batch), plain.compute_logprobs(batch))
+    return [
+        plain.compute_logprobs(batch),
+        zeros.compute_logprobs(batch),
+        BaseOfActor(others).compute_logprobs(batch),
+        Reference(make_setup("reference", path, ActorConfig(), others.model.groups)).compute_logprobs(batch),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2-sp-full", "pp2-selective"])
+def test_adapters_of_zeros_and_none_are_the_model(layout: str, trained_by_peft: tuple[Path, Measured]) -> None:
+    """To the last bit: before the first update, and as a reference."""
+    directory, _ = trained_by_peft
+    case = with_lora(LAYOUTS[layout], directory)
+    for found in run_ranks(score_on_rank, case.world_size, case, directory / "model", timeout=100):
+        plain, *same = found
+        assert all(torch.equal(plain, logprobs) for logprobs in same[: 2 if case.world_size > 1 else 3])
+
+
+def test_some_matrices_and_other_settings(tmp_path: Path) -> None:
+    """A subset of a fused matrix, rsLoRA, in a layout that cuts both; PEFT agrees."""
+    names = ["q_proj", "v_proj", "up_proj"]
+    model = save_adapted(tmp_path, "qwen3", dict(target_modules=names, use_rslora=True))
+    expected = train_with_transformers(model)
+    options = dict(target_modules=names, rslora=True)
+    found = train(with_lora(LAYOUTS["tp2-pp2-sp-full"], tmp_path, **options), tmp_path / "model")
+    gap = max((a - b).abs().max().item() for a, b in zip(found.after, expected.after, strict=True))
+    assert gap <= TOLERANCE
+    assert len(found.weights) == 2 * 3 * 4  # A and B of three matrices in four layers
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(rank=8), "rank 4 and scale 2, the run has 8"),
+        (dict(alpha=4.0), "rank 4 and scale 2, the run has 4 and 1"),
+        (dict(target_modules=["q_proj"]), "is in no adapter of the run"),
+        (dict(path="nowhere"), "has no adapter_config.json"),
+        (dict(target_modules=["w1"]), "'w1' is no matrix that can have an adapter"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    options: dict[str, Any], expected: str, trained_by_peft: tuple[Path, Measured]
+) -> None:
+    directory, _ = trained_by_peft
+    config = adapted(directory, **options)
+    with pytest.raises(UserError) as caught:
+        shape = make_adapter_shape(load_model_shape(directory / "model"), config, "actor")
+        assert shape is not None and config.path is not None
+        check_adapters(config.path, shape, "actor.lora.path")
+    assert expected in caught.value.found
