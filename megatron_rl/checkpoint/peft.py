@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in PEFT's format in and out: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT's names are those of the logical tensors behind `base_model.model.`. Each rank reads the boxes that it holds.
+PEFT calls a logical tensor by its name behind `base_model.model.`. Each rank reads the boxes that it holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFIX = "base_model.model."
 
 
 def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> None:
-    """Compare adapters on disk with those of a run; reads headers only.
+    """Compare adapters on disk with what a run trains; reads headers only.
 
     Args:
         directory: as PEFT saves them.

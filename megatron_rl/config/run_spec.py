@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainedConfig
 
 
@@ -43,6 +44,13 @@ class RoleSpec:
         """The layout of a role that is trained, which says how."""
         assert self.trainable and isinstance(self.layout, TrainedConfig)
         return self.layout
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters on its model; None: there are none. The reference has the actor's layout, but no adapters."""
+        if self.name != self.section or not isinstance(self.layout, TrainedConfig):
+            return None
+        return self.layout.lora if self.layout.lora.rank else None
 
     @property
     def title(self) -> str:

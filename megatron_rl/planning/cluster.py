@@ -141,9 +141,7 @@ class Job:
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
         """That are trained in the place of a role's model; None where the model is, or nothing."""
-        if not role.trainable:
-            return None
-        return make_adapter_shape(self.shapes[role.name], role.training.lora, role.section)
+        return make_adapter_shape(self.shape_of(role), role.lora, role.section)
 
     def shape_of(self, role: RoleSpec) -> ModelShape:
         """A role's model; the reference has the policy's."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are computed where a piece of them is asked for: W + s B A with its adapters, or s B.
 
-The sum is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: whoever
-reads an element on this rank reads the same bits, and no more than the blocks of a piece exist at once. W is never
-changed.
+The sum is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: an
+element has the same bits in every piece, and no more than the blocks of a piece exist at once. W is never changed.
 """
 
 from __future__ import annotations
@@ -17,18 +16,9 @@ _BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
-class MergedParam:
-    """`merged[rows, columns]` is a piece of W + s B A.
-
-    Attributes:
-        weight: W [n, m].
-        scale: s.
-        parts: of the adapters: the rows [start, stop) of W that they change, A [r, m] and B [stop - start, r].
-    """
-
+class _Computed:
     weight: torch.Tensor
     scale: float
-    parts: Sequence[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,6 +29,19 @@ class MergedParam:
     def device(self) -> torch.device:
         """Of the weight."""
         return self.weight.device
+
+
+@dataclass(frozen=True)
+class MergedParam(_Computed):
+    """`merged[rows, columns]` is a piece of W + s B A.
+
+    Attributes:
+        weight: W [n, m].
+        scale: s.
+        parts: of the adapters: the rows [start, stop) of W that they change, A [r, m] and B [stop - start, r].
+    """
+
+    parts: Sequence[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
 
     @torch.no_grad()
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
@@ -55,21 +58,8 @@ class MergedParam:
 
 
 @dataclass(frozen=True)
-class ScaledParam:
+class ScaledParam(_Computed):
     """`scaled[rows, columns]` is a piece of s W, computed in float32 and rounded once."""
-
-    weight: torch.Tensor
-    scale: float
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight, and of what is read."""
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the weight."""
-        return self.weight.device
 
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
         return (self.scale * self.weight[place].float()).to(self.dtype)

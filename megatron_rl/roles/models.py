@@ -120,13 +120,13 @@ def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> No
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
     """Compare the headers of the weights with the shape; a dry run on a machine without torch leaves it out."""
-    adapters = make_adapter_shape(shape, spec.training.lora, spec.section) if spec.trainable else None
+    adapters = make_adapter_shape(shape, spec.lora, spec.section)
     if HAS_TORCH:
         from megatron_rl.checkpoint import distributed, peft
 
         distributed.check_weights(spec.path, shape, spec.may_lack)
-        if adapters is not None and spec.training.lora.path is not None:
-            peft.check_adapters(spec.training.lora.path, adapters, f"{spec.section}.lora.path")
+        if adapters is not None and spec.lora is not None and spec.lora.path is not None:
+            peft.check_adapters(spec.lora.path, adapters, f"{spec.section}.lora.path")
 
 
 def _check_positions(config: RunConfig, shape: ModelShape) -> None:

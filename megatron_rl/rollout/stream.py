@@ -195,7 +195,7 @@ class RolloutStream:
         self._generator.serve(phase.requests, phase.take, listen, name=self._name, total=total)
 
     def _requests(self, keys: Iterable[int], sampling: SamplingConfig) -> list[Request]:
-        """What continues those of these responses that are unfinished, in the order of the data."""
+        """What continues the unfinished ones of these responses, in the order of the data."""
         return [self._request(key, sampling) for key in sorted(keys) if not self._held[key].is_finished]
 
     def _begin(self, positions: range, max_tokens: int) -> None:

@@ -135,12 +135,12 @@ def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
         padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
     )
     load_weights(Path(spec.path), model.shape, placements, params, may_lack=spec.may_lack)
-    if model.adapters is not None:
+    if model.adapters is not None and spec.lora is not None:
         freeze_model(model.stages)
         adapters = Adapters.of(model, model.adapters)
         sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
         check_placements(adapters.placements(model.rank), sizes, where=f"adapters of megatron {model.groups.at}")
-        adapters.fill(model.rank, spec.training.lora.path, seed)
+        adapters.fill(model.rank, spec.lora.path, seed)
 
 
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:

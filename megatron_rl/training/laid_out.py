@@ -35,7 +35,7 @@ class LaidOutModel:
         shape: the architecture.
         layout: on the ranks of the role.
         params: parameters of this rank by name, without adapters; none outside of the role.
-        adapters: that are trained in the place of the model; None: the model itself is.
+        adapters: on the model, and trained in its place; None: there are none.
         dp_rank: of this rank; None outside of the role.
         buckets: the shapes that its training step takes; None: any.
         batch_invariant: the bits of a token do not depend on what is computed beside it.
@@ -45,7 +45,7 @@ class LaidOutModel:
         self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
         self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.layout.sequence_parallel
         self.params: dict[str, torch.Tensor] = {}
-        self.adapters = make_adapter_shape(shape, spec.training.lora, spec.section) if spec.trainable else None
+        self.adapters = make_adapter_shape(shape, spec.lora, spec.section)
         self.buckets: Buckets | None = None
         if spec.trainable and spec.training.step_mode != "eager":
             config = spec.training

@@ -88,18 +88,18 @@ def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     return AdapterShape(**{**saved, "base": ModelShape(**saved["base"]), "kinds": tuple(saved["kinds"])})
 
 
-def make_adapter_shape(shape: ModelShape, config: LoraConfig, section: str) -> AdapterShape | None:
+def make_adapter_shape(shape: ModelShape, config: LoraConfig | None, section: str) -> AdapterShape | None:
     """The adapters of a model; None where there are none.
 
     Args:
         shape: the model.
-        config: `<section>.lora`.
+        config: `<section>.lora`; None: there are none.
         section: of the config, for errors.
 
     Raises:
         UserError: a matrix that the model does not have, or that of an expert.
     """
-    if not config.rank:
+    if config is None or not config.rank:
         return None
     present = {*shape.layer_kinds().values()}
     known = [name for name, kind in MATRICES.items() if kind in present]
@@ -120,7 +120,7 @@ def make_adapter_shape(shape: ModelShape, config: LoraConfig, section: str) -> A
 
 
 def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """The table of a rank's adapters, in the parameters beside those of its model.
+    """The table of a rank's adapters, which lie beside the parameters of its model.
 
     Args:
         shape: the adapters.

@@ -129,6 +129,23 @@ def test_a_model_in_hf_format(task: Path, trained: Path, tmp_path: Path) -> None
     assert {name: report["metrics"][name] for name in before} == before and report["step"] == 0
 
 
+def test_adapters(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """The numbers of the run that trained them, and without them those before it; alone they are no model."""
+    lora = ["actor.lora.rank=4", "actor.lora.alpha=64"]
+    overrides = overrides_for(task, tmp_path / "run", *lora, *SAMPLES, "actor.lr=1e-2")
+    assert run_ranks(train, 1, overrides, timeout=150) == [None]
+    before, after = (validation_of(read_records(tmp_path / "run")[index]) for index in (0, -1))
+    assert before != after
+    trained = f"actor.lora.path={tmp_path}/run/checkpoints/latest/huggingface"
+    for settings, expected in (([*lora, trained], after), ([], before)):
+        report = tmp_path / "report.json"
+        arguments = settings_for(task, task / "model", *settings, *SAMPLES, *layout_overrides(2, 1, 1))
+        assert run_tool(2, *arguments, "--json", report) == [0, 0]
+        metrics = json.loads(report.read_text())["metrics"]
+        assert {name: metrics[name] for name in expected} == expected
+    assert run_tool(1, *settings_for(task, tmp_path / "run", *lora)) != [0]
+
+
 def test_val_only(task: Path, trained: Path, tmp_path: Path) -> None:
     """A new run validates its model, a finished one its last checkpoint; nothing is trained and nothing is saved."""
     only = [*SAMPLES, "trainer.val_only=true", "trainer.test_freq=0"]
