@@ -179,4 +179,4 @@ def find_host(world_size: int, ranks_per_node: int) -> Cluster:
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
     found = describe_cluster(world_size, psutil.virtual_memory().total / per_node / GIB, per_node)
     speeds = {"flops": 1e11, "memory_bandwidth": 2e10, "within_node": 5e9, "across_nodes": 1e9}
-    return replace(found, has_fused_norms=False, **speeds)
+    return replace(found, has_fused_attention=False, **speeds)

@@ -52,7 +52,7 @@ def build_plain_model(shape: ModelShape, tp_size: int) -> tuple[torch.nn.Module,
     )
     if shape.num_experts:  # the local spec gives this norm a dense model's name; Transformer Engine's spec does not
         spec.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    config.perform_initialization = True
+    config.perform_initialization, config.use_te_activation_func = True, False  # its layer spec has no activation
     model = GPTModel(
         config,
         spec,

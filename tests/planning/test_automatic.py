@@ -106,7 +106,7 @@ def test_how_it_is_written() -> None:
 def test_hosts_share_their_memory_among_their_ranks() -> None:
     half, whole = find_host(2, 2), find_host(1, 1)
     assert half.nodes == 1 and half.memory_bytes == pytest.approx(whole.memory_bytes / 2, abs=1)
-    assert find_host(4, 2).nodes == 2 and not half.has_fused_norms
+    assert find_host(4, 2).nodes == 2 and not half.has_fused_attention
 
 
 def test_ranks_that_choose_for_themselves_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:

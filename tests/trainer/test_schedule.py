@@ -136,7 +136,7 @@ def test_engines_of_their_own_generate_beside_training(apart: Path) -> None:
     assert max(record["schedule/staleness_max"] for record in steps) == 1
     assert all(record["sampling/informative_groups"] == 8 for record in steps)
     assert sum(record["sampling/generated_groups"] for record in steps) > 32
-    assert all(record["reward/uninformative_groups"] == 0 and record["schedule/engine_busy"] > 0 for record in steps)
+    assert all(record["reward/uninformative_groups"] == 0 for record in steps)
 
 
 @pytest.mark.parametrize(
