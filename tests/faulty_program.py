@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 import megatron_rl  # noqa: E402
 from launch import pretrain_grpo, pretrain_sft  # noqa: E402
-from megatron_rl.config.command_line import run_command  # noqa: E402
+from megatron_rl.config.command_line import leave, run_command  # noqa: E402
 from megatron_rl.engines.transformers import HuggingFaceEngine  # noqa: E402
 from megatron_rl.resharding.executor import Resharder  # noqa: E402
 from megatron_rl.rewards.scorer import Scorer  # noqa: E402
@@ -129,4 +129,4 @@ def main(fault: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    leave(main(sys.argv[1], sys.argv[2:]))

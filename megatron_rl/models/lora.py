@@ -79,9 +79,9 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         super().__init__(*arguments, **options)
         self._adapter = adapter
         self._rows = [stop - start for start, stop in adapter.parts]
-        is_whole = self.config.sequence_parallel
-        self.lora_A = _make(self.weight, len(adapter.parts) * adapter.rank, self.weight.shape[1], partial=is_whole)
-        self.lora_B = _make(self.weight, sum(self._rows), adapter.rank, split_dim=0)
+        is_partial, rank = self.config.sequence_parallel, adapter.rank
+        self.lora_A = _make(self.weight, len(adapter.parts) * rank, self.weight.shape[1], partial=is_partial)
+        self.lora_B = _make(self.weight, sum(self._rows), rank, split_dim=0)
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """[t, 1, h], or [t/tp, 1, h] under TP-SP -> [t, 1, rows]."""
