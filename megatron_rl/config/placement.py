@@ -43,7 +43,7 @@ class AutoLayoutConfig:
     lengths: str | None = option(
         None,
         "mode auto: lengths of responses as in tools/plan.py --lengths (a file, a run, lognormal:MEDIAN,SIGMA), for "
-        "which the planner also chooses schedule and placement; null: those of the config.",
+        "which the planner also chooses schedule and placement; null: it leaves both as they are.",
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SwiGLU and its relative with GELU (arXiv 2002.05202) as one step of autograd, which keeps nothing but its input.
 
-Written out as activation(gate) * up, autograd would keep the activated gate as well. Bits are those of that formula.
+Written out as activation(gate) * up, autograd would keep the activated gate as well. The bits are the same.
 """
 
 from __future__ import annotations

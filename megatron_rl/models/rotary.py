@@ -29,7 +29,7 @@ def compute_rotary_table(
         scaling: of the frequencies; None for none.
 
     Returns:
-        cosine and sine, [t, 1, d] each: those of an angle for both numbers of its pair, the first sine negative.
+        cosine and sine, [t, 1, d] each; both numbers of a pair get their angle's, the first sine negative.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
     frequencies = 1.0 / theta**exponents

@@ -252,7 +252,7 @@ def _have_same_prompt(first: Branch, second: Branch) -> bool:
 
 
 class _Rows:
-    """Segments one behind the other, and those of the current microbatch."""
+    """Segments one behind the other, and the current microbatch's."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -172,7 +172,7 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
 def find_host(world_size: int, ranks_per_node: int) -> Cluster:
     """The hosts that this process runs on without GPUs; the ranks of one have equal parts of its memory.
 
-    Speeds are those of a core or two, roughly: they only rank layouts.
+    Speeds are roughly what a core or two have: they only rank layouts.
     """
     import psutil
 

@@ -28,7 +28,7 @@ class SwitchPlan:
 def build_shards(
     shape: ModelShape, layout: ParallelLayout, rollout_tp: int, engine_ranks: range | None = None
 ) -> tuple[list[Shard], list[Shard]]:
-    """Both sides of the move, as training and the engines lay them out; `engine_ranks`: default those of `layout`."""
+    """Both sides of the move, as training and the engines lay them out; `engine_ranks`: default: all of `layout`."""
     engines = layout.ranks if engine_ranks is None else engine_ranks
 
     def place(rank: int) -> int:
