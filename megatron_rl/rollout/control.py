@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import Request
-from megatron_rl.parallel.collectives import align_group_names, make_group
+from megatron_rl.parallel.collectives import align_group_names, broadcast_tensors, make_group
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.parallel.pairs import open_pair
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Channel:
         payload = torch.empty(0, dtype=torch.uint8)
         if message is not None and not message.is_empty():
             payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        size = torch.tensor([len(payload)])
-        dist.broadcast(size, group=self._group, group_src=0)
+        size, source = torch.tensor([len(payload)]), dist.get_global_rank(self._group, 0)
+        broadcast_tensors([size], source, self._group)
         if not size:
             return ControlMessage()
         if message is None:
             payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(payload, group=self._group, group_src=0)
+        broadcast_tensors([payload], source, self._group)
         return message or pickle.loads(payload.numpy().tobytes())
 
 
@@ -76,4 +77,7 @@ def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = No
         return Channel()
     align_group_names()
     index, _ = engines.find(rank)
-    return Channel() if index < 0 else Channel(make_group(engines.of[index], timeout))
+    group = None if index < 0 else make_group(engines.of[index], timeout)
+    if group is not None:
+        open_pair(group, timeout)
+    return Channel(group)
