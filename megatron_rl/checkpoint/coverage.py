@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
+from megatron_rl.checkpoint.pieces import MAIN_PARAM, STATE_PREFIX, list_moments
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
@@ -72,8 +72,8 @@ def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tup
     shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:
-        states = [*(MOMENTS if role["optimizer_steps"] else ()), *([] if role["dtype"] == "float32" else [MAIN_PARAM])]
-        tensors |= {
-            f"{STATE_PREFIX}{state}.{name}": size for state in states for name, size in shape.logical_tensors().items()
-        }
+        kind, main = role.get("optimizer", "adam"), () if role["dtype"] == "float32" else (MAIN_PARAM,)
+        for name, size in shape.logical_tensors().items():
+            moments = list_moments(kind, name, size) if role["optimizer_steps"] else ()
+            tensors |= {f"{STATE_PREFIX}{state}.{name}": size for state in (*moments, *main)}
     return tensors

@@ -89,6 +89,7 @@ def describe_role(role: SavedRole) -> dict[str, Any]:
         "model": dataclasses.asdict(role.model.shape),
         "dtype": dtype_name(next(iter(role.model.params.values())).dtype),
         "layout": dataclasses.asdict(role.model.groups.layout),
+        "optimizer": role.optimizer.kind,
         "optimizer_steps": role.optimizer.steps,
         "schedule": role.optimizer.scheduler.state_dict(),
     }

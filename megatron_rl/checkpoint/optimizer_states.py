@@ -65,6 +65,8 @@ def count_steps(role: SavedRole) -> int:
     """Steps that this rank's optimizer says it has taken; `role.optimizer.steps` where it has no parameters."""
     found = set()
     for shard in list_state_shards(role):
+        if role.optimizer.moments(shard.main) != MOMENTS:
+            continue
         state = shard.optimizer.state.get(shard.main, {})
         group = next(g for g in shard.optimizer.param_groups if any(p is shard.main for p in g["params"]))
         found.add(int(state.get("step", group.get("step", 0)) if state else 0))
@@ -75,18 +77,19 @@ def count_steps(role: SavedRole) -> int:
 def create_states(role: SavedRole, steps: int) -> None:
     """Give the optimizer the states that it has after `steps` steps, to be filled; none for 0 steps.
 
-    torch's Adam counts steps in every state, those of apex and Transformer Engine in the group.
+    torch's Adam counts steps in every state, those of apex and Transformer Engine in the group, and Muon not at all.
     """
     for shard in list_state_shards(role):
         optimizer, main = shard.optimizer, shard.main
+        names = role.optimizer.moments(main)
         optimizer.state.pop(main, None)
         counts_in_state = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
         if not counts_in_state:
             for group in optimizer.param_groups:
                 group["step"] = steps
         if steps:
-            optimizer.state[main] = {name: torch.zeros_like(main, dtype=torch.float32) for name in MOMENTS}
-            if counts_in_state:
+            optimizer.state[main] = {name: torch.zeros_like(main, dtype=torch.float32) for name in names}
+            if counts_in_state and names == MOMENTS:
                 on_device = any(optimizer.defaults.get(name) for name in ("capturable", "fused"))
                 optimizer.state[main]["step"] = torch.tensor(
                     float(steps), dtype=torch.float32, device=main.device if on_device else None

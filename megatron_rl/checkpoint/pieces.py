@@ -17,7 +17,7 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
 
@@ -29,8 +29,13 @@ if TYPE_CHECKING:  # tools that convert checkpoints do without megatron-core
 
 Holders = dict[tuple[str, Box], list[int]]
 
-# An optimizer state is the global tensor `<STATE_PREFIX><state>.<HF name>`.
+# An optimizer state is the global tensor `<STATE_PREFIX><state>.<HF name>`; Muon's momentum is its first moment.
 STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "main_param"
+
+
+def list_moments(optimizer: str, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The moments that "adam" or "muon" has of a logical tensor."""
+    return MOMENTS[:1] if optimizer == "muon" and is_layer_matrix(name, shape) else MOMENTS
 
 
 class SavedModel(Protocol):
@@ -55,6 +60,11 @@ class SavedOptimizer(Protocol):
     megatron: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     steps: int
+    kind: str
+
+    def moments(self, main: torch.Tensor) -> tuple[str, ...]:
+        """Names of the states of a parameter that it updates."""
+        ...
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
         """Continue from a saved schedule after this many steps."""
@@ -72,6 +82,14 @@ class SavedRole(Protocol):
     def optimizer(self) -> SavedOptimizer:
         """What updates them."""
         ...
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A `SavedRole`: of a role with adapters these alone are saved."""
+
+    model: SavedModel
+    optimizer: SavedOptimizer
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,13 @@ def _check_roles(
                 expected=f"model.dtype={saved['dtype']}",
                 hint="a change of type would change the numbers silently; set the old one",
             )
+        if (kind := saved.get("optimizer", "adam")) != role.optimizer.kind:
+            raise UserError(
+                f"the {name} was trained with {kind}, this run has {name}.optimizer={role.optimizer.kind}",
+                source=str(directory / name),
+                expected=f"{name}.optimizer={kind}",
+                hint="neither can use the other's states; set the old one, or start a new run from these weights",
+            )
         check_vocabulary(directory / name / CONFIG_DIR, side_files.get(name, {}))
 
 

@@ -61,6 +61,9 @@ class TrainedConfig(LayoutConfig):
 
     lora: LoraConfig = LoraConfig()
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
+    optimizer: Literal["adam", "muon"] = option(
+        "adam", "AdamW, or Muon for the matrices of the layers and AdamW for all else, at one learning rate."
+    )
     lr: float = option(1e-6, "Peak learning rate.")
     min_lr: float = option(0.0, "Final learning rate of the decay.")
     lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "Shape of the decay after warm-up.")

@@ -5,7 +5,8 @@ The end of an optimizer step (reduce gradients, norm, clip, Adam, gather weights
 `finish` is the same function in every step mode, and a CUDA graph can hold it. Where the step is not sound (a loss or a
 norm that is not finite, a wrong count) Adam is told so on the device and leaves weights and states as they are;
 the caller reads the numbers afterwards and raises. Adam is torch's fused one, on CPU and GPU: it takes the learning
-rate and that flag from the device, and needs neither apex nor Transformer Engine.
+rate and that flag from the device, and needs neither apex nor Transformer Engine. Muon takes the matrices of the layers
+where the config says so (`muon.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_rl.checkpoint.optimizer_states import list_state_shards
+from megatron_rl.checkpoint.pieces import MOMENTS, TrainedPart
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.training.host_memory import HostMemory
+from megatron_rl.training.muon import AdamAndMuon, Muon
 from megatron_rl.training.packed_model import PackedModel
 
+_KINDS = {"adam": torch.optim.AdamW, "muon": AdamAndMuon}
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
@@ -39,6 +44,7 @@ class Optimizer:
         megatron: megatron-core's optimizer.
         scheduler: of its learning rate.
         adams: torch's optimizers of this rank: of dense parameters, and of experts.
+        kind: "adam" or "muon".
         is_sound: 0-d bool on the device, read by `finish`: whether the weights may be changed.
         steps: how many have changed the weights.
     """
@@ -56,11 +62,21 @@ class Optimizer:
         self.adams = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
         for adam in self.adams:
             adam.found_inf = self._found_inf
+        self.kind = config.optimizer
+        self._muon: Muon | None = None
+        if self.kind == "muon":
+            saved = model.trained
+            self._muon = Muon(saved, self._ddp, list_state_shards(TrainedPart(saved, self)))
         self._host_memory = HostMemory(self._device)
         self._is_released = False
         self._learning_rates = [
             torch.zeros((), dtype=torch.float32, device=self._device) for _ in self.megatron.param_groups
         ]
+
+    def moments(self, main: torch.Tensor) -> tuple[str, ...]:
+        """Names of the states of a parameter that it updates."""
+        is_matrix = any(isinstance(adam, AdamAndMuon) and main in adam.matrices for adam in self.adams)
+        return MOMENTS[:1] if is_matrix else MOMENTS
 
     def count_step(self) -> None:
         """Say that a step has changed the weights."""
@@ -143,6 +159,8 @@ class Optimizer:
                 if grads:
                     torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateImportUsage]  # one kernel
         self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
+        if self._muon:
+            self._muon.update_gradients(self._found_inf)
         with self._learning_rates_on_device():
             self.megatron.step_with_ready_grads()
         return norm
@@ -197,7 +215,7 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         )
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
-            _use_fused_adam(part, is_capturable=model.stream is not None)
+            _use_fused_adam(part, _KINDS[role.optimizer], is_capturable=model.stream is not None)
     return optimizer
 
 
@@ -234,11 +252,11 @@ def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _use_fused_adam(part: MegatronOptimizer, *, is_capturable: bool) -> None:
+def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
     """Put torch's fused AdamW in the place of the one that megatron-core chose (apex's, TE's or torch's)."""
     groups = part.optimizer.param_groups
     # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
-    adam = torch.optim.AdamW([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
+    adam = kind([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
     adam.param_groups = [
         {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}} for group in groups
     ]

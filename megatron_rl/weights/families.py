@@ -286,3 +286,8 @@ class ModelShape:
     def _tp_sizes(self) -> list[int]:
         sizes = (self.num_heads, self.num_kv_heads, self.ffn_hidden_size)
         return [n for n in range(1, self.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]
+
+
+def is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a logical tensor is a matrix of a layer: no embedding, head, norm or bias."""
+    return len(shape) == 2 and ".layers." in name

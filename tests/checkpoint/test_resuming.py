@@ -7,6 +7,7 @@ Not covered: CUDA generators, apex's and Transformer Engine's Adam, runs of a wh
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from role_setups import make_setup
 from actor_runs import Case, build_actor
 from checkpoint_runs import STATE, join_pieces, make_content, make_saver, resume_actor, save_actor, snapshot
 from distributed import run_ranks
+from megatron_rl.checkpoint.coverage import find_gaps
 from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
 from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.side_files import list_side_files
+from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -32,6 +35,7 @@ from tiny_models import save_tiny_model
 
 SP = dict(sequence_parallel=True)
 NO_ZERO = dict(use_distributed_optimizer=False)
+MUON = dict(optimizer="muon")
 TP2_PP2 = Case(4, dict(tp_size=2, pp_size=2))
 
 
@@ -63,8 +67,9 @@ def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Ca
         Case(2, actor=NO_ZERO, dtype="bfloat16"),
         Case(actor=NO_ZERO),
         TP2_PP2,
+        Case(2, actor=MUON, dtype="bfloat16"),
     ],
-    ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2"],
+    ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2", "dp2-bfloat16-muon"],
 )
 def test_the_same_layout_goes_on_bit_by_bit(case: Case, models, tmp_path: Path):
     saved = save_actor(case, models["qwen2"], tmp_path, async_save=True)
@@ -95,6 +100,20 @@ def join_all(pieces) -> dict[str, torch.Tensor]:
 def test_tp2_pp2_goes_on_in_other_layouts(layout: Case, models, tmp_path: Path):
     """Tied embeddings: the last stage's copy, its states included, is the first stage's."""
     same_in_another_layout(models["qwen2"], tmp_path, TP2_PP2, layout)
+
+
+def test_muon_goes_on_in_another_layout(models, tmp_path: Path):
+    """Its momentum travels; there is no second moment of the matrices of layers."""
+    tp2 = Case(4, dict(tp_size=2), SP | MUON)
+    same_in_another_layout(models["qwen2"], tmp_path, tp2, Case(3, actor=MUON))
+    manifest = json.loads((tmp_path / "step_1/manifest.json").read_text())
+    assert manifest["roles"]["actor"]["optimizer"] == "muon" and find_gaps(tmp_path / "step_1", manifest) == []
+    keys = ChunkReader(tmp_path / "step_1/actor").tensors
+    assert "optimizer.exp_avg_sq.model.norm.weight" in keys
+    assert "optimizer.exp_avg.model.layers.0.mlp.up_proj.weight" in keys
+    assert "optimizer.exp_avg_sq.model.layers.0.mlp.up_proj.weight" not in keys
+    with pytest.raises(Exception, match="trained with muon, this run has actor.optimizer=adam"):
+        resume_actor(Case(), models["qwen2"], tmp_path / "step_1")
 
 
 @pytest.mark.parametrize(

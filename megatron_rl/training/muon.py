@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on the matrices of the layers, AdamW on all else (embedding, output layer, heads, norms, biases).
+
+Muon (K. Jordan, 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum, all of whose singular values
+are brought near 1. The matrix is the logical tensor of the checkpoint: q, k, v, gate, up and each expert are matrices
+of their own, and an update does not depend on the layout. Updates are scaled to the size of AdamW's (arXiv 2502.16982,
+equation 4), so that one learning rate serves both.
+
+Every rank keeps the momentum of the elements that it updates: under ZeRO-1 a range of each bucket. The data parallel
+ranks exchange it through the gradient buffers, which hold nothing else at that time, and the tensor parallel ranks
+matrix by matrix. A rank computes the matrices whose elements it updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.optimizer_states import StateShard
+from megatron_rl.checkpoint.pieces import MOMENTS, SavedModel
+from megatron_rl.parallel import pairs
+from megatron_rl.weights.families import is_layer_matrix
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
+
+MOMENTUM = 0.95  # of the gradients, looked ahead as Nesterov does
+_COEFFICIENTS, _ITERATIONS, _EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7
+_RMS_OF_ADAM = 0.2
+
+
+class AdamAndMuon(torch.optim.AdamW):
+    """Fused AdamW but for the parameters of `matrices`, whose gradients are their updates already.
+
+    Attributes:
+        matrices: that it leaves to Muon; `Muon` says which.
+        found_inf: 0-d float32, 1 where nothing may be changed.
+    """
+
+    found_inf: torch.Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.matrices: set[torch.Tensor] = set()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of both."""
+        updates = {p: p.grad for group in self.param_groups for p in group["params"] if p in self.matrices}
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = updates.get(p)
+                if update is not None:
+                    moved = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+                    p.copy_(torch.where(self.found_inf > 0, p, moved))
+                    p.grad = None  # AdamW passes by
+        super().step(closure)
+        for p, update in updates.items():
+            p.grad = update
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A parameter that Muon updates.
+
+    Attributes:
+        shard: what this rank updates of it.
+        param: the parameter itself; its `main_grad` is in a gradient buffer.
+        tables: its boxes on each tensor parallel rank.
+    """
+
+    shard: StateShard
+    param: Any
+    tables: Sequence[Sequence[ShardBox]]
+
+
+class Muon:
+    """What comes before a step of `AdamAndMuon`: the gradients of matrices become their updates.
+
+    Args:
+        model: that is trained, or its adapters.
+        ddp: wrappers of its stages, which have the gradient buffers.
+        shards: what this rank updates.
+    """
+
+    def __init__(self, model: SavedModel, ddp: Sequence[Any], shards: Iterable[StateShard]) -> None:
+        self._tp, self._shapes = model.groups.tp, model.shape.logical_tensors()
+        params = dict(model.stages.named_parameters())
+        tables = [_group_by_param(model.placements(rank)) for rank in dist.get_process_group_ranks(self._tp)]
+        is_matrix = {
+            name: all(is_layer_matrix(box.hf_name, self._shapes[box.hf_name]) for box in boxes)
+            for name, boxes in tables[self._tp.rank()].items()
+        }
+        self._matrices = [
+            _Matrix(shard, params[shard.param], [table[shard.param] for table in tables])
+            for shard in shards
+            if is_matrix[shard.param]
+        ]
+        for matrix in self._matrices:
+            matrix.shard.optimizer.matrices.add(matrix.shard.main)
+        # ZeRO-1: the buckets that have a matrix, and the ranks that share each.
+        moved = {params[name] for name in params if is_matrix.get(name)}
+        self._buckets = [
+            (bucket.grad_data, group.intra_distributed_optimizer_instance_group)
+            for module in ddp
+            for group in (*module.bucket_groups, *module.expert_parallel_bucket_groups)
+            if group.ddp_config.use_distributed_optimizer
+            for bucket in group.buckets
+            if not moved.isdisjoint(bucket.params)
+        ]
+
+    @torch.no_grad()
+    def update_gradients(self, found_inf: torch.Tensor) -> None:
+        """Turn gradients that have been reduced and clipped into updates of unit learning rate; collective.
+
+        Args:
+            found_inf: 0-d, more than 0 where the momentum may not change either.
+        """
+        for matrix in self._matrices:
+            state, gradient = matrix.shard.optimizer.state[matrix.shard.main], matrix.shard.main.grad
+            assert gradient is not None
+            old = state.setdefault(MOMENTS[0], torch.zeros_like(gradient))
+            new = old.lerp(gradient, 1 - MOMENTUM)
+            # `gradient` is a view of the buffer
+            gradient.lerp_(new, MOMENTUM)
+            old.copy_(torch.where(found_inf > 0, old, new))
+        for buffer, group in self._buckets:
+            own = buffer.view(group.size(), -1)[group.rank()]
+            dist.all_gather_into_tensor(buffer, own.clone(), group=group)
+        for matrix in self._matrices:
+            self._orthogonalize(matrix)
+
+    def _orthogonalize(self, matrix: _Matrix) -> None:
+        """Write the update of what this rank owns of a parameter into its gradient."""
+        shard, own = matrix.shard, matrix.tables[self._tp.rank()]
+        local = matrix.param.main_grad
+        parts = self._gather(local) if any(not self._is_whole(box) for box in own) else [local] * self._tp.size()
+        update = torch.empty_like(local)
+        for name in dict.fromkeys(box.hf_name for box in own):
+            whole = local.new_empty(self._shapes[name])
+            for part, table in zip(parts, matrix.tables, strict=True):
+                for box in table:
+                    if box.hf_name == name:
+                        whole[box_slices(box.hf_box)] = part[box_slices(box.local_box)]
+            scale = _RMS_OF_ADAM * math.sqrt(max(whole.shape))
+            direction = orthogonalize(whole.to(matrix.param.dtype)).to(local.dtype) * scale
+            for box in own:
+                if box.hf_name == name:
+                    update[box_slices(box.local_box)] = direction[box_slices(box.hf_box)]
+        assert shard.main.grad is not None
+        shard.main.grad.view(-1).copy_(update.view(-1)[shard.start : shard.start + shard.main.numel()])
+
+    def _is_whole(self, box: ShardBox) -> bool:
+        return box_shape(box.hf_box) == self._shapes[box.hf_name]
+
+    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        found = local.new_empty(self._tp.size(), *local.shape)
+        pairs.all_gather_into_tensor(found, local.contiguous(), group=self._tp)
+        return list(found)
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with its singular vectors and singular values between about 0.7 and 1.2.
+
+    Five steps of a Newton-Schulz iteration of degree five, in the type of the matrix.
+
+    Args:
+        matrix: [m, n].
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=_EPSILON)
+    for _ in range(_ITERATIONS):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _group_by_param(table: Iterable[ShardBox]) -> dict[str, list[ShardBox]]:
+    found: dict[str, list[ShardBox]] = {}
+    for box in table:
+        found.setdefault(box.param, []).append(box)
+    return found
