@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
@@ -41,10 +41,9 @@ class StateShard:
     main: torch.Tensor
 
 
-def list_state_shards(role: SavedRole) -> list[StateShard]:
-    """All parts that this rank's optimizer updates; none where it has no parameters."""
-    names = {param: name for name, param in role.model.stages.named_parameters()}
-    whole, shards = role.optimizer.megatron, []
+def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list[StateShard]:
+    """All parts of parameters that this rank's optimizer updates; none where it has no parameters."""
+    names, shards = {param: name for name, param in stages.named_parameters()}, []
     parts: list[Any] = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
     for part in parts:
         if part.is_stub_optimizer:
@@ -64,7 +63,7 @@ def list_state_shards(role: SavedRole) -> list[StateShard]:
 def count_steps(role: SavedRole) -> int:
     """Steps that this rank's optimizer says it has taken; `role.optimizer.steps` where it has no parameters."""
     found = set()
-    for shard in list_state_shards(role):
+    for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         if role.optimizer.moments(shard.main) != MOMENTS:
             continue
         state = shard.optimizer.state.get(shard.main, {})
@@ -79,7 +78,7 @@ def create_states(role: SavedRole, steps: int) -> None:
 
     torch's Adam counts steps in every state, those of apex and Transformer Engine in the group, and Muon not at all.
     """
-    for shard in list_state_shards(role):
+    for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         optimizer, main = shard.optimizer, shard.main
         names = role.optimizer.moments(main)
         optimizer.state.pop(main, None)
@@ -108,7 +107,7 @@ def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> I
     by_param: dict[str, list[ShardBox]] = {}
     for placement in role.model.placements(rank):
         by_param.setdefault(placement.param, []).append(placement)
-    for shard in list_state_shards(role):
+    for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         param, placements = role.model.params[shard.param], by_param[shard.param]
         if saved_by is not None:
             placements = [

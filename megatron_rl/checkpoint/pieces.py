@@ -85,14 +85,6 @@ class SavedRole(Protocol):
 
 
 @dataclass(frozen=True)
-class TrainedPart:
-    """A `SavedRole`: of a role with adapters these alone are saved."""
-
-    model: SavedModel
-    optimizer: SavedOptimizer
-
-
-@dataclass(frozen=True)
 class Piece:
     """`data` is the box of the global tensor `key` that begins at `offset`.
 

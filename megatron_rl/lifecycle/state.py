@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.manifest import RunContent
-from megatron_rl.checkpoint.pieces import SavedRole
+from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state, read_rank_states
 from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.saving import RankState, save_now
@@ -43,6 +43,14 @@ class HeldRollouts(Protocol):
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Take up what the ranks had that wrote a checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A `SavedRole`: of a role with adapters these alone are saved."""
+
+    model: SavedModel
+    optimizer: SavedOptimizer
 
 
 @dataclass(frozen=True)

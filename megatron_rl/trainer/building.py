@@ -8,11 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.pieces import TrainedPart
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import import_library
 from megatron_rl.experience.pack import Packer
-from megatron_rl.lifecycle.state import TrainingState
+from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.parallel.collectives import Process, init_distributed
 from megatron_rl.roles.build import build_roles, group_timeout
 from megatron_rl.roles.export import side_files

@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.checkpoint.pieces import TrainedPart
 from megatron_rl.config.loading import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.experience.estimate import find_rollouts
 from megatron_rl.experience.experience import Column, Experience
 from megatron_rl.experience.pack import Packer
-from megatron_rl.lifecycle.state import TrainingState
+from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples

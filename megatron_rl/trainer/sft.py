@@ -10,14 +10,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.checkpoint.pieces import TrainedPart
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.experience import Experience, replicate
 from megatron_rl.experience.pack import Packer
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
-from megatron_rl.lifecycle.state import TrainingState
+from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.roles.build import build_role, group_timeout

@@ -37,29 +37,28 @@ class AdamAndMuon(torch.optim.AdamW):
 
     Attributes:
         matrices: that it leaves to Muon; `Muon` says which.
-        found_inf: 0-d float32, 1 where nothing may be changed.
     """
-
-    found_inf: torch.Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.matrices: set[torch.Tensor] = set()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> Any:
         """One step of both."""
         updates = {p: p.grad for group in self.param_groups for p in group["params"] if p in self.matrices}
+        found_inf = vars(self)["found_inf"]  # 0-d, 1: nothing may be changed; torch's kernels read it too
         for group in self.param_groups:
             for p in group["params"]:
                 update = updates.get(p)
                 if update is not None:
                     moved = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
-                    p.copy_(torch.where(self.found_inf > 0, p, moved))
+                    p.copy_(torch.where(found_inf > 0, p, moved))
                     p.grad = None  # AdamW passes by
-        super().step(closure)
+        loss = super().step(closure)
         for p, update in updates.items():
             p.grad = update
+        return loss
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class Muon:
             if is_matrix[shard.param]
         ]
         for matrix in self._matrices:
+            assert isinstance(matrix.shard.optimizer, AdamAndMuon)
             matrix.shard.optimizer.matrices.add(matrix.shard.main)
         # ZeRO-1: the buckets that have a matrix, and the ranks that share each.
         moved = {params[name] for name in params if is_matrix.get(name)}

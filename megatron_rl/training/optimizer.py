@@ -22,7 +22,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.checkpoint.optimizer_states import list_state_shards
-from megatron_rl.checkpoint.pieces import MOMENTS, TrainedPart
+from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.muon import AdamAndMuon, Muon
@@ -65,8 +65,8 @@ class Optimizer:
         self.kind = config.optimizer
         self._muon: Muon | None = None
         if self.kind == "muon":
-            saved = model.trained
-            self._muon = Muon(saved, self._ddp, list_state_shards(TrainedPart(saved, self)))
+            trained: Any = model.trained
+            self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
         self._host_memory = HostMemory(self._device)
         self._is_released = False
         self._learning_rates = [
