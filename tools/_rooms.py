@@ -43,6 +43,7 @@ ROOMS: dict[str, Room] = {
     "roles": Room(6, "which models a run has, how they are built, actor, critic, reference, reward model"),
     "lifecycle": Room(6, "opening and resuming a run, preemption, watchdog, failures"),
     "capsule": Room(7, "a step written down and done again"),
+    "rehearsal": Room(7, "GPUs that are not there: graphs recorded on a CPU, jobs of fake tensors measured"),
     "trainer": Room(8, "primitives, and the loops: GRPO and relatives, fine-tuning, evaluation"),
     "__init__": Room(9, "the names that a user's program imports"),
     "launch": Room(9, "entry points and recipes"),

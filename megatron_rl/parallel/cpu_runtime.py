@@ -137,8 +137,13 @@ def _fix_jit(module: Any) -> None:
 
 def _fix_random(module: Any) -> None:
     # These bind torch.cuda internals by name; the setter would queue its work for ever, silently.
-    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.default_generator.clone_state() if graph_safe else torch.get_rng_state()
+
+    def set_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state.get_state() if graph_safe else state)
+
+    module._get_cuda_rng_state, module._set_cuda_rng_state = get_state, set_state
 
 
 def _fix_mappings(module: Any) -> None:

@@ -25,6 +25,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shap
 from megatron_rl.types import UserError
 
 _WARM_UPS = 3
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")  # what looks on is not what called the operation
 _GIB = 1 << 30
 
 log = logging.getLogger(__name__)
@@ -199,7 +201,8 @@ def explain_capture_failure(error: BaseException, last_op: str, name: str) -> Us
     cause: BaseException = error
     while cause.__context__ is not None:  # the end of a capture that went wrong raises as well
         cause = cause.__context__
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if "/torch/" not in f.filename]
+    calls = takewhile(lambda f: f.name not in _OF_MODES, traceback.extract_tb(cause.__traceback__))
+    frames = [f for f in calls if "/torch/" not in f.filename]
     where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
     return UserError(
         f"the CUDA graph of {name} could not be captured: operation {last_op} ({str(cause).splitlines()[0]})",

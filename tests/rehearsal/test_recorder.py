@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GraphStep` on recorded graphs: replays equal eager steps to the last bit, and faults of a capture are named.
+
+Twenty steps of ragged batches, two minibatches each, in all buckets, on memory that is filled with NaN before every
+replay. Not covered: a GPU (tests/gpu), which has other kernels, streams, and an allocator.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from role_setups import take_step
+
+from distributed import run_ranks
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
+from megatron_rl.types import UserError
+from step_runs import Setup, build_ragged_batch, build_role, compare_modes
+from tiny_models import save_tiny_model
+
+SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(share_prompts=True)
+LADDER = dict(bucket_tokens=[32, 48, 64])
+SETUPS: dict[int, dict[str, Setup]] = {
+    1: {
+        "plain": Setup(config=LADDER),
+        "full": Setup(config=LADDER | FULL),
+        "shared-prompts": Setup(config=LADDER | SHARED),
+        "critic": Setup("critic", config=LADDER),
+        "critic-full": Setup("critic", config=LADDER | FULL),
+    },
+    2: {
+        "tp2": Setup(sizes=dict(tp_size=2), config=LADDER),
+        "tp2-sp-full": Setup(sizes=dict(tp_size=2), config=LADDER | SP | FULL),
+        "cp2": Setup(sizes=dict(cp_size=2), config=LADDER),
+        "cp2-full": Setup(sizes=dict(cp_size=2), config=LADDER | FULL),
+        "dp2": Setup(config=LADDER),
+        "dp2-replicated": Setup(config=LADDER | dict(use_distributed_optimizer=False)),
+        "critic-tp2-sp-full": Setup("critic", sizes=dict(tp_size=2), config=LADDER | SP | FULL),
+        "critic-cp2": Setup("critic", sizes=dict(cp_size=2), config=LADDER),
+        "critic-dp2": Setup("critic", config=LADDER),
+    },
+}
+LONG = {"full", "critic", "tp2", "cp2-full", "dp2-replicated", "critic-dp2"}  # those are left to the longer tests
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen2")
+    save_tiny_model(directory, "qwen2")
+    return directory
+
+
+def _compare_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path: Path, num_steps: int) -> Any:
+    with recorded_graphs():
+        return {name: compare_modes(setup, path, world_size, num_steps, "graph") for name, setup in setups.items()}
+
+
+def assert_replay_equals_eager(world_size: int, setups: dict[str, Setup], path: Path, num_steps: int) -> None:
+    """Gradients, weights, Adam's states, metrics, scores; on every rank, in every step, in every bucket."""
+    for rank, found in enumerate(run_ranks(_compare_on_rank, world_size, setups, path, num_steps, timeout=1500)):
+        for name, result in found.items():
+            assert not result["differences"], f"rank {rank}, {name}: {result['differences']}"
+            assert num_steps < 20 or result["shapes"] >= result["sizes"], f"{name}: a bucket was never used"
+
+
+@pytest.mark.parametrize("name", ["full", "critic"])
+def test_replay_equals_eager_for_twenty_steps(name: str, path: Path) -> None:
+    assert_replay_equals_eager(1, {name: SETUPS[1][name]}, path, 20)
+
+
+@pytest.mark.parametrize("world_size", SETUPS)
+def test_replay_equals_eager_in_every_layout(world_size: int, path: Path) -> None:
+    setups = {name: setup for name, setup in SETUPS[world_size].items() if name not in LONG}
+    assert_replay_equals_eager(world_size, setups, path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", SETUPS)
+def test_replay_equals_eager_for_twenty_steps_in_every_layout(world_size: int, path: Path) -> None:
+    assert_replay_equals_eager(world_size, SETUPS[world_size], path, 20)
+
+
+Loss = Callable[[TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+_LEFT_BEHIND: list[torch.Tensor] = []
+
+
+def _count(microbatch: TrainBatch, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -(logprobs * microbatch.loss_weights).sum(), {}
+
+
+def item(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    assert logprobs.sum().item() < 0
+    return _count(microbatch, logprobs)
+
+
+def tolist(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    assert len(microbatch.slices[0].cu_seqlens.tolist()) > 1
+    return _count(microbatch, logprobs)
+
+
+def nonzero(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    return _count(microbatch, logprobs + 0 * len(microbatch.loss_mask.nonzero()))
+
+
+def boolean_index(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    return _count(microbatch, logprobs + 0 * logprobs[microbatch.loss_mask].sum())
+
+
+def random_numbers(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    return _count(microbatch, logprobs + torch.rand_like(logprobs))
+
+
+def forgotten_device(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    return _count(microbatch, logprobs + torch.zeros(len(logprobs)))
+
+
+def copy_from_host(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    return _count(microbatch, logprobs + torch.tensor([1.0] * len(logprobs), device=logprobs.device))
+
+
+def left_behind(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    before = sum(kept.sum() for kept in _LEFT_BEHIND[3:4])  # of the first capture, which comes after three warm-ups
+    _LEFT_BEHIND.append(logprobs.detach() + 1)
+    return _count(microbatch, logprobs + before)
+
+
+FAULTS: dict[Loss, tuple[str, str]] = {
+    item: ("aten._local_scalar_dense.default", "the host reads values"),
+    tolist: ("Tensor.tolist", "the host reads values"),
+    nonzero: ("aten.nonzero.default", "a shape from values"),
+    boolean_index: ("aten.index.Tensor", "a shape from values"),
+    random_numbers: ("aten.rand_like.default", "random numbers"),
+    forgotten_device: ("aten.add.Tensor", "a tensor of the host among others"),
+    copy_from_host: ("torch.tensor", "values come from the host"),
+    left_behind: ("aten.sum.default", "memory of another capture"),
+}
+
+
+def _plant(rank: int, world_size: int, path: Path) -> dict[str, tuple[str, str | None]]:
+    """What the error of each fault says, and where it points to."""
+    found = {}
+    with recorded_graphs():
+        actor = build_role(Setup(config=LADDER), path, build_groups(ParallelLayout(world_size)), "graph")
+        batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
+        for loss in FAULTS:
+            _LEFT_BEHIND.clear()
+            with pytest.raises(UserError) as caught:
+                for _ in range(2):
+                    for minibatch in batch.minibatches():
+                        take_step(actor, minibatch, loss)
+            found[loss.__name__] = str(caught.value), caught.value.source
+            actor._update._pending = None
+    return found
+
+
+@pytest.fixture(scope="module")
+def planted(path: Path) -> dict[str, tuple[str, str | None]]:
+    return run_ranks(_plant, 1, path)[0]
+
+
+@pytest.mark.parametrize("loss", FAULTS)
+def test_fault_is_refused_with_its_line(loss: Loss, planted: dict[str, tuple[str, str | None]]) -> None:
+    operation, why = FAULTS[loss]
+    message, source = planted[loss.__name__]
+    assert operation in message and why in message and "tokens in up to 64 sequences" in message
+    lines, first = inspect.getsourcelines(loss)
+    path, number, *_ = str(source).split(":")
+    assert Path(path) == Path(__file__) and first < int(number.split()[0]) < first + len(lines), source
+
+
+def _record_two() -> tuple[list[float], list[float]]:
+    with recorded_graphs():
+        pool, inputs = torch.cuda.graph_pool_handle(), torch.ones(3)
+        graphs, results = [RecordedGraph(), RecordedGraph()], []
+        for factor, graph in enumerate(graphs, start=1):
+            with torch.cuda.graph(graph, pool=pool):
+                results.append(inputs * factor)
+        inputs.fill_(5.0)
+        graphs[0].replay()
+        first = results[0].tolist()
+        graphs[1].replay()
+        (segment,) = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool]
+        assert segment["total_size"] == 12 and graphs[0].num_operations == 1
+    return first, results[0].tolist()
+
+
+def test_replay_reads_its_inputs_and_spoils_what_others_have_made() -> None:
+    first, later = _record_two()
+    assert first == [5.0, 5.0, 5.0] and all(value != value for value in later)
+
+
+def _reduce(rank: int, world_size: int) -> float:
+    with recorded_graphs():
+        graph, value = torch.cuda.CUDAGraph(), torch.ones(2)
+        with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+            total = value * (rank + 1)
+            dist.all_reduce(total)
+            total += 1
+        value.fill_(10.0)
+        graph.replay()
+    return float(total[0])
+
+
+def test_collectives_are_replayed() -> None:
+    assert run_ranks(_reduce, 2) == [31.0, 31.0]
+
+
+def test_nothing_is_patched_afterwards() -> None:
+    before = torch.cuda.CUDAGraph
+    with recorded_graphs(), pytest.raises(CaptureError):
+        assert torch.cuda.CUDAGraph is RecordedGraph
+        raise CaptureError
+    assert torch.cuda.CUDAGraph is before
