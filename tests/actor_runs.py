@@ -57,7 +57,7 @@ class Case:
 
 @dataclass
 class Measured:
-    """One run: two updates, on one minibatch twice or on two of them.
+    """One run: two or more updates, on one minibatch again and again or on two of them.
 
     Attributes:
         before, after: logprobs of the response tokens of each rollout, before and after.
@@ -221,21 +221,21 @@ def score_with_transformers(
         yield logp.gather(1, ids[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def train_with_transformers(model: torch.nn.Module) -> Measured:
-    """The same two updates by transformers, autograd and torch.optim, one sequence at a time."""
+def train_with_transformers(model: torch.nn.Module, num_updates: int = 2, adam_eps: float = 1e-8) -> Measured:
+    """The same updates by transformers, autograd and torch.optim, one sequence at a time."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": ACTOR["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
         betas=(0.9, 0.95),
-        eps=1e-8,
+        eps=adam_eps,
     )
     with torch.no_grad():
         before = [logprobs for logprobs, _ in score_with_transformers(model)]
     metrics, weights = [], {}
-    for step in (1, 2):
+    for step in range(1, num_updates + 1):
         for group in optimizer.param_groups:
-            group["lr"] = ACTOR["lr"] * step / ACTOR["lr_warmup_steps"]
+            group["lr"] = ACTOR["lr"] * min(1.0, step / ACTOR["lr_warmup_steps"])
         metrics.append(_step_with_transformers(model, optimizer, before))
         if step == 1:
             shape = model_shape_from_config(model.config.to_dict(), source="the model")
