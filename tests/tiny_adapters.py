@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.lora import LoraConfig
 from tiny_models import save_tiny_model
@@ -38,3 +41,16 @@ def save_adapted(directory: Path, family: str, adapters: dict[str, Any] | None =
 def adapted(directory: Path, **options: Any) -> LoraConfig:
     """The settings that start from these adapters."""
     return LoraConfig(**dict(rank=4, alpha=8.0, path=str(directory / "adapter")) | options)
+
+
+def save_dequantized(model: Path, directory: Path) -> Path:
+    """What a model's matrices are after bitsandbytes has had them in NF4, beside its other tensors; returns where."""
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in (name for name in tensors if name.endswith("_proj.weight")):
+        codes, state = bitsandbytes.functional.quantize_4bit(tensors[name].flatten(), blocksize=64, quant_type="nf4")
+        back = bitsandbytes.functional.dequantize_4bit(codes, state).view(tensors[name].shape)
+        assert not torch.equal(back, tensors[name])
+        tensors[name] = back
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

@@ -163,13 +163,13 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
 
 
 def _check_adapters(saved: Mapping[str, Any], wanted: Mapping[str, Any], directory: Path) -> None:
-    names = [name for name in ("rank", "scale", "kinds") if saved[name] != wanted[name]]
+    names = [name for name in ("rank", "scale", "kinds", "is_quantized") if saved.get(name, False) != wanted[name]]
     if names:
-        found = ", ".join(f"{name} {saved[name]!r} where the run has {wanted[name]!r}" for name in names)
+        found = ", ".join(f"{name} {saved.get(name)!r} where the run has {wanted[name]!r}" for name in names)
         raise UserError(
             f"the checkpoint holds other adapters: {found}",
             source=str(directory),
-            expected="the lora settings of the run that wrote it",
+            expected="the lora settings and the quantization of the run that wrote it",
             hint="take them from its config.yaml, or start a new run",
         )
 

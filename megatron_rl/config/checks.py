@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
+from megatron_rl.config.adapter_checks import check_quantization
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
@@ -142,6 +143,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_data(config)
     for section in _TRAINED:
         _check_step_mode(config, section)
+        check_quantization(config, section)
     check_rollout(config)
     check_schedule(config)
     _check_reward(config)

@@ -53,6 +53,11 @@ class RoleSpec:
         return self.layout.lora if self.layout.lora.rank else None
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the matrices of its layers lie in NF4; a reference of its own is as its files have it."""
+        return self.lora is not None and getattr(self.layout, "quantization", "none") == "nf4"
+
+    @property
     def title(self) -> str:
         """Its name in words."""
         return self.name.replace("_", " ")

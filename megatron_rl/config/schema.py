@@ -60,6 +60,11 @@ class TrainedConfig(LayoutConfig):
     """A role with an optimizer."""
 
     lora: LoraConfig = LoraConfig()
+    quantization: Literal["none", "nf4"] = option(
+        "none",
+        "nf4 (with lora): the matrices of the layers lie in four bits (QLoRA, 2305.14314), and are what the engine "
+        "gets: dequantized.",
+    )
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     optimizer: Literal["adam", "muon"] = option(
         "adam", "AdamW, or Muon for the matrices of the layers and AdamW for all else, at one learning rate."

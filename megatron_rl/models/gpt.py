@@ -32,6 +32,7 @@ from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.lora import adapt_linear
+from megatron_rl.models.quantized import quantize_spec
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.batch_invariant import pad_rows
@@ -151,8 +152,9 @@ def build_layer_spec(
         from megatron.core.extensions import transformer_engine as te  # optional dependency
 
         norm = te.TENorm
-        attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
-        attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
+        if adapters is None or not adapters.is_quantized:
+            attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
+            attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
     if adapters is not None:
         _adapt_layer(config, adapters, attention, mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -162,7 +164,7 @@ def build_layer_spec(
 
 
 def _adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
-    """Put linears with adapters, which are megatron-core's own, in their places."""
+    """Put linears with adapters, or a weight in NF4, which are megatron-core's own, in their places."""
     shape, tp_size = adapters.base, config.tensor_model_parallel_size
     q, kv, ffn = (
         size // tp_size
@@ -173,6 +175,9 @@ def _adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: A
     if not shape.num_experts:
         mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
         mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
+    if adapters.is_quantized:
+        attention.linear_qkv, attention.linear_proj = map(quantize_spec, (attention.linear_qkv, attention.linear_proj))
+        mlp.linear_fc1, mlp.linear_fc2 = map(quantize_spec, (mlp.linear_fc1, mlp.linear_fc2))
 
 
 def build_gpt_stages(
@@ -242,6 +247,6 @@ def _mark_tensor_parallel_weights(model: GPTModel) -> None:
     for module in model.modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
             weight = module.weight
-            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            if isinstance(weight, torch.nn.Parameter) and not hasattr(weight, "tensor_model_parallel"):
                 split_dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_dim, stride=1)

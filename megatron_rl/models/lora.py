@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import ModuleSpec
 
 from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.nf4 import QuantizedMatrix
 
 HALVES = ("lora_A", "lora_B")
 
@@ -50,7 +51,7 @@ class LinearAdapter:
 class AdaptedLinear(torch.nn.Module):
     """A linear whose adapters can be left out."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedMatrix
     lora_A: torch.Tensor
     lora_B: torch.Tensor
     _adapter: LinearAdapter
@@ -182,7 +183,7 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
 
 
 def _make(
-    weight: torch.Tensor, rows: int, columns: int, split_dim: int | None = None, partial: bool = False
+    weight: torch.Tensor | QuantizedMatrix, rows: int, columns: int, split_dim: int | None = None, partial: bool = False
 ) -> torch.nn.Parameter:
     """A matrix like `weight`, of zeros; `partial`: each TP rank has the gradient of its own tokens only."""
     parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device))

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.checkpoint.safetensors_index import index_safetensors
+from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 
 
@@ -29,9 +30,7 @@ class WrongTensor:
     what: str
 
 
-def compare_weights(
-    directory: Path, placements: Sequence[ShardBox], params: Mapping[str, torch.Tensor]
-) -> list[WrongTensor]:
+def compare_weights(directory: Path, placements: Sequence[ShardBox], params: SourceParams) -> list[WrongTensor]:
     """Tensors whose pieces on this rank differ from the files (after conversion to their type), in table order."""
     files, wrong = index_safetensors(directory), {}
     for placement in placements:

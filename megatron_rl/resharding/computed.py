@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are computed where a piece of them is asked for: W + s B A with its adapters, or s B.
+"""Parameters that are computed where a piece of them is asked for: W in NF4, W + s B A with its adapters, or s B.
 
 The sum is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: an
 element has the same bits in every piece, and no more than the blocks of a piece exist at once. W is never changed.
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.weights.nf4 import QuantizedMatrix
+
 _BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
 class _Computed:
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedMatrix
     scale: float
 
     @property
@@ -47,7 +49,8 @@ class MergedParam(_Computed):
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
         rows, columns = place
         start, stop, _ = rows.indices(len(self.weight))
-        found = self.weight[start:stop, columns].clone()
+        found = self.weight[start:stop, columns]
+        found = found.clone() if isinstance(self.weight, torch.Tensor) else found
         for (first, last), a, b in self.parts:
             for low, high in _list_blocks(first, last, start, stop):
                 change = b[low - first : high - first].float() @ a.float()
@@ -61,11 +64,13 @@ class MergedParam(_Computed):
 class ScaledParam(_Computed):
     """`scaled[rows, columns]` is a piece of s W, computed in float32 and rounded once."""
 
+    weight: torch.Tensor
+
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
         return (self.scale * self.weight[place].float()).to(self.dtype)
 
 
-ComputedParam = MergedParam | ScaledParam
+ComputedParam = QuantizedMatrix | MergedParam | ScaledParam
 # Parameters of a rank by name, some of them computed when they are read.
 SourceParams = Mapping[str, torch.Tensor | ComputedParam]
 

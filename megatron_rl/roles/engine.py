@@ -34,7 +34,8 @@ def build_rollout(
             return {}
         pairs = find_aliases(actor.model.placements(process.rank), wanted)
         merged = actor.model.merged_params if config.hybrid.lora == "merge" else ()
-        return {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
+        found = {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
+        return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
     engine = _build_engine(config, actor, process, find_shareable)
     group, engines = world(), engine.ranks

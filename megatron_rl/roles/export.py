@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.peft import save_adapters
@@ -24,8 +25,9 @@ def actor_export(config: RunConfig, model: LaidOutModel) -> Callable[[Path], Non
 
     def write(model: PackedModel, directory: Path) -> None:
         part = model.trained
+        params: Any = part.params  # tensors: what is in NF4 is not trained
         shards = group_shards(part.placements, part.shard_key, model.layout.ranks)
-        trained = ShardedModel(model.shape, shards, part.params, model.groups.world)
+        trained = ShardedModel(model.shape, shards, params, model.groups.world)
         if isinstance(part, Adapters):
             save_adapters(directory, trained, part.shape, config.actor.lora, base)
             return

@@ -120,7 +120,7 @@ def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> No
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
     """Compare the headers of the weights with the shape; a dry run on a machine without torch leaves it out."""
-    adapters = make_adapter_shape(shape, spec.lora, spec.section)
+    adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
         from megatron_rl.checkpoint import distributed, peft
 

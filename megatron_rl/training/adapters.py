@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,13 +16,15 @@ from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
+from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
-from megatron_rl.weights.shard_box import box_slices, check_placements
+from megatron_rl.weights.nf4 import QuantizedMatrix
+from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 from megatron_rl.weights.tables import PlacementTable
 
 
@@ -114,9 +116,10 @@ class Adapters:
                 self.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
 
 
-def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a model by name, without its adapters."""
-    return {name: p.data for name, p in stages.named_parameters() if not name.endswith(HALVES)}
+def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
+    """The parameters of a model by name, without its adapters; those in NF4 are among them."""
+    whole = {name: p.data for name, p in stages.named_parameters() if not name.endswith(HALVES)}
+    return {**whole, **list_quantized_linears(stages)}
 
 
 def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
@@ -134,7 +137,7 @@ def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
         where=f"megatron {model.groups.at}",
         padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
     )
-    load_weights(Path(spec.path), model.shape, placements, params, may_lack=spec.may_lack)
+    _load(Path(spec.path), model.shape, placements, params, spec.may_lack)
     if model.adapters is not None and spec.lora is not None:
         freeze_model(model.stages)
         adapters = Adapters.of(model, model.adapters)
@@ -143,10 +146,33 @@ def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
         adapters.fill(model.rank, spec.lora.path, seed)
 
 
+def _load(
+    path: Path, shape: ModelShape, placements: PlacementTable, params: SourceParams, may_lack: Collection[str]
+) -> None:
+    """Read the weights; those that are quantized layer by layer, so that no more of them are ever here in full."""
+    whole = {name: param for name, param in params.items() if isinstance(param, torch.Tensor)}
+    quantized = {name: param for name, param in params.items() if isinstance(param, QuantizedMatrix)}
+    boxes: dict[str, list[ShardBox]] = {}
+    for p in placements:
+        boxes.setdefault(_find_layer(p.param) if p.param in quantized else "", []).append(p)
+    load_weights(path, shape, boxes.pop(""), whole, may_lack=may_lack)
+    for mine in boxes.values():
+        matrices = {p.param: quantized[p.param] for p in mine}
+        read = {name: torch.empty(m.shape, dtype=m.dtype, device=m.device) for name, m in matrices.items()}
+        load_weights(path, shape, mine, read)
+        for name, matrix in matrices.items():
+            matrix.store(read[name])
+
+
+def _find_layer(param: str) -> str:
+    """Chunk and layer of a parameter, `0.decoder.layers.3`."""
+    return ".".join(param.split(".")[:4])
+
+
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
     """The weights that have adapters, by name, with them."""
     return {
-        f"{name}.weight": MergedParam(module.weight.data, module.scale, module.list_adapters())
+        f"{name}.weight": MergedParam(module.weight, module.scale, module.list_adapters())
         for name, module in stages.named_modules()
         if isinstance(module, AdaptedLinear)
     }

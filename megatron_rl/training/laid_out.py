@@ -7,8 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
@@ -17,6 +15,7 @@ from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.quantization import list_quantized
 from megatron_rl.weights.tables import PlacementTable
 
 
@@ -44,8 +43,8 @@ class LaidOutModel:
     def __init__(self, spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dp_rank: int | None = None) -> None:
         self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
         self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.layout.sequence_parallel
-        self.params: dict[str, torch.Tensor] = {}
-        self.adapters = make_adapter_shape(shape, spec.lora, spec.section)
+        self.params: SourceParams = {}
+        self.adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
         self.buckets: Buckets | None = None
         if spec.trainable and spec.training.step_mode != "eager":
             config = spec.training
@@ -68,6 +67,13 @@ class LaidOutModel:
         if self.adapters is None:
             return frozenset()
         return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))
+
+    @property
+    def quantized_params(self) -> frozenset[str]:
+        """Parameters of any rank that are in NF4."""
+        if self.adapters is None or not self.adapters.is_quantized:
+            return frozenset()
+        return list_quantized(self.placements(self.layout.first_rank))
 
     def merge(self) -> SourceParams:
         """The parameters of this rank with their adapters, added when a piece is read."""

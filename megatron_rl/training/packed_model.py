@@ -129,7 +129,7 @@ class PackedModel(LaidOutModel):
 
     def merge(self) -> SourceParams:
         """The parameters of this rank with their adapters, added when a piece is read."""
-        return self.params | merge_adapters(self.stages)
+        return {**self.params, **merge_adapters(self.stages)}
 
     def scale_adapters(self) -> SourceParams:
         """The adapters of this rank, B with their scale."""

@@ -38,12 +38,21 @@ class SourceModel(Protocol):
 
     shape: ModelShape
     layout: ParallelLayout
-    params: dict[str, torch.Tensor]  # of this rank, by name; none where the actor is not
     adapters: AdapterShape | None
+
+    @property
+    def params(self) -> SourceParams:
+        """Of this rank, by name; none where the actor is not."""
+        ...
 
     @property
     def merged_params(self) -> frozenset[str]:
         """Parameters of any rank that adapters are added to."""
+        ...
+
+    @property
+    def quantized_params(self) -> frozenset[str]:
+        """Parameters of any rank that are in NF4: they are dequantized when they are read."""
         ...
 
     def merge(self) -> SourceParams:
@@ -139,11 +148,12 @@ class HybridEngine:
         model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
         # An engine that shares a matrix with adapters runs the actor's own modules, which add them by themselves.
         merged = model.merged_params.difference(*shared)
-        whole = Cargo(model.shape.logical_tensors(), model.params, model.placements, engine.placements)
+        quantized = model.quantized_params
+        whole = Cargo(model.shape.logical_tensors(), model.params, model.placements, engine.placements, quantized)
         if shape is None or not merged:
             return [whole]
         if config.lora == "merge":
-            return [replace(whole, params=model.merge(), computed=merged)]
+            return [replace(whole, params=model.merge(), computed=merged | quantized)]
         adapters = Cargo(
             shape.logical_tensors(),
             model.scale_adapters(),

@@ -43,12 +43,14 @@ class AdapterShape:
         rank: of the adapters.
         scale: that the product B A is multiplied by.
         kinds: of the matrices that have adapters, in the order of `MATRICES`.
+        is_quantized: the matrices of the model, with adapters or without, are in NF4 (see `weights/quantization.py`).
     """
 
     base: ModelShape
     rank: int
     scale: float
     kinds: tuple[str, ...]
+    is_quantized: bool = False
 
     @property
     def modules(self) -> list[str]:
@@ -88,13 +90,16 @@ def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     return AdapterShape(**{**saved, "base": ModelShape(**saved["base"]), "kinds": tuple(saved["kinds"])})
 
 
-def make_adapter_shape(shape: ModelShape, config: LoraConfig | None, section: str) -> AdapterShape | None:
+def make_adapter_shape(
+    shape: ModelShape, config: LoraConfig | None, section: str, *, is_quantized: bool = False
+) -> AdapterShape | None:
     """The adapters of a model; None where there are none.
 
     Args:
         shape: the model.
         config: `<section>.lora`; None: there are none.
         section: of the config, for errors.
+        is_quantized: the model is in NF4.
 
     Raises:
         UserError: a matrix that the model does not have, or that of an expert.
@@ -116,7 +121,8 @@ def make_adapter_shape(shape: ModelShape, config: LoraConfig | None, section: st
             if shape.num_experts and wrong and wrong[0] in MATRICES
             else f"set {section}.lora.target_modules=[{ALL_LINEAR}]",
         )
-    return AdapterShape(shape, config.rank, config.scale, tuple(MATRICES[name] for name in known if name in names))
+    kinds = tuple(MATRICES[name] for name in known if name in names)
+    return AdapterShape(shape, config.rank, config.scale, kinds, is_quantized)
 
 
 def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:

@@ -41,6 +41,13 @@ def test_defaults_pass() -> None:
         (["actor.min_lr=1e-3", "actor.lr_decay_style=linear"], "actor.min_lr", "is above the peak actor.lr"),
         (["rollout.gpu_memory_utilization=1.5"], "rollout.gpu_memory_utilization", "more than all of it"),
         (["trainer.log_rollouts=-2"], "trainer.log_rollouts", "is negative"),
+        (["actor.quantization=nf4"], "actor.quantization", "there would be nothing to train"),
+        (["actor.lora.rank=8", "critic.quantization=nf4"], "critic.quantization", "without adapters"),
+        (
+            ["actor.lora.rank=8", "actor.quantization=nf4", "algorithm.kl_coef=0.1", "placement.reference=1/2"],
+            "placement.reference",
+            "a reference of its own is not quantized",
+        ),
         (["actor.expert_model_parallel_size=0"], "actor.expert_model_parallel_size", "is too small"),
         (["rollout.top_p=0.9"], "rollout.top_p", "would sample from a cut distribution"),
         (["rollout.top_k=50"], "rollout.top_k", "would sample from a cut distribution"),

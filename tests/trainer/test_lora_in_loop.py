@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tiny_adapters import save_dequantized
 from transformers import AutoModelForCausalLM
 
 from distributed import run_ranks
@@ -109,11 +110,31 @@ def test_the_reference_is_the_actor_without_adapters(task: Path, tmp_path: Path,
     ]
 
 
-def test_the_engine_that_is_the_policy_computes_the_same_bits(task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]), ("adapter", [])],
+)
+def test_a_quantized_run_is_the_run_on_what_it_stands_for(
+    task: Path, tmp_path: Path, vllm_imported: None, mode: str, settings: list[str]
+) -> None:
+    """Bit by bit, engine and certificate included; it is interrupted after two steps, and quantized again."""
+    settings = [f"hybrid.lora={mode}", *settings, *layout_overrides(1, 2, 1)]
+    model = save_dequantized(task / "model", tmp_path / "model")
+    expected = run(task, tmp_path / "plain", 2, *settings, f"model.path={model}")
+    for section in ("actor", "critic") if mode == "merge" else ("actor",):
+        settings.append(f"{section}.quantization=nf4")
+    run(task, tmp_path / "run", 2, *settings, "trainer.total_steps=2")
+    found = run(task, tmp_path / "run", 2, *settings)[-1]
+    names = {name for name in found if name in expected[-1] and not name.startswith("reshard/bytes")}
+    assert {name: found[name] for name in names} == {name: expected[-1][name] for name in names}
+    assert {"mismatch/max", "policy/grad_norm", "kl/mean"} <= names and found["mismatch/max"] < 1e-5
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_the_engine_that_is_the_policy_computes_the_same_bits(task: Path, tmp_path: Path, quantization: str) -> None:
     """Adapters included: there is no gap at all."""
-    records = run(
-        task, tmp_path / "run", 2, "rollout.engine=megatron", "rollout.bitwise=true", *layout_overrides(1, 2, 1)
-    )
+    settings = ["rollout.engine=megatron", "rollout.bitwise=true", f"actor.quantization={quantization}"]
+    records = run(task, tmp_path / "run", 2, *settings, *layout_overrides(1, 2, 1))
     gaps = [record["mismatch/max"] for record in records if "mismatch/max" in record]
     assert gaps == [0.0] * 3
 

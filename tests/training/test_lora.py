@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from role_setups import make_setup, take_step
-from tiny_adapters import adapted, save_adapted
+from tiny_adapters import adapted, save_adapted, save_dequantized
 
 from actor_runs import (
     ALGORITHM,
@@ -62,7 +62,7 @@ def with_lora(case: Case, directory: Path, **options: Any) -> Case:
 def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[str, Any]:
     actor = build_actor(case, path)
     model = actor.model
-    base = {name: p.clone() for name, p in model.params.items()}
+    base = list_pieces(model)
     batch = build_batch(model, case)
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     minibatch = next(batch.minibatches())
@@ -70,7 +70,7 @@ def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[st
     pieces = list_pieces(model.trained)
     metrics += [take_step(actor, minibatch, ALGORITHM) for _ in range(UPDATES - 1)]
     after = split_by_rollout(actor.compute_logprobs(batch), batch)
-    assert all(torch.equal(base[name], p) for name, p in model.params.items()), "the model itself has moved"
+    assert is_equal(base, list_pieces(model)), "the model itself has moved"
     held = sum(p.numel() for p in model.trained.params.values())
     assert (
         sum(b.grad_data.numel() for ddp in model.ddp for b in ddp.buffers) < held + 64 * len(model.trained.params) + 256
@@ -81,8 +81,18 @@ def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[st
         after=after,
         metrics=metrics,
         pieces=pieces,
+        base=base,
         shapes=model.trained.shape.logical_tensors(),
     )
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """To the last bit, tensor by tensor."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_equal, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def train(case: Case, path: Path) -> Measured:
@@ -151,6 +161,25 @@ def test_adapters_of_zeros_and_none_are_the_model(layout: str, trained_by_peft: 
     for found in run_ranks(score_on_rank, case.world_size, case, directory / "model", timeout=100):
         plain, *same = found
         assert all(torch.equal(plain, logprobs) for logprobs in same[: 2 if case.world_size > 1 else 3])
+
+
+@pytest.fixture(scope="module")
+def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose blocks no layout cuts, and in `dequantized` what bitsandbytes makes of its matrices."""
+    directory = tmp_path_factory.mktemp("quantizable")
+    save_adapted(directory, "qwen2", hidden_size=128, intermediate_size=256)
+    save_dequantized(directory / "model", directory / "dequantized")
+    return directory
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2-sp-full", "tp2", "pp2-selective", "tp2-pp2-sp-full"])
+def test_quantized_models_train_as_what_they_stand_for(layout: str, quantizable: Path) -> None:
+    """To the last bit: log-probs, metrics, adapters, and the matrices that the reshard reads, in each layout alike."""
+    plain = with_lora(LAYOUTS[layout], quantizable)
+    quantized = replace(plain, actor=plain.actor | dict(quantization="nf4"))
+    expected = run_ranks(train_on_rank, plain.world_size, plain, quantizable / "dequantized", timeout=100)
+    found = run_ranks(train_on_rank, plain.world_size, quantized, quantizable / "model", timeout=100)
+    assert is_equal(found, expected)
 
 
 def test_some_matrices_and_other_settings(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose frozen weight is in NF4 (QLoRA, 2305.14314), with adapters or without.
+
+The weight is dequantized for the product in the forward, and once more in the backward: nothing of it is kept between.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.weights.nf4 import QuantizedMatrix
+
+
+class QuantizedLinear(torch.nn.Module):
+    """In front of a linear of megatron-core: its weight is no parameter, but a `QuantizedMatrix`, of zeros at first."""
+
+    weight: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        weight = self.weight
+        del self.weight
+        self.weight = QuantizedMatrix(weight)
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: QuantizedMatrix,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """What megatron-core calls for the product, in the place of `linear_with_frozen_weight`."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        output = _Product.apply(input, weight, tp_group if allreduce_dgrad else None)
+        return output if bias is None else output + bias
+
+
+@cache
+def quantize_class(linear: type) -> type:
+    """A linear of megatron-core, or a subclass, with such a weight."""
+    return type(f"Quantized{linear.__name__}", (QuantizedLinear, linear), {})
+
+
+def quantize_spec(spec: Any) -> Any:
+    """The spec of a linear with such a weight."""
+    if isinstance(spec, ModuleSpec):
+        return ModuleSpec(module=quantize_class(spec.module), params=spec.params)
+    return quantize_class(spec)
+
+
+def list_quantized_linears(stages: torch.nn.Module) -> dict[str, QuantizedMatrix]:
+    """The weights of a model that are in NF4, by the names that they would have as parameters."""
+    linears = {name: module for name, module in stages.named_modules() if isinstance(module, QuantizedLinear)}
+    return {f"{name}.weight": linear.weight for name, linear in linears.items()}
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, summed over a group in the backward where there is one; megatron-core's order of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.weight, ctx.group = weight, group
+        return torch.matmul(x, weight.dequantize().t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        found = gradient.matmul(ctx.weight.dequantize())
+        if ctx.group is not None:
+            dist.all_reduce(found, group=ctx.group)
+        return found, None, None

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices in NF4, four bits per element and a float32 per 64 of them (QLoRA, 2305.14314), by bitsandbytes.
+
+Its CPU kernel reads the last dimension of what it is given as a row of whole blocks, and silently gives wrong values
+where it is not: it is given one dimension only, here and in `tests/weights/test_nf4.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_rl.weights.quantization import BLOCK
+
+
+class QuantizedMatrix:
+    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` is a piece of what it stands for.
+
+    An element has the same bits in every piece: a block is in one row, and its values depend on nothing else.
+
+    Args:
+        like: of the same shape, type and device; its values are not looked at.
+
+    Attributes:
+        codes: [n m / 2] uint8, two elements each.
+        scales: [n m / 64] float32, the largest absolute value of each block.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        assert like.shape[1] % BLOCK == 0, "check_quantization lets whole blocks pass only"
+        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+        self.codes = torch.zeros(like.numel() // 2, dtype=torch.uint8, device=like.device)
+        self.scales = torch.zeros(like.numel() // BLOCK, dtype=torch.float32, device=like.device)
+
+    @torch.no_grad()
+    def store(self, values: torch.Tensor) -> None:
+        """Take the nearest values that there are: of [n, m]."""
+        codes, state = _load().quantize_4bit(values.reshape(-1), blocksize=BLOCK, quant_type="nf4")
+        self.codes.copy_(codes.flatten())
+        self.scales.copy_(state.absmax)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @torch.no_grad()
+    def __getitem__(self, place: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = place if isinstance(place, tuple) else (place, slice(None))
+        (start, stop, _), width = rows.indices(len(self)), self.shape[1]
+        first, last = start * width, max(start, stop) * width
+        if first == last:
+            return torch.empty(0, width, dtype=self.dtype, device=self.device)[:, columns]
+        scales = self.scales[first // BLOCK : last // BLOCK]
+        state = _load().QuantState(
+            scales, shape=torch.Size([last - first]), dtype=self.dtype, blocksize=BLOCK, quant_type="nf4"
+        )
+        return _load().dequantize_4bit(self.codes[first // 2 : last // 2], state).view(-1, width)[:, columns]
+
+    def dequantize(self) -> torch.Tensor:
+        """The whole matrix [n, m]."""
+        return self[:]
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+@cache
+def _load() -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it lists the faster kernels that it has not found
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matrices of a model are kept in 4 bits (QLoRA, 2305.14314), and in which layouts.
+
+All matrices of the layers' attention and MLPs are; embedding, norms, router and head are not. 64 neighboring elements
+of a row share a scale. Such a block lies on one rank: then a matrix has the same values in every layout.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.tables import PlacementTable
+
+BLOCK = 64
+KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down"})
+_PARAMETERS = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2"))
+
+
+def is_quantized(parameter: str) -> bool:
+    """Whether a parameter of Megatron's is such a matrix, or several of them."""
+    return parameter.endswith(_PARAMETERS)
+
+
+def list_quantized(placements: PlacementTable) -> frozenset[str]:
+    """The parameters of a rank that are."""
+    return frozenset(param for param, _, _ in placements.rows if is_quantized(param))
+
+
+def count_bytes(numel: int) -> int:
+    """Bytes of a matrix: half of one per element, and a float32 per block."""
+    return numel // 2 + numel // BLOCK * 4
+
+
+def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
+    """Refuse a layout that cuts blocks.
+
+    Raises:
+        UserError: naming the matrix, its columns on a rank, and the sizes that work.
+    """
+    names = {kind: name for name, kind in reversed(shape.tensor_kinds().items())}  # the first of each kind
+    sizes = shape.kind_sizes()
+    for kind in sorted(KINDS & names.keys()):
+        width, parts = sizes[kind][1], tp_size if kind in ("o", "down") else 1
+        if width % (parts * BLOCK):
+            valid = max((n for n in range(1, parts) if width % (n * BLOCK) == 0), default=None)
+            raise UserError(
+                f"{section}.quantization = nf4: of {names[kind]} a rank has {width // parts} columns",
+                source=f"{section}.quantization, {section}.tensor_model_parallel_size and the model's config.json",
+                expected=f"whole blocks of {BLOCK}: those across ranks or rows would differ from layout to layout",
+                hint=f"set {section}." + (f"tensor_model_parallel_size={valid}" if valid else "quantization=none"),
+            )
