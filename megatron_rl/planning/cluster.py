@@ -13,6 +13,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.quantization import check_quantization
 
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory
@@ -141,7 +142,7 @@ class Job:
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
         """That are trained in the place of a role's model; None where the model is, or nothing."""
-        return make_adapter_shape(self.shape_of(role), role.lora, role.section)
+        return make_adapter_shape(self.shape_of(role), role.lora, role.section, is_quantized=role.is_quantized)
 
     def shape_of(self, role: RoleSpec) -> ModelShape:
         """A role's model; the reference has the policy's."""
@@ -192,6 +193,8 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
         sequence_parallel=role.layout.sequence_parallel,
         section=role.section,
     )
+    if role.is_quantized:
+        check_quantization(shape, layout.tp_size, role.section)
     return layout
 
 

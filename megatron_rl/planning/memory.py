@@ -19,11 +19,18 @@ from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.activations import compute_activation_bytes
 from megatron_rl.planning.cluster import Job, build_layout
-from megatron_rl.planning.parameters import DTYPE_BYTES, RoleBytes, compute_engine_numel, compute_role_bytes
+from megatron_rl.planning.parameters import (
+    DTYPE_BYTES,
+    RoleBytes,
+    compute_engine_numel,
+    compute_role_bytes,
+    list_chunks,
+)
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.quantization import is_quantized, list_quantized
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.shard_box import ShardBox
 
@@ -179,7 +186,20 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
         fused=job.cluster.has_fused_attention,
     )
     is_logits = found.logits > found.transient
-    return {"activations": found.stored + (0 if is_logits else found.transient), "logits": found.logits * is_logits}
+    return {
+        "activations": found.stored + (0 if is_logits else found.transient),
+        "logits": found.logits * is_logits,
+        "dequantized": _find_largest_matrix(job, rank, role),
+    }
+
+
+def _find_largest_matrix(job: Job, rank: int, role: RoleSpec) -> int:
+    """Bytes of the one matrix of a quantized model that exists in full while it is used or moved."""
+    if not role.is_quantized:
+        return 0
+    chunks = list_chunks(job.shape_of(role), job.layout_of(role), rank)
+    largest = max((p.numel for chunk in chunks for p in chunk if is_quantized(p.name)), default=0)
+    return largest * DTYPE_BYTES[job.config.model.dtype]
 
 
 def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) -> int:
@@ -207,7 +227,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         shares = config.hybrid.alias_weights and rank in job.layout.ranks
         place = (rank - job.rollout_ranks.start) % tp
         adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
-        unshared = adapters if is_merged else None
+        unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
         shared = count_aliased_elements(shape, job.layout, rank, tp, place, unshared) if shares else 0
         own = weights - shared * itemsize
         if adapters is not None and not is_merged:
@@ -225,14 +245,14 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
     fresh = {"gradients": actor.gradients, "optimizer": actor.optimizer // 3 if config.model.dtype != "float32" else 0}
-    moves = own > 0
+    moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])
     in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank
     staging = 2 * config.hybrid.bucket_bytes if moves and in_buckets else 0
     return RankMemory(
         rank,
         [
             Phase(ENGINE_PHASES[0], resident | fresh | ({} if job.engine_is_actor else engine)),
-            Phase(ENGINE_PHASES[1], resident | {"engine weights": own, "staging": staging}),
+            Phase(ENGINE_PHASES[1], resident | {"engine weights": own, "staging": staging, "dequantized": largest}),
             Phase(ENGINE_PHASES[2], resident | engine),
         ],
         cache,
@@ -256,8 +276,8 @@ def count_aliased_elements(
 ) -> int:
     """Elements that the engine, in which the rank has a place, shares with the actor on it.
 
-    Matrices to which adapters are added are not shared. Read off the tables of a model of two layers, the second of
-    which stands for all.
+    Matrices to which adapters are added, or that are quantized, are not shared. Read off the tables of a model of two
+    layers, the second of which stands for all.
     """
     at = layout.expert_coordinates(rank)
     stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
@@ -284,7 +304,7 @@ def _count_aliased_blocks(
         shape, layout: of one replica.
         rank: on the first stage.
         rollout_tp, rollout_rank: of the engine.
-        adapters: of the actor.
+        adapters: of the actor, where they are added to the model or it is quantized.
     """
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank)
     # Both sides pad the vocabulary; a storage fits both if they pad it alike.
@@ -292,7 +312,9 @@ def _count_aliased_blocks(
     layer, ends = 0, []
     for peer in layout.group_of(rank, "pp"):
         ours = megatron_placements(shape, layout, peer)
-        merged = adapted_parameters(adapters, ours) if adapters else frozenset()
+        merged = frozenset()
+        if adapters is not None:
+            merged = list_quantized(ours) if adapters.is_quantized else adapted_parameters(adapters, ours)
         pairs = {name: owned for name, owned in find_aliases(ours, theirs).items() if owned not in merged}
         layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
         ends.append(

@@ -21,6 +21,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.quantization import count_bytes, is_quantized
 from megatron_rl.weights.rollout_layout import vllm_placements
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -174,12 +175,15 @@ def compute_role_bytes(
         use_distributed_optimizer: shard optimizer states over DP (ZeRO-1).
         adapters: that are trained in the place of the model.
     """
-    size, frozen = DTYPE_BYTES[dtype], 0
+    size, frozen = DTYPE_BYTES[dtype], 0  # bytes of an element, and of all weights that are not trained
     chunks = list_chunks(shape, layout, rank)
     if not is_trained:
         return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size, 0, 0)
     if adapters is not None:
-        frozen = sum(p.numel for chunk in chunks for p in chunk if p.name != SCORE_HEAD)
+        members = [p for chunk in chunks for p in chunk if p.name != SCORE_HEAD]
+        frozen = sum(
+            count_bytes(p.numel) if adapters.is_quantized and is_quantized(p.name) else p.numel * size for p in members
+        )
         chunks = list_chunks(adapters, layout, rank)
     at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
     replicas = {
@@ -197,7 +201,7 @@ def compute_role_bytes(
             in_buffers += total
             owned += mine
     per_owned = 2 * _MOMENT_BYTES + (_MAIN_BYTES if dtype != "float32" else 0)
-    return RoleBytes((frozen + in_buffers) * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
+    return RoleBytes(frozen + in_buffers * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from tools import prepare_prompts
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {  # recipe -> family of its model
     "llama3.1_8b_gsm8k": "llama",
+    "llama3.1_8b_qlora": "llama",
     "qwen2.5_0.5b_gsm8k": "qwen2",
     "qwen2.5_72b_lora": "qwen2",
     "qwen2.5_72b_math": "qwen2",

@@ -17,6 +17,7 @@ from role_setups import take_step
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, compute_engine_numel, compute_role_bytes, list_chunks
 from megatron_rl.roles.actor import Actor
@@ -42,10 +43,19 @@ CASES = {
     "moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), dtype="bfloat16")),
     "moe-ep2-tp2-sp": ("qwen3_moe", Case(4, dict(ep_size=2, tp_size=2), SP)),
     "lora-tp2-dp2-sp-bf16": ("qwen2", Case(4, dict(tp_size=2), SP | LORA, dtype="bfloat16")),
+    "qlora-tp2-bf16": ("qwen2 wide", Case(2, dict(tp_size=2), LORA | dict(quantization="nf4"), dtype="bfloat16")),
     "lora-pp2-replicated": ("qwen3", Case(2, dict(pp_size=2), REPLICATED | LORA)),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
-ALWAYS = ("one-bf16", "tp2-sp", "pp2-vpp2-tied-bf16", "pp2-dp2-tied", "moe-ep2-dp4-bf16", "lora-tp2-dp2-sp-bf16")
+ALWAYS = (
+    "one-bf16",
+    "tp2-sp",
+    "pp2-vpp2-tied-bf16",
+    "pp2-dp2-tied",
+    "moe-ep2-dp4-bf16",
+    "lora-tp2-dp2-sp-bf16",
+    "qlora-tp2-bf16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +63,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {family: tmp_path_factory.mktemp(family) for family in ("llama", "qwen2", "qwen3", "qwen3_moe")}
     for family, path in found.items():
         save_tiny_model(path, family)
+    found["qwen2 wide"] = tmp_path_factory.mktemp("wide")  # no layout cuts its blocks of 64
+    save_tiny_model(found["qwen2 wide"], "qwen2", hidden_size=128, intermediate_size=256)
     return found
 
 
@@ -74,7 +86,9 @@ def measure(actor: Actor) -> RoleBytes:
             if actor.model.config.bf16:
                 assert param.dtype == torch.float32
                 states += param.nbytes
-    return RoleBytes(sum(t.nbytes for t in in_buffers or weights), sum(b.grad_data.nbytes for b in buffers), states)
+    quantized = sum(matrix.nbytes for matrix in list_quantized_linears(actor.model.stages).values())
+    weights_bytes = quantized + sum(t.nbytes for t in in_buffers or weights)
+    return RoleBytes(weights_bytes, sum(b.grad_data.nbytes for b in buffers), states)
 
 
 def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[RoleBytes, list[list[str]]]:
@@ -92,7 +106,8 @@ def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[R
 def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> None:
     family, case = CASES[name]
     shape, layout = load_model_shape(paths[family]), ParallelLayout(case.world_size, **case.sizes)
-    adapters = make_adapter_shape(shape, case.actor.get("lora", LoraConfig()), "actor")
+    is_quantized = case.actor.get("quantization") == "nf4"
+    adapters = make_adapter_shape(shape, case.actor.get("lora", LoraConfig()), "actor", is_quantized=is_quantized)
     for rank, (found, names) in enumerate(run_ranks(_measure_rank, case.world_size, case, paths[family])):
         planned = compute_role_bytes(
             shape,

@@ -33,6 +33,7 @@ def test_recipes_are_shipped_for_real_models() -> None:
         "qwen2.5_7b_gsm8k",
         "qwen3_8b_math",
         "llama3.1_8b_gsm8k",
+        "llama3.1_8b_qlora",
         "qwen2.5_72b_lora",
         "qwen2.5_72b_math",
         "qwen3_30b_a3b_math",
