@@ -139,7 +139,7 @@ def list_pieces(model: PackedModel) -> list[Piece]:
     at = model.groups.at
     rank = model.groups.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
     return [
-        (p.hf_name, box_slices(p.hf_box), model.params[p.param][box_slices(p.local_box)].clone())
+        (p.hf_name, box_slices(p.hf_box), model.params[p.param][box_slices(p.local_box)].to(model.dtype, copy=True))
         for p in model.placements(rank)
     ]
 

@@ -53,10 +53,8 @@ def snapshot(actor: Actor) -> list[Piece]:
     """Copies of all pieces that this rank has."""
     rank = dist.get_rank()
     model = actor.model
-    pieces = [
-        *make_weight_pieces(megatron_global_placements(model.shape), model.placements(rank), model.params),
-        *make_state_pieces(actor, rank, None),
-    ]
+    weights = make_weight_pieces(megatron_global_placements(model.shape), model.placements(rank), model.params)
+    pieces = [*(replace(p, data=p.data.to(model.dtype)) for p in weights), *make_state_pieces(actor, rank, None)]
     return [Piece(p.key, p.shape, p.offset, p.data.clone()) for p in pieces]
 
 

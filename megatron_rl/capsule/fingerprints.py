@@ -80,7 +80,7 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
                 p.hf_name,
                 shapes[p.hf_name],
                 tuple(start for start, _ in p.hf_box),
-                role.model.params[p.param][box_slices(p.local_box)],
+                role.model.params[p.param][box_slices(p.local_box)].to(role.model.dtype),
             )
             for p in saved
         ),

@@ -146,12 +146,14 @@ class ShardedModel:
         shards: placements of all ranks.
         params: this rank's parameters by name.
         group: all ranks.
+        dtype: of the model, which parameters are rounded to where they are kept more exactly.
     """
 
     shape: ModelShape
     shards: Sequence[Shard]
     params: Mapping[str, torch.Tensor]
     group: dist.ProcessGroup
+    dtype: torch.dtype
 
 
 def save_huggingface(
@@ -176,15 +178,15 @@ def save_huggingface(
     Raises:
         Exception: rank 0 could not write; on every rank, and an existing directory stays.
     """
-    directory, shape, group, some = Path(directory), model.shape, model.group, next(iter(model.params.values()))
+    directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
-    sizes = {name: torch.Size(size).numel() * some.element_size() for name, size in shapes.items()}
+    sizes = {name: torch.Size(size).numel() * model.dtype.itemsize for name, size in shapes.items()}
     units = split_units(sizes, max_file_bytes, name_safetensors)
     do_on_first(group, make_empty, partial)
     for unit in units:
         tensors = gather_on_first({name: shapes[name] for name in unit.tensors}, model, bucket_bytes)
         do_on_first(group, _write_tensors, tensors, partial / unit.file)
-    do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, some.dtype)
+    do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, model.dtype)
     return directory
 
 
@@ -244,8 +246,9 @@ def make_empty(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _allocate(sizes: Mapping[str, tuple[int, ...]], like: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(size, dtype=like.dtype, device=like.device) for name, size in sizes.items()}
+def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict[str, torch.Tensor]:
+    device = next(iter(model.params.values())).device
+    return {name: torch.empty(size, dtype=model.dtype, device=device) for name, size in sizes.items()}
 
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -262,10 +265,10 @@ def gather_on_first(
         model: has them.
         bucket_bytes: bound on the staging memory of the transfer.
     """
-    tensors = do_on_first(model.group, _allocate, batch, next(iter(model.params.values()))) or {}
+    tensors = do_on_first(model.group, _allocate, batch, model) or {}
     wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in model.shards]
     whole = tuple(ShardBox(name, full_box(size), name, full_box(size)) for name, size in batch.items())
-    group, dtype = model.group, next(iter(model.params.values())).dtype
+    group = model.group
     plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
-    Resharder(plan, model.params, tensors, group, Transport(bucket_bytes), dtype=dtype).run()
+    Resharder(plan, model.params, tensors, group, Transport(bucket_bytes), dtype=model.dtype).run()
     return tensors

@@ -87,7 +87,7 @@ def describe_role(role: SavedRole) -> dict[str, Any]:
     """A role as the manifest has it: model, dtype, layout, progress."""
     return {
         "model": dataclasses.asdict(role.model.shape),
-        "dtype": dtype_name(next(iter(role.model.params.values())).dtype),
+        "dtype": dtype_name(role.model.dtype),
         "layout": dataclasses.asdict(role.model.groups.layout),
         "optimizer": role.optimizer.kind,
         "optimizer_steps": role.optimizer.steps,

@@ -120,7 +120,7 @@ def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> I
             ]
         state = shard.optimizer.state.get(shard.main, {})
         flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
-        if param.dtype != torch.float32:
+        if role.model.dtype != torch.float32:
             flat[MAIN_PARAM] = shard.main.detach().view(-1)
         yield from _cut(shard.start, flat, placements, tuple(param.shape), shapes)
 

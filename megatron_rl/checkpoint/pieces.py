@@ -49,6 +49,11 @@ class SavedModel(Protocol):
     shard_key: Callable[[int], Hashable]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the model, which `params` are rounded to where they are kept more exactly."""
+        ...
+
+    @property
     def shape(self) -> ModelShape | AdapterShape:
         """What they are."""
         ...

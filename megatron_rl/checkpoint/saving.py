@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,8 @@ def save_now(
 def _list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]:
     """What this rank saves of a role."""
     holders, table = find_holders(role), megatron_global_placements(role.model.shape)
-    pieces = list(make_weight_pieces(table, choose_saved(role, holders, rank), role.model.params))
+    weights = make_weight_pieces(table, choose_saved(role, holders, rank), role.model.params)
+    pieces = [replace(piece, data=piece.data.to(role.model.dtype)) for piece in weights]
     if with_optimizer:
         assert count_steps(role) == role.optimizer.steps, "the optimizer and its role count different steps"
         pieces += make_state_pieces(role, rank, holders)

@@ -17,6 +17,7 @@ from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
 from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.zero_checks import check_zero_stages
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
 _OPTIMIZER_NOT_NEGATIVE = (
@@ -144,6 +145,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     for section in _TRAINED:
         _check_step_mode(config, section)
         check_quantization(config, section)
+    check_zero_stages(config)
     check_rollout(config)
     check_schedule(config)
     _check_reward(config)

@@ -53,6 +53,11 @@ class LayoutConfig:
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers."
     )
+    zero_stage: int = option(
+        1,
+        "ZeRO stage, 1 or 3. What the ranks of DP and CP share: 1, optimizer states; 3, weights and gradients as well, "
+        "which are gathered a layer at a time (FSDP).",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,10 @@ class HiddenStatesModel(GPTModel):
     The output layer is a parameter as in GPTModel, under the same name and tied in the same way.
     """
 
+    def _is_in_embd_group(self) -> bool:
+        """Tied embeddings of two stages are not summed when they are made: both are read from the same files."""
+        return False
+
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
 

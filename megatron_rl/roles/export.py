@@ -27,7 +27,7 @@ def actor_export(config: RunConfig, model: LaidOutModel) -> Callable[[Path], Non
         part = model.trained
         params: Any = part.params  # tensors: what is in NF4 is not trained
         shards = group_shards(part.placements, part.shard_key, model.layout.ranks)
-        trained = ShardedModel(model.shape, shards, params, model.groups.world)
+        trained = ShardedModel(model.shape, shards, params, model.groups.world, model.dtype)
         if isinstance(part, Adapters):
             save_adapters(directory, trained, part.shape, config.actor.lora, base)
             return

@@ -20,6 +20,7 @@ from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
+from megatron_rl.training.fully_sharded import local_values
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
@@ -75,6 +76,11 @@ class Adapters:
         """Of the role."""
         return self.groups.layout
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return next(iter(self.params.values())).dtype
+
     @classmethod
     def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:
         """Those of a model."""
@@ -118,7 +124,7 @@ class Adapters:
 
 def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """The parameters of a model by name, without its adapters; those in NF4 are among them."""
-    whole = {name: p.data for name, p in stages.named_parameters() if not name.endswith(HALVES)}
+    whole = {name: local_values(p) for name, p in stages.named_parameters() if not name.endswith(HALVES)}
     return {**whole, **list_quantized_linears(stages)}
 
 

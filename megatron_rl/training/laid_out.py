@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.packing.buckets import Buckets, build_buckets
 from megatron_rl.packing.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.layout import ParallelLayout
@@ -16,6 +17,7 @@ from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.quantization import list_quantized
+from megatron_rl.weights.row_shards import find_shard_places, row_shard_placements
 from megatron_rl.weights.tables import PlacementTable
 
 
@@ -38,11 +40,13 @@ class LaidOutModel:
         dp_rank: of this rank; None outside of the role.
         buckets: the shapes that its training step takes; None: any.
         batch_invariant: the bits of a token do not depend on what is computed beside it.
+        is_fully_sharded: data parallel ranks share the rows of every parameter (ZeRO-3).
     """
 
     def __init__(self, spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dp_rank: int | None = None) -> None:
         self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
         self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.layout.sequence_parallel
+        self.is_fully_sharded = spec.layout.zero_stage == FULLY_SHARDED
         self.params: SourceParams = {}
         self.adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
         self.buckets: Buckets | None = None
@@ -54,7 +58,8 @@ class LaidOutModel:
 
     def placements(self, rank: int) -> PlacementTable:
         """ShardBox table of any rank of the layout, without adapters."""
-        return megatron_placements(self.shape, self.layout, rank)
+        place = row_shard_placements if self.is_fully_sharded else megatron_placements
+        return place(self.shape, self.layout, rank)
 
     @property
     def trained(self) -> Any:
@@ -86,7 +91,7 @@ class LaidOutModel:
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
         at = self.layout.expert_coordinates(rank)
-        return at.tp, at.pp, at.ep
+        return at.tp, at.pp, at.ep, find_shard_places(self.layout, rank) if self.is_fully_sharded else None
 
     @property
     def pad_multiple(self) -> int:

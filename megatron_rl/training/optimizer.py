@@ -11,7 +11,7 @@ where the config says so (`muon.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.checkpoint.optimizer_states import list_state_shards
 from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import TrainedConfig
+from megatron_rl.training.fully_sharded import ShardedAdam, local_values
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.muon import AdamAndMuon, Muon
 from megatron_rl.training.packed_model import PackedModel
@@ -51,6 +52,7 @@ class Optimizer:
 
     def __init__(self, model: PackedModel, config: TrainedConfig, total_steps: int) -> None:
         self._ddp: list[Any] = [*model.ddp]
+        self._stages = model.stages
         self._collection, self._device = model.groups.collection, model.device
         self._offloads_gradients, self._offloads_states = config.offload_gradients, config.offload_optimizer
         self.megatron = _build_optimizer(model, config)
@@ -91,6 +93,8 @@ class Optimizer:
     def release(self) -> None:
         """Give back what generation does not need, as configured; gradients are lost, states go to the host."""
         if self._offloads_gradients:
+            if not self._ddp:
+                self.megatron.zero_grad()
             for module in self._ddp:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     buffer.offload_to_cpu(move_params=False, move_grads=True)
@@ -118,7 +122,7 @@ class Optimizer:
 
     def _list_states(self) -> list[torch.Tensor]:
         """Adam's moments, and the float32 weights where they are not the model's own."""
-        of_model = {p.untyped_storage().data_ptr() for module in self._ddp for p in module.parameters()}
+        of_model = {local_values(p).untyped_storage().data_ptr() for p in self._stages.parameters()}
         groups = [group for adam in self.adams for group in adam.param_groups]
         weights = [p for group in groups for p in group["params"]]
         states = [x for adam in self.adams for state in adam.state.values() for x in state.values() if x.dim()]
@@ -148,7 +152,8 @@ class Optimizer:
         Returns:
             The global gradient norm before clipping, 0-d float32.
         """
-        finalize_model_grads(self._ddp, None, pg_collection=self._collection)
+        if self._ddp:
+            finalize_model_grads(self._ddp, None, pg_collection=self._collection)
         self.megatron.prepare_grads()
         norm = self._compute_norm()
         limit = self.megatron.config.clip_grad
@@ -209,6 +214,9 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=role.use_distributed_optimizer,
     )
+    if model.is_fully_sharded:
+        is_tied = model.shape.tied_embeddings and not model.shape.has_score_head
+        return ShardedAdam(model.stages, model.groups, config, _make_fused_adam, is_tied=is_tied)
     with _job_of(model.groups.world):
         optimizer = get_megatron_optimizer(
             config, [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection
@@ -254,10 +262,18 @@ def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
     """Put torch's fused AdamW in the place of the one that megatron-core chose (apex's, TE's or torch's)."""
-    groups = part.optimizer.param_groups
+    part.optimizer = _make_fused_adam(part.optimizer.param_groups, kind, is_capturable=is_capturable)
+
+
+def _make_fused_adam(
+    groups: Sequence[Mapping[str, Any]],
+    kind: type[torch.optim.AdamW] = torch.optim.AdamW,
+    *,
+    is_capturable: bool = False,
+) -> torch.optim.AdamW:
     # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
     adam = kind([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
     adam.param_groups = [
         {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}} for group in groups
     ]
-    part.optimizer = adam
+    return adam

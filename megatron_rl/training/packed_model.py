@@ -30,6 +30,7 @@ from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.training.adapters import Adapters, fill_model, list_params, merge_adapters
+from megatron_rl.training.fully_sharded import build_sharded, reshard
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
@@ -47,7 +48,7 @@ class PackedModel(LaidOutModel):
         groups: process groups of the role.
         device: of the weights.
         stages: model chunks (`vpp_size` of them).
-        ddp: wrappers of the stages of a model that is trained.
+        ddp: wrappers of the stages of a model that is trained; none where its ranks share the weights (ZeRO-3).
         stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
     """
 
@@ -69,18 +70,31 @@ class PackedModel(LaidOutModel):
             recompute_granularity=spec.layout.recompute_granularity,
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
-        self.stages = build_gpt_stages(
-            setup.shape, self.config, groups, self.transformer_impl, spec.batch_invariant, self.adapters
+        build = partial(
+            build_gpt_stages,
+            setup.shape,
+            self.config,
+            groups,
+            self.transformer_impl,
+            spec.batch_invariant,
+            self.adapters,
+        )
+        self.stages = (
+            build_sharded(build, groups, self.config.params_dtype, is_trained=spec.trainable)
+            if self.is_fully_sharded
+            else build()
         )
         self.device = next(self.stages.parameters()).device
         fill_model(self, spec, setup.seed)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
-        if spec.trainable:
+        if spec.trainable and not self.is_fully_sharded:
             self._prepare_training(spec.training)
-        else:
+        elif not spec.trainable:
             self.stages.requires_grad_(False)
         self.params = list_params(self.stages)
+        for shard in self.params.values() if self.is_fully_sharded else ():
+            shard.copy_(shard.to(self.dtype))  # the optimizer starts from what the model computes with
         self._host_memory = HostMemory(self.device)
         self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded
         if spec.offload:
@@ -113,6 +127,11 @@ class PackedModel(LaidOutModel):
     def modules(self) -> list[torch.nn.Module]:
         """What the schedule runs."""
         return list(self.ddp or self.stages)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the model computes in; shards of one that is trained are float32."""
+        return self.config.params_dtype
 
     @property
     def rank(self) -> int:
@@ -217,7 +236,7 @@ class PackedModel(LaidOutModel):
             shapes = [(len(m.tokens) // shards, 1, self.shape.hidden_size) for m in microbatches]
             make = P2PCommunicator if is_interleaved else partial(PlannedCommunicator, shapes)
             pipeline["p2p_communicator"] = make(self.groups.pp, self.config)
-        return forward_backward(
+        found = forward_backward(
             forward_step_func=partial(self.forward_step, head, loss_function),
             data_iterator=iterators if is_interleaved else iterators[0],
             model=modules if is_interleaved else modules[0],
@@ -229,6 +248,8 @@ class PackedModel(LaidOutModel):
             pg_collection=self.groups.collection,
             **pipeline,
         )
+        reshard(self.stages)
+        return found
 
     def forward_step(
         self, head: Head, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module

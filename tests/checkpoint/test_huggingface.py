@@ -301,7 +301,7 @@ def save_from_ranks(
     try:
         written = save_huggingface(
             target,
-            ShardedModel(shape, shards, params, dist.group.WORLD),
+            ShardedModel(shape, shards, params, dist.group.WORLD, next(iter(params.values())).dtype),
             side_files_from=source,
             bucket_bytes=2000,
             **options,

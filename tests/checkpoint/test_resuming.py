@@ -36,6 +36,7 @@ from tiny_models import save_tiny_model
 SP = dict(sequence_parallel=True)
 NO_ZERO = dict(use_distributed_optimizer=False)
 MUON = dict(optimizer="muon")
+ZERO_3 = dict(zero_stage=3)
 TP2_PP2 = Case(4, dict(tp_size=2, pp_size=2))
 
 
@@ -68,8 +69,9 @@ def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Ca
         Case(actor=NO_ZERO),
         TP2_PP2,
         Case(2, actor=MUON, dtype="bfloat16"),
+        Case(2, actor=ZERO_3, dtype="bfloat16"),
     ],
-    ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2", "dp2-bfloat16-muon"],
+    ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2", "dp2-bfloat16-muon", "dp2-bfloat16-zero3"],
 )
 def test_the_same_layout_goes_on_bit_by_bit(case: Case, models, tmp_path: Path):
     saved = save_actor(case, models["qwen2"], tmp_path, async_save=True)
@@ -94,8 +96,10 @@ def join_all(pieces) -> dict[str, torch.Tensor]:
         Case(4, dict(tp_size=4)),
         Case(4, dict(tp_size=2), actor=SP | NO_ZERO),
         Case(2, dict(pp_size=2, vpp_size=2)),
+        Case(3, actor=ZERO_3),
+        Case(4, dict(tp_size=2), actor=SP | ZERO_3),
     ],
-    ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2"],
+    ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2", "dp3-zero3", "tp2dp2-zero3"],
 )
 def test_tp2_pp2_goes_on_in_other_layouts(layout: Case, models, tmp_path: Path):
     """Tied embeddings: the last stage's copy, its states included, is the first stage's."""
@@ -114,6 +118,20 @@ def test_muon_goes_on_in_another_layout(models, tmp_path: Path):
     assert "optimizer.exp_avg_sq.model.layers.0.mlp.up_proj.weight" not in keys
     with pytest.raises(Exception, match="trained with muon, this run has actor.optimizer=adam"):
         resume_actor(Case(), models["qwen2"], tmp_path / "step_1")
+
+
+@pytest.mark.parametrize(
+    "saved_by,loaded_by",
+    [
+        (Case(3, actor=ZERO_3), Case(2)),
+        (Case(4, dict(pp_size=2), actor=ZERO_3), Case(2, dict(tp_size=2))),
+        (Case(4, dict(cp_size=2), actor=ZERO_3), Case(4, dict(pp_size=2, vpp_size=2), actor=ZERO_3)),
+        (Case(2, actor=ZERO_3, dtype="bfloat16"), Case(3, dtype="bfloat16")),
+    ],
+    ids=["dp3", "pp2dp2-to-tp2", "cp2dp2-to-pp2vpp2dp2", "bfloat16"],
+)
+def test_zero_3_goes_on_in_other_layouts_and_stages(saved_by: Case, loaded_by: Case, models, tmp_path: Path):
+    same_in_another_layout(models["qwen2"], tmp_path, saved_by, loaded_by)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,6 @@ norms and attention keep less, and what the allocator rounds or leaves unused th
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from role_setups import take_step
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from storage_watch import measure_peak
 
 from actor_runs import ALGORITHM, Case, build_actor
 from distributed import run_ranks
@@ -110,41 +106,6 @@ def build_batch(actor: Actor) -> TrainBatch:
     )
     advantages = expand_to_tokens([1.0] * ROLLOUTS, batch)
     return replace(batch, advantages=advantages, ref_logprobs=torch.full_like(advantages, -7.0))
-
-
-class StorageWatch(TorchDispatchMode):
-    """Counts the bytes of storages from the operation that makes them until they are released, by whatever thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-        self._known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                self._watch(tensor.untyped_storage())
-        return result
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._release, key, size)
-
-    def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def measure_peak(work: Callable[[], object]) -> int:
-    """The most bytes that tensors made by `work()` held at once."""
-    with StorageWatch() as watch:
-        work()
-    return watch.peak
 
 
 def _measure_rank(rank: int, world_size: int, layout: Layout, path: Path) -> dict[str, int]:

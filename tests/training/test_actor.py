@@ -43,7 +43,7 @@ from megatron_rl.types import UserError
 from tiny_models import save_tiny_model
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
-SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
+SP, REPLICATED, ZERO_3 = dict(sequence_parallel=True), dict(use_distributed_optimizer=False), dict(zero_stage=3)
 LAYOUTS = {
     "tp2": Case(2, dict(tp_size=2)),
     "tp2-sp": Case(2, dict(tp_size=2), SP),
@@ -57,6 +57,7 @@ LAYOUTS = {
     "pp2-dp2": Case(4, dict(pp_size=2)),
     "pp2-vpp2-dp2-replicated": Case(4, dict(pp_size=2, vpp_size=2), REPLICATED),
     "cp2-dp2": Case(4, dict(cp_size=2)),
+    "pp2-dp2-zero3": Case(4, dict(pp_size=2), ZERO_3),
 }
 CONTEXT_PARALLEL = {
     f"cp{cp}-tp{tp}-pp{pp}": Case(cp * tp * pp, dict(cp_size=cp, tp_size=tp, pp_size=pp), SP if tp > 1 else {})
@@ -71,6 +72,7 @@ EXPERT_LAYOUTS = {
     "ep2": Case(2, dict(ep_size=2)),
     "ep2-replicated": Case(2, dict(ep_size=2), REPLICATED),
     "ep2-dp4": Case(4, dict(ep_size=2)),  # two replicas of every expert, four of the rest
+    "ep2-dp4-zero3": Case(4, dict(ep_size=2), ZERO_3),
     "ep2-tp2-sp": Case(4, dict(ep_size=2, tp_size=2), SP),
     "ep2-pp2-full": Case(4, dict(ep_size=2, pp_size=2), dict(recompute_granularity="full")),
 }
@@ -166,7 +168,15 @@ def test_mode_does_not_change_the_numbers(mode: str, single: dict[str, Measured]
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [("dp2", "qwen2"), ("pp2-vpp2", "qwen2"), ("pp2-dp2", "qwen2"), ("tp2-dp2-sp", "qwen2"), ("ep2", "qwen3_moe")],
+    [
+        ("dp2", "qwen2"),
+        ("pp2-vpp2", "qwen2"),
+        ("pp2-dp2", "qwen2"),
+        ("tp2-dp2-sp", "qwen2"),
+        ("ep2", "qwen3_moe"),
+        ("pp2-dp2-zero3", "qwen2"),
+        ("ep2-dp4-zero3", "qwen3_moe"),
+    ],
 )
 def test_minibatch_with_fewer_rollouts_than_ranks(layout: str, family: str, paths: dict[str, Path]) -> None:
     """Two minibatches, of seven and of one rollout: some ranks get padding only, and take part all the same."""
@@ -264,7 +274,7 @@ def test_loss_that_is_not_finite_stops_all_ranks(layout: str, paths: dict[str, P
         )
 
 
-@pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp"])
+@pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp", "pp2-dp2-zero3"])
 def test_gradient_that_is_not_finite_stops_all_ranks(layout: str, paths: dict[str, Path]) -> None:
     """An advantage of -1e38 leaves a finite loss, and a gradient whose square is not."""
     case = LAYOUTS[layout]

@@ -54,6 +54,7 @@ LAYOUTS = {
     "tp2-dp2": Case(4, dict(tp_size=2)),
     "cp2-tp2-sp": Case(4, dict(tp_size=2, cp_size=2), SP),
     "cp2-pp2": Case(4, dict(cp_size=2, pp_size=2)),
+    "cp2-tp2-sp-zero3": Case(4, dict(tp_size=2, cp_size=2), SP | dict(zero_stage=3)),
 }
 TOLERANCE = 1e-5
 # Adam's first step divides a gradient by itself: see WEIGHT_TOLERANCE in test_actor.py.
@@ -253,7 +254,7 @@ def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Pa
     shards = group_shards(model.placements, model.shard_key, range(world_size))
     save_huggingface(
         target,
-        ShardedModel(model.shape, shards, model.params, model.groups.world),
+        ShardedModel(model.shape, shards, model.params, model.groups.world, model.dtype),
         side_files_from=path,
         bucket_bytes=4096,
     )

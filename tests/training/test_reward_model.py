@@ -32,6 +32,7 @@ LAYOUTS = {
     "tp2-dp2": Case(4, dict(tp_size=2)),
     "pp2-dp2": Case(4, dict(pp_size=2)),
     "cp2-tp2-sp": Case(4, dict(tp_size=2, cp_size=2), SP),
+    "pp2-dp2-zero3": Case(4, dict(pp_size=2), dict(zero_stage=3)),
 }
 
 

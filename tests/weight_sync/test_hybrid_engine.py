@@ -86,6 +86,7 @@ def make_config(
             virtual_pipeline_model_parallel_size=layout.get("vpp_size"),
             context_parallel_size=layout.get("cp_size", 1),
             expert_model_parallel_size=layout.get("ep_size", 1),
+            zero_stage=layout.get("zero_stage", 1),
         ),
         rollout=RolloutConfig(engine=engine, tensor_model_parallel_size=rollout_tp, max_num_seqs=16, n=2),
         hybrid=HybridConfig(**{"verify": "full", **hybrid}),
@@ -130,7 +131,8 @@ def work(
 ) -> dict[str, Any]:
     """Reshard, generate, take an optimizer step, reshard, generate again."""
     config = make_config(path, layout_sizes, rollout_tp, engine, hybrid_options or {}, lora or LoraConfig())
-    process, layout = init_distributed(2), ParallelLayout(world_size, **layout_sizes)
+    sizes = {name: size for name, size in layout_sizes.items() if name != "zero_stage"}
+    process, layout = init_distributed(2), ParallelLayout(world_size, **sizes)
     groups = build_groups(layout)
     inputs = RoleInputs(resolve(config).roles["actor"], load_model_shape(path), layout)
     actor = build_role(config, inputs, groups, total_optimizer_steps=4)
@@ -195,6 +197,9 @@ CASES = [
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2),
     ("vllm", "mixtral", 4, {"tp_size": 2, "ep_size": 2}, 2),
     ("hf", "qwen3_moe", 2, {"ep_size": 2}, 1),
+    ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),
+    ("vllm", "qwen3", 4, {"tp_size": 2, "zero_stage": 3}, 2),
+    ("vllm", "qwen3_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1),
     ("megatron", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("megatron", "llama", 4, {"tp_size": 2, "cp_size": 2}, 2),
     ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),

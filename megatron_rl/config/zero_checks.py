@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What weights that the data parallel ranks share (ZeRO-3) cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.config.checked import CheckedConfig
+
+FULLY_SHARDED = 3
+_SECTIONS = {"actor": "reference", "critic": None, "reward_model": "reward_model"}  # and whose weights may be offloaded
+
+
+def check_zero_stages(config: CheckedConfig) -> None:
+    """Refuse a stage that does not exist, and what stage 3 does not work with.
+
+    Raises:
+        UserError: the first thing found.
+    """
+    for section, offloaded in _SECTIONS.items():
+        name = f"{section}.zero_stage"
+        stage = config.get(name)
+        config.require(
+            stage in (1, FULLY_SHARDED),
+            name,
+            "is no stage that there is",
+            expected="1 or 3",
+            hint="1 shards optimizer states, 3 shards gradients and weights as well",
+        )
+        if stage != FULLY_SHARDED:
+            continue
+        for other, wanted, why in _list_wanted(section, offloaded):
+            config.require(
+                config.get(other) == wanted,
+                other,
+                f"does not work with {name} = 3 ({why})",
+                expected=str(wanted).lower(),
+                hint=f"set {other}={str(wanted).lower()}, or {name}=1",
+            )
+    config.require(
+        config.get("actor.zero_stage") != FULLY_SHARDED or config.get("rollout.engine") != "megatron",
+        "rollout.engine",
+        "runs the actor's modules, whose weights are in parts with actor.zero_stage = 3",
+        expected="an engine with weights of its own",
+        hint="set rollout.engine=vllm, or actor.zero_stage=1",
+    )
+
+
+def _list_wanted(section: str, offloaded: str | None) -> Iterator[tuple[str, Any, str]]:
+    """Settings, the value that each must have, and why."""
+    if section != "reward_model":
+        yield f"{section}.step_mode", "eager", "its buffers are filled anew for every layer"
+        yield f"{section}.use_distributed_optimizer", True, "optimizer states are always sharded"
+        yield f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"
+        yield f"{section}.optimizer", "adam", "Muon takes whole matrices"
+        yield f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"
+    if offloaded is not None:
+        yield f"{offloaded}.offload", False, "the ranks share these weights already"

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3 (1910.02054) on torch's FSDP2: data and context parallel ranks share the rows of every parameter.
+
+A layer is gathered when it runs and is in parts again afterwards; what is outside of the layers (embedding, last norm,
+output layer) stays whole until the pass ends. Experts that are spread over ranks are gathered from their replicas
+only. Gradients are summed into shards during the backward of every microbatch.
+
+Weights are read straight into the shards: the model is built without storage. Of a bfloat16 model that is trained the
+shards are float32, and what is gathered is their bfloat16 value. For where the rows are see `weights/row_shards.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from megatron_rl.parallel.collectives import current_device
+from megatron_rl.parallel.groups import ParallelGroups
+
+
+def build_sharded(
+    build: Callable[[], torch.nn.ModuleList], groups: ParallelGroups, dtype: torch.dtype, *, is_trained: bool
+) -> torch.nn.ModuleList:
+    """The stages of a rank with shards of their parameters, whose values are undefined; collective over the role.
+
+    Args:
+        build: makes the stages.
+        groups: of the role.
+        dtype: that the model computes in.
+        is_trained: shards are float32, and gradients of shards are summed.
+    """
+    with _without_storage():
+        stages = build()
+    assert not [*stages.buffers()], "what is no parameter has values that nobody reads"
+    if is_trained:
+        stages.float()
+    stages.requires_grad_(is_trained)
+    device = current_device()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, experts = (
+        DeviceMesh.from_group(group, device.type) for group in (groups.collection.dp_cp, groups.collection.expt_dp)
+    )
+    attributes = {name: dict(vars(p)) for name, p in stages.named_parameters()}
+    for stage in cast(Iterable[Any], stages):
+        for layer in stage.decoder.layers:
+            if groups.layout.ep_size > 1:
+                fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that
+    stages.to_empty(device=device)
+    for name, p in stages.named_parameters():
+        vars(p).update(attributes[name])
+    for module in _list_units(stages):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return stages
+
+
+@contextmanager
+def _without_storage() -> Iterator[None]:
+    """Parameters lose their storage when they are registered, so that no more than one of them has it."""
+
+    def forget(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:  # annotated as None
+        if param is None:
+            return None
+        found = torch.nn.Parameter(param.data.to("meta"))
+        vars(found).update(vars(param))
+        return found
+
+    hook = register_module_parameter_registration_hook(forget)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _list_units(stages: torch.nn.ModuleList) -> list[FSDPModule]:
+    return [module for module in stages.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(stages: torch.nn.ModuleList) -> None:
+    """Give back what is still gathered."""
+    for module in _list_units(stages):
+        module.reshard()
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter or a gradient: the tensor, or its shard."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardedAdam(FP32Optimizer):
+    """megatron-core's optimizer of float32 parameters, for the shards of a rank.
+
+    Args:
+        stages: from `build_sharded`, with weights.
+        groups: of the role.
+        config: megatron-core's.
+        make_adam: (parameter groups) -> torch's optimizer.
+        is_tied: the embedding is the output layer as well.
+    """
+
+    def __init__(
+        self,
+        stages: torch.nn.ModuleList,
+        groups: ParallelGroups,
+        config: OptimizerConfig,
+        make_adam: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        is_tied: bool,
+    ) -> None:
+        self._groups, self._has_copies = groups, is_tied and groups.layout.pp_size > 1
+        self._sequence_parallel = cast(Any, stages[0]).config.sequence_parallel
+        self._shards = [(name, p, _make_shard(p)) for name, p in stages.named_parameters()]
+        matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
+        adam = make_adam([_make_group(matrices, config, 1.0), _make_group(vectors, config, 0.0)])
+        super().__init__(adam, config, _keep)
+        self.tp_group, self.grad_stats_parallel_group = groups.tp, groups.world
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Give the gradients back."""
+        for _, p, shard in self._shards:
+            p.grad = shard.grad = None
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Hand the gradients of the shards to Adam, complete; collective over the role. Returns False."""
+        partial: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        for name, p, shard in self._shards:
+            shard.grad = torch.zeros_like(shard) if p.grad is None else local_values(p.grad)
+            is_norm_of_heads = "q_layernorm" in name or "k_layernorm" in name
+            if is_norm_of_heads or (self._sequence_parallel and getattr(p, "sequence_parallel", False)):
+                partial.append(shard.grad)
+            if getattr(p, "shared_embedding", False):
+                copies.append(shard.grad)
+        if self._groups.layout.tp_size > 1:
+            _sum(partial, self._groups.tp)
+        if self._has_copies and self._groups.collection.embd is not None:
+            _sum(copies, self._groups.collection.embd)
+        return False
+
+
+def _make_shard(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The shard of a parameter as a parameter, with what megatron-core has noted of it; its `main_param`."""
+    shard = torch.nn.Parameter(local_values(param))
+    vars(shard).update(vars(param))
+    vars(param)["main_param"] = shard
+    return shard
+
+
+def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mult: float) -> dict[str, Any]:
+    """As megatron-core's schedule wants it, which multiplies the weight decay by `wd_mult`."""
+    return dict(
+        params=params,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_mult=1.0,
+        wd_mult=wd_mult,
+    )
+
+
+def _keep(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """States are made in the first step."""
+
+
+def _sum(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Over a group whose ranks have the same rows of the same parameters."""
+    found = [x for x in tensors if x.numel()]
+    if found:
+        flat = torch.cat([x.flatten() for x in found])
+        dist.all_reduce(flat, group=group)
+        for x, values in zip(found, flat.split([x.numel() for x in found]), strict=True):
+            x.copy_(values.view(x.shape))

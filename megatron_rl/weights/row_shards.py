@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each logical tensor lies when data parallel ranks share the rows of Megatron's parameters (ZeRO-3).
+
+FSDP cuts a parameter of n rows as `torch.chunk` does: shard i of d has the rows [i c, (i + 1) c) with c = ceil(n / d),
+as far as there are any. The table is Megatron's with every box cut to these rows; what is not there is an empty box,
+so that all data parallel ranks share the rows of the table.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import megatron_placements, padded_vocab_size
+from megatron_rl.weights.tables import BoxPair, PlacementTable, split_boxes
+
+if TYPE_CHECKING:
+    from megatron_rl.parallel.layout import ParallelLayout
+
+_FUSED = (("q.weight", "k.weight", "v.weight"), ("q.bias", "k.bias", "v.bias"), ("gate", "up"))
+_EXPERT_KINDS = ("gate", "up", "down")
+
+
+class ShardPlace(NamedTuple):
+    """One of several equal shares of the rows of a parameter."""
+
+    index: int
+    count: int
+
+    def cut(self, num_rows: int) -> tuple[int, int]:
+        """The rows [start, stop) of a parameter of this many."""
+        size = -(-num_rows // self.count)
+        return min(self.index * size, num_rows), min((self.index + 1) * size, num_rows)
+
+
+def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, ShardPlace]:
+    """The shares of a rank: of dense parameters, and of those of experts (which may have fewer replicas)."""
+    at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
+    experts = layout.expert_coordinates(rank).dp
+    return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, replicas // layout.ep_size)
+
+
+def row_shard_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
+    """Placements of the shards of all parameters of one rank's model chunks."""
+    table, at = megatron_placements(shape, layout, rank), layout.coordinates(rank)
+    return PlacementTable(table.rows, _cut_boxes(shape, layout.tp_size, at.tp, *find_shard_places(layout, rank)))
+
+
+@lru_cache(maxsize=256)
+def _cut_boxes(
+    shape: ModelShape, tp_size: int, tp_rank: int, dense: ShardPlace, experts: ShardPlace
+) -> dict[str, BoxPair]:
+    vocab_rows = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
+    boxes = split_boxes(shape, tp_size, tp_rank, vocab_rows)
+    num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
+    for kinds in _FUSED:
+        num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends where the parameter does
+    found = {}
+    for kind, pair in boxes.items():
+        place = experts if shape.num_experts and kind in _EXPERT_KINDS else dense
+        found[kind] = _cut(pair, *place.cut(num_rows[kind]))
+    return found
+
+
+def _cut(pair: BoxPair, low: int, high: int) -> BoxPair:
+    """Boxes of the rows [low, high) of a parameter, which are a shard of their own."""
+    ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
+    first = min(max(start, low), stop)
+    last = max(first, min(stop, high))
+    local = (first - low, last - low) if first < last else (0, 0)
+    return (local, *rest), ((hf_start + first - start, hf_start + last - start), *hf_rest)
