@@ -115,7 +115,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature, chunk_tokens = ctx.softmax.temperature, ctx.softmax.chunk_tokens
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        sum_over_chunks = _WeightGradient(weight, len(hidden) <= chunk_tokens) if ctx.needs_input_grad[1] else None
+        sum_over_chunks = WeightGradient(weight, len(hidden) <= chunk_tokens) if ctx.needs_input_grad[1] else None
         rows = weight[: ctx.shard.width]
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -138,7 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None
 
 
-class _WeightGradient:
+class WeightGradient:
     """Sum over chunks of `gradient.T @ hidden`, in float32 where several chunks of a shorter type add up."""
 
     def __init__(self, weight: torch.Tensor, is_single_chunk: bool) -> None:

@@ -57,16 +57,16 @@ def exchange_to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.
 
 
 def combine_shards(values: torch.Tensor, index: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Give every rank the values [t] of the whole row; differentiable, collective.
+    """Give every rank the values [t, ...] of the whole row; differentiable, collective.
 
     All ranks are to take the same loss of the result: each sends back the gradient of its own values only, so the
     sum of parameter gradients over the group is that of the loss (which then is not to be summed over the group).
 
     Args:
-        values: [k] what this rank computed.
+        values: [k, ...] what this rank computed.
         index: [k] int64, their places; disjoint between ranks.
         length: t; places that no rank fills are 0.
         group: the cp ranks.
     """
-    combined = values.new_zeros(length).index_copy(0, index, values)
+    combined = values.new_zeros(length, *values.shape[1:]).index_copy(0, index, values)
     return reduce_from_tensor_model_parallel_region(combined, group=group)  # any group: sums, and passes gradients on

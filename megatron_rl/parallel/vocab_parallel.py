@@ -85,7 +85,7 @@ def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torc
     return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
 
 
-def _merge_totals(highs: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def merge_totals(highs: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[tp, t] each -> the maximum [t], the scale of each shard [tp, t], and the sum of exponentials [t]."""
     high = highs.amax(0)
     scale = (highs - high).exp()
@@ -109,14 +109,14 @@ def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
         part = rows[:, shard.start : shard.start + shard.width].clone(memory_format=torch.contiguous_format)
         summaries.append(compute_summary(part, torch.zeros(len(rows), dtype=torch.int64, device=z.device), shard))
     highs, totals, *_ = torch.stack(summaries, 1)
-    high, _, total = _merge_totals(highs, totals)
+    high, _, total = merge_totals(highs, totals)
     return (rows - high[:, None] - total.log()[:, None])[: len(z)]
 
 
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[tp, 4, t] -> logprobs, entropy and lse, [t] each."""
     highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
-    high, scale, total = _merge_totals(highs, totals)
+    high, scale, total = merge_totals(highs, totals)
     # sum exp(z - high) (z - high), from sums that were taken about each shard's own maximum.
     weighted = ((weighted + totals * (highs - high)) * scale).sum(0)
     log_total = total.log()

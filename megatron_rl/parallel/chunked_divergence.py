@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compares the distributions of two models, straight from hidden states, as `chunked_logprobs.py` makes log-probs.
+
+The logits of a chunk of tokens exist at a time, of both models at once where both are compared whole. TP ranks exchange
+a few numbers per token in forward and nothing in backward. Gradients are those of `chunked_logprobs.py`: complete for
+the weight, and for the hidden states this rank's part of the sum over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, WeightGradient, scale_logits
+from megatron_rl.parallel.vocab_parallel import VocabShard, gather_summaries, merge_totals
+
+_LEAST = 1e-30  # of the likeliest token's probability: what "any other token" has at least
+
+
+@torch.no_grad()
+def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, softmax: OutputSoftmax) -> torch.Tensor:
+    """The k likeliest tokens of each distribution, the likeliest first, with their log-probs, and that of any other.
+
+    Collective over `softmax.tp_group`, the same bits on every rank of it.
+
+    Args:
+        hidden: [t, h], the same on every rank of the group.
+        weight: [v/tp, h] this rank's rows of the (padded) output layer.
+        k: at most the size of the vocabulary, which is below 2^24: ids are exact in float32.
+        softmax: of the model.
+
+    Returns:
+        [t, 2, k + 1]: ids, and log-probs under the whole distribution; the last is any other token, with the id 0.
+    """
+    shard = softmax.find_shard(weight)
+    rows = weight[: shard.width]
+    summaries = [
+        _summarize_top_k(scale_logits(x, rows, softmax.temperature), k, shard)
+        for x in hidden.split(softmax.chunk_tokens)
+    ]
+    found = gather_summaries(torch.cat(summaries, 1), softmax.tp_group)
+    high, _, rest = merge_totals(found[:, 0], found[:, 1])
+    ids, logits = (part.flatten(0, 1) for part in found[:, 2:].split(k, 1))  # [tp * k, t]
+    best, places = logits.topk(k, 0)
+    rest = rest + (logits - high).exp().scatter(0, places, 0.0).sum(0)
+    log_total = (rest + (best - high).exp().sum(0)).log()
+    logprobs = torch.cat([best - high - log_total, (rest.clamp(min=_LEAST).log() - log_total)[None]])
+    return torch.stack([F.pad(ids.gather(0, places), (0, 0, 0, 1)), logprobs]).permute(2, 0, 1).contiguous()
+
+
+def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
+    """[2 + 2 k, t] of one shard: maximum, sum of the other exponentials, ids and logits of its k largest."""
+    summary = z.new_zeros(2 + 2 * k, len(z))
+    summary[0] = summary[2 + k :] = torch.finfo(z.dtype).min
+    if shard.width:
+        width = min(k, shard.width)
+        best, columns = z.topk(width, -1)
+        summary[0], summary[1] = best[:, 0], (z - best[:, :1]).exp().scatter(1, columns, 0.0).sum(-1)
+        summary[2 : 2 + width], summary[2 + k : 2 + k + width] = (columns + shard.start).t(), best.t()
+    return summary
+
+
+def compute_linear_logprobs_of(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
+) -> torch.Tensor:
+    """Log-probs of several tokens of each distribution, and of any other token: [t, k + 1].
+
+    Collective over `softmax.tp_group`; differentiable with respect to `hidden` and `weight`.
+
+    Args:
+        hidden, weight, softmax: as in `compute_linear_top_k`.
+        ids: [t, k] int64, different ones.
+    """
+    return _LinearLogprobsOf.apply(hidden, weight, ids, softmax)
+
+
+class _LinearLogprobsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
+    ) -> torch.Tensor:
+        shard = softmax.find_shard(weight)
+        rows, parts = weight[: shard.width], []
+        for x, y in zip(hidden.split(softmax.chunk_tokens), ids.split(softmax.chunk_tokens), strict=True):
+            z = scale_logits(x, rows, softmax.temperature)
+            parts.append(_summarize_chosen(z, *_locate(y, shard)))
+        found = gather_summaries(torch.cat(parts, 1), softmax.tp_group)
+        high, _, rest = merge_totals(found[:, 0], found[:, 1])
+        chosen = found[:, 2:].sum(0)
+        log_total = (rest + (chosen - high).exp().sum(0)).log()
+        log_rest = rest.clamp(min=_LEAST).log() - log_total
+        ctx.save_for_backward(hidden, weight, ids, high + log_total, log_rest)
+        ctx.softmax = softmax
+        return torch.cat([chosen - high - log_total, log_rest[None]]).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, ids, lse, log_rest = ctx.saved_tensors
+        shard = ctx.softmax.find_shard(weight)
+
+        def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
+            """d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, but - p_i at an i."""
+            (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
+            probs = z.sub_(lse[part, None]).exp_()
+            gradient = probs * -slope.sum(-1, keepdim=True)
+            _clear(probs, columns, is_mine).mul_((slope[:, -1] * (-log_rest[part]).exp())[:, None])
+            return gradient.add_(probs).scatter_add_(1, columns, slope[:, :-1] * is_mine)
+
+        return *_multiply_away(ctx, hidden, weight, find_gradient), None, None
+
+
+def compute_linear_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    direction: str,
+    softmax: OutputSoftmax,
+) -> torch.Tensor:
+    """KL between the distributions of a model and of its teacher over the whole vocabulary: [t].
+
+    With p of the model and q of the teacher, reverse: sum_v p_v log(p_v / q_v); forward: sum_v q_v log(q_v / p_v).
+    Collective over `softmax.tp_group`; differentiable with respect to `hidden` and `weight`.
+
+    Args:
+        hidden, weight, softmax: as in `compute_linear_top_k`.
+        teacher_hidden: [t, its h], the same on every rank of the group.
+        teacher_weight: [v/tp, its h], rows of the same tokens as those of `weight`.
+        direction: "reverse" or "forward".
+    """
+    return _LinearDivergence.apply(hidden, weight, teacher_hidden, teacher_weight, direction == "forward", softmax)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        is_forward: bool,
+        softmax: OutputSoftmax,
+    ) -> torch.Tensor:
+        width, parts = softmax.find_shard(weight).width, []
+        for x, y in zip(hidden.split(softmax.chunk_tokens), teacher_hidden.split(softmax.chunk_tokens), strict=True):
+            ours = scale_logits(x, weight[:width], softmax.temperature)
+            theirs = scale_logits(y, teacher_weight[:width], softmax.temperature)
+            sums = torch.stack([_sum_up(ours), _sum_up(theirs)])  # [2, 2, c]
+            z, other = (theirs, ours) if is_forward else (ours, theirs)
+            probs = (z - sums[int(is_forward), 0, :, None]).exp_()
+            parts.append(torch.cat([sums.flatten(0, 1), probs.mul_(z.sub_(other)).sum(-1)[None]]))
+        found = gather_summaries(torch.cat(parts, 1), softmax.tp_group)
+        high, scale, total = merge_totals(found[:, 0], found[:, 1])
+        their_high, their_scale, their_total = merge_totals(found[:, 2], found[:, 3])
+        lse, their_lse = high + total.log(), their_high + their_total.log()
+        if is_forward:
+            divergence = (found[:, 4] * their_scale).sum(0) / their_total - their_lse + lse
+        else:
+            divergence = (found[:, 4] * scale).sum(0) / total - lse + their_lse
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, lse, their_lse, divergence)
+        ctx.softmax, ctx.is_forward = softmax, is_forward
+        return divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, teacher_hidden, teacher_weight, lse, their_lse, divergence = ctx.saved_tensors
+        width, temperature = ctx.softmax.find_shard(weight).width, ctx.softmax.temperature
+
+        def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
+            theirs = scale_logits(teacher_hidden[part], teacher_weight[:width], temperature)
+            ours, theirs = z.sub_(lse[part, None]), theirs.sub_(their_lse[part, None])
+            if ctx.is_forward:
+                return ours.exp_().sub_(theirs.exp_()).mul_(grad[part, None])
+            gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
+            return ours.exp_().mul_(gap).mul_(grad[part, None])
+
+        return *_multiply_away(ctx, hidden, weight, find_gradient), None, None, None, None
+
+
+def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
+    """[2 + k, t] of one shard: maximum, sum of the exponentials of what is not chosen, logits of what is."""
+    if z.shape[1] == 0:
+        return torch.cat([_sum_up(z), z.new_zeros(columns.t().shape)])
+    high = z.amax(-1)
+    exp_z = (z - high[:, None]).exp_()
+    chosen = torch.where(is_mine, z.gather(1, columns), 0.0)
+    return torch.cat([torch.stack([high, _clear(exp_z, columns, is_mine).sum(-1)]), chosen.t()])
+
+
+def _clear(values: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
+    """Set the values [t, v] at columns [t, k] to 0 in place, where they are here."""
+    return values.scatter_add_(1, columns, torch.where(is_mine, -values.gather(1, columns), 0.0))
+
+
+def _sum_up(z: torch.Tensor) -> torch.Tensor:
+    """[2, t] of one shard's logits: their maximum, and the sum of their exponentials about it."""
+    if z.shape[1] == 0:
+        return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z))])
+    high = z.amax(-1)
+    return torch.stack([high, (z - high[:, None]).exp_().sum(-1)])
+
+
+def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """[t, k] token ids -> [t, k] columns in this shard (0 where they are elsewhere), and whether they are here."""
+    columns, is_mine = shard.locate(ids.flatten())
+    return columns.view(ids.shape), is_mine.view(ids.shape)
+
+
+def _multiply_away(
+    ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of hidden states and weight, chunk by chunk.
+
+    Args:
+        ctx: of the function.
+        hidden, weight: its inputs.
+        find_gradient: (logits over the temperature of some tokens, which tokens) -> the gradient at these.
+    """
+    softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
+    rows, size = weight[:width], softmax.chunk_tokens
+    hidden_gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+    total = WeightGradient(weight, len(hidden) <= size) if ctx.needs_input_grad[1] else None
+    for start in range(0, len(hidden) if width else 0, size):
+        part = slice(start, start + size)
+        z = scale_logits(hidden[part], rows, softmax.temperature)
+        gradient = find_gradient(z, part).div_(softmax.temperature).to(hidden.dtype)
+        if hidden_gradient is not None:
+            torch.mm(gradient, rows, out=hidden_gradient[part])
+        if total is not None:
+            total.add(gradient, hidden[part])
+    return hidden_gradient, None if total is None else total.total.to(weight.dtype)
