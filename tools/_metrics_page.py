@@ -70,6 +70,15 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("kl/mean", "to the reference, per token, in the update", "nats"),
         Metric("kl/per_response", "to the reference, per response, before the update", "nats"),
         Metric("kl/coef", "coefficient in use"),
+        Metric(
+            "distill/kl",
+            "to the teachers, per token: log-prob of the policy minus that of the teachers, before the update; with "
+            "algorithm.distillation.kind full or top_k the divergence in the update",
+            "nats",
+        ),
+        Metric(
+            "distill/<teacher>", "the same to each of several teachers, on the tokens that it was asked about", "nats"
+        ),
     ),
     "Critic": (
         Metric("value/loss", "of its optimizer steps"),
@@ -138,6 +147,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "s",
         ),
         Metric("time/ref_logprobs", "log-probs of the reference", "s"),
+        Metric("time/teachers", "log-probs or distributions of the teachers", "s"),
         Metric("time/values", "values of the critic", "s"),
         Metric("time/update", "optimizer steps of the policy", "s"),
         Metric("time/update_critic", "optimizer steps of the critic", "s"),

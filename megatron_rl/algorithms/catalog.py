@@ -75,6 +75,7 @@ ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
     "reinforce_plus_plus_baseline": _formula("reinforce_plus_plus_baseline", needs_group=True),
     "reinforce_plus_plus": _formula("reinforce_plus_plus"),
     "gae": _formula("gae", needs_values=True),
+    "distill": _formula("distill"),
 }
 CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens out of the whole step, by `old_logprobs`
 POLICY_LOSSES: dict[str, PolicyLoss] = {

@@ -162,6 +162,11 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     return Advantages(whitened, _place(advantages + values, where, inputs).float())
 
 
+def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+    """0: rewards are not learned from, and what the teachers say comes on top (`distillation.py`)."""
+    return torch.zeros_like(inputs.token_rewards)
+
+
 def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Subtract the mean and divide by the standard deviation over the masked-in tokens of all ranks; collective.
 

@@ -34,23 +34,23 @@ def compute_policy_loss(
     importance_weights: torch.Tensor | None,
     loss_weights: torch.Tensor,
     config: AlgorithmConfig,
+    divergence: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The configured policy loss, with a KL term if `kl_in` is "loss" and there is a reference, and an entropy term.
 
-        loss = sum_t w_t (importance_t policy_t + kl_coef KL_t - entropy_coef H_t)
+        loss = sum_t w_t (importance_t policy_t + kl_coef KL_t - entropy_coef H_t + distillation.coef D_t)
 
     Args:
         inputs: tokens; what stands at masked positions does not matter.
-        entropy: [t] of the current policy, differentiable.
-        ref_logprobs: [t], or None without a reference.
-        importance_weights: [t] from `compute_importance_weights`, or None.
+        entropy, divergence: [t] of the current policy, and from a teacher if there is one; differentiable.
+        ref_logprobs, importance_weights (see `compute_importance_weights`): [t], or None.
         loss_weights: [t], 0 at masked positions.
-        config: `policy_loss` and its settings, `kl_coef`, `kl_type`, `kl_in`, `entropy_coef`.
+        config: `policy_loss` and its settings, and those of the terms.
 
     Returns:
         The loss (scalar), and sums over tokens: "loss", its parts "policy", "kl_term", "entropy_term", "weights";
-        unweighted "kl", "entropy", "clipped", "tokens" and "loss/<name>/<metric>", what the policy loss itself
-        reports; and the maximum "max/deviation" of |logprobs - old_logprobs|.
+        unweighted "kl", "entropy", "clipped", "tokens", "divergence" where there is one, and what the policy loss
+        reports as "loss/<name>/<metric>"; and the maximum "max/deviation" of |logprobs - old_logprobs|.
 
     Raises:
         UserError: unknown policy loss, or a user's one that does not return [t] tensors.
@@ -70,7 +70,9 @@ def compute_policy_loss(
     kl_term = config.kl_coef * weighted_sum(kl) if config.kl_in == "loss" else nothing
     entropy_term = -config.entropy_coef * weighted_sum(entropy) if config.entropy_coef else nothing
     loss = policy + kl_term + entropy_term
-
+    if divergence is not None:
+        loss = loss + config.distillation.coef * weighted_sum(divergence)
+        reported["divergence"] = torch.where(mask, divergence.detach(), 0.0).sum()
     with torch.no_grad():
         metrics = {
             "loss": loss.detach(),
@@ -83,9 +85,8 @@ def compute_policy_loss(
             "tokens": mask.sum().float(),
             "weights": weighted_sum(torch.ones_like(loss_weights)),
             "max/deviation": (tokens.logprobs - tokens.old_logprobs).abs().max(),
-            **reported,
         }
-    return loss, metrics
+    return loss, metrics | reported
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ quarter of the matrix products of a step (2 of 8 operations per weight and token
 from __future__ import annotations
 
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS, RegisteredEstimator
+from megatron_rl.config.distillation import SAMPLED
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.types import UserError
 
@@ -43,6 +44,8 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
         return f"algorithm.adv_estimator = {algorithm.adv_estimator!r} reads them (needs_old_logprobs)"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         return "algorithm.kl_in = 'reward' makes rewards of them"
+    if config.teachers and algorithm.distillation.kind == SAMPLED:
+        return "algorithm.distillation makes advantages of them"
     return find_early_reader_of_loss(algorithm, minibatches)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.config.declaring import option
+from megatron_rl.config.distillation import DistillationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class AlgorithmConfig:
     adv_estimator: str = option(
         "grpo",
         "Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, "
-        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, or one that a plugin registers.",
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, distill (no rewards, teachers alone), or one that a "
+        "plugin registers.",
     )
     norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
     gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
@@ -111,6 +113,7 @@ class AlgorithmConfig:
     )
     importance_low: float = option(0.5, "Weights below it are masked (mask modes).")
     importance_high: float = option(2.0, "Weights above it are truncated or masked.")
+    distillation: DistillationConfig = DistillationConfig()
     reject_sequence_above: float | None = option(
         None,
         "A response with a token whose |old_logprobs - rollout_logprobs| is larger has no policy-gradient "

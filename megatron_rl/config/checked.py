@@ -21,6 +21,10 @@ class CheckedConfig:
 
     def get(self, name: str) -> Any:
         """The value of "section.name"."""
+        section, _, leaf = name.partition(".")
+        if section == "teachers":
+            teacher, _, leaf = leaf.partition(".")
+            return attrgetter(leaf)(self.config.teachers[teacher])
         return attrgetter(name)(self.config)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> None:

@@ -18,6 +18,7 @@ from megatron_rl.config.fields import read_fields
 from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.config.zero_checks import check_zero_stages
+from megatron_rl.config.teacher_checks import check_teachers
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
 _OPTIMIZER_NOT_NEGATIVE = (
@@ -115,6 +116,7 @@ _MAY_CHANGE = (
     "critic",
     "reference",
     "reward_model",
+    "teachers",
     "train_files",
     "reward",
     "plugins",
@@ -150,6 +152,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     check_schedule(config)
     _check_reward(config)
     _check_algorithm(config)
+    check_teachers(config)
     _check_observability(config)
     unknown = sorted(set(config.get("checkpoint.allow_changes")) - set(_MAY_CHANGE))
     config.require(

@@ -33,6 +33,7 @@ SIMPLE_TYPES: dict[Any, str] = {
     list[int]: "list of integers",
     list[float]: "list of numbers",
 }
+TEACHERS = "teachers"  # the section whose keys are names
 _TYPE_NAMES = SIMPLE_TYPES | {dict[str, Any]: "mapping"}
 
 
@@ -93,11 +94,16 @@ class FieldInfo:
         return f"{words} or null" if self.accepts_none else words
 
 
-def list_fields() -> dict[str, FieldInfo]:
-    """Every setting of every section, in the order of declaration, by full name; not the options of plugins."""
+def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
+    """Every setting of every section, in the order of declaration, by full name; not the options of plugins.
+
+    Args:
+        teachers: names of the teachers; by default one stands for all of them.
+    """
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
-        table |= read_fields(section_class, section)
+        for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:
+            table |= read_fields(section_class, prefix)
     table.pop("algorithm.options")
     return table
 
@@ -129,13 +135,14 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
 
 def section_names() -> set[str]:
     """Names of sections, nested ones included."""
-    return {name.rpartition(".")[0] for name in list_fields()}
+    return {name.rpartition(".")[0] for name in list_fields()} | {TEACHERS}
 
 
 def section_classes() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of declaration."""
+    """Section name -> its dataclass, in the order of declaration; that of the teachers is the class of each."""
     hints = typing.get_type_hints(RunConfig)
-    return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
+    classes = {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
+    return classes | {TEACHERS: typing.get_args(classes[TEACHERS])[1]}
 
 
 def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:

@@ -20,6 +20,7 @@ import yaml
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import (
+    TEACHERS,
     FieldInfo,
     build_section,
     coerce,
@@ -72,19 +73,29 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
             refused by `check_config`.
     """
     given = read_settings(recipe, overrides)
-    fields = list_fields() | list_options()
+    teachers = _name_teachers(given)
+    fields = list_fields(teachers) | list_options()
     settings = _gather_mappings(given, fields)
     translated, notes = translate(settings, fields)
     chosen = _choose(translated, fields)
     _require_all(chosen, fields, recipe)
     sources = {name: choice.source for name, choice in chosen.items()}
     values = {name: choice.value for name, choice in chosen.items()}
-    sections = {name: build_section(declaration, name, values) for name, declaration in section_classes().items()}
+    classes = section_classes()
+    make_teacher = classes.pop(TEACHERS)
+    sections = {name: build_section(declaration, name, values) for name, declaration in classes.items()}
+    sections[TEACHERS] = {name: build_section(make_teacher, f"{TEACHERS}.{name}", values) for name in teachers}
     options = build_options(values, sources)
     sections["algorithm"] = replace(sections["algorithm"], options=options)
     config, idle = put_aside(RunConfig(**sections), sources)
     check_config(config, sources)
     return LoadedConfig(config, [*notes, *idle], sources, find_ranks(settings))
+
+
+def _name_teachers(settings: Sequence[Setting]) -> list[str]:
+    """In the order in which they first appear."""
+    parts = [setting.name.split(".") for setting in settings]
+    return list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
 
 
 def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> list[Setting]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rl.config.declaring import option
 from megatron_rl.types import UserError
@@ -55,6 +55,7 @@ class PlacementConfig:
     critic: str | None = option(None, "Ranks of the critic, such as 4-7 or 1/2; default: all.")
     reference: str | None = option(None, "Ranks of the reference, which has the actor's layout; default: all.")
     reward_model: str | None = option(None, "Ranks of the reward model; default: all.")
+    teachers: dict[str, Any] = option({}, "Ranks of teachers by name, such as math: 4-7 or math: 1/2; default: all.")
     rollout: str | None = option(None, "Ranks of the rollout engines, such as 2-7 or 3/4; default: all.")
 
     def ranks_of(self, role: str, world_size: int) -> range:
@@ -77,7 +78,7 @@ class PlacementConfig:
         """
         found, end = {}, 0
         for role in self.placed:
-            text = getattr(self, role).strip()
+            text = self.text_of(role).strip()
             if "/" in text:
                 count = _count_share(role, text, world_size)
                 first = end if end + count <= world_size else 0
@@ -89,8 +90,19 @@ class PlacementConfig:
 
     @property
     def placed(self) -> list[str]:
-        """The roles that have ranks of their own."""
-        return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+        """The roles that have ranks of their own; a teacher is `teachers.NAME`."""
+        found: list[str] = []
+        for item in fields(self):
+            if item.name == "teachers":
+                found += [f"teachers.{name}" for name in self.teachers]
+            elif getattr(self, item.name) is not None:
+                found.append(item.name)
+        return found
+
+    def text_of(self, role: str) -> str:
+        """What is said of a role that is placed."""
+        section, _, teacher = role.partition(".")
+        return str(self.teachers[teacher] if teacher else getattr(self, section))
 
     def describe(self, world_size: int) -> str:
         """`actor on 0-1, critic on 2-3, others on all ranks`; empty where all are on all ranks."""

@@ -16,7 +16,7 @@ class RoleSpec:
     """One model of a run.
 
     Attributes:
-        name: "actor", "critic", "reference" or "reward_model".
+        name: "actor", "critic", "reference", "reward_model", or "teachers.NAME".
         path: HF directory of its first weights, or a checkpoint of this package.
         section: section of the config with its layout; the reference has the actor's.
         layout: that section.
@@ -60,7 +60,12 @@ class RoleSpec:
     @property
     def title(self) -> str:
         """Its name in words."""
-        return self.name.replace("_", " ")
+        return self.name.replace("teachers.", "teacher ").replace("_", " ")
+
+    @property
+    def is_teacher(self) -> bool:
+        """Whether the policy learns from its log-probs."""
+        return self.name.startswith("teachers.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +99,25 @@ class RunSpec:
         """Roles with a layout of their own."""
         return [role for role in self.roles.values() if role.section == role.name]
 
+    @property
+    def laid_out_alike(self) -> list[RoleSpec]:
+        """Those for which the planner looks for a layout, one for all; a teacher keeps that of its section."""
+        return [role for role in self.laid_out if not role.is_teacher]
+
+    @property
+    def teachers(self) -> dict[str, RoleSpec]:
+        """The teachers by the names of their sections."""
+        return {role.name.partition(".")[2]: role for role in self.roles.values() if role.is_teacher}
+
     def with_config(self, config: RunConfig) -> RunSpec:
         """The same roles with the layouts of another config, and with what it offloads."""
         return replace(
             self,
             roles={
                 name: replace(
-                    role, layout=getattr(config, role.section), offload=getattr(getattr(config, name), "offload", False)
+                    role,
+                    layout=config.section(role.section),
+                    offload=getattr(config.section(name), "offload", False),
                 )
                 for name, role in self.roles.items()
             },

@@ -9,8 +9,9 @@ declarations. What the config alone tells is checked in `checks.py`, what takes 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.data import DataConfig
@@ -197,6 +198,18 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig(LayoutConfig):
+    """A frozen language model that the policy learns from (algorithm.distillation), under a name of yours."""
+
+    path: str = option(MISSING, "Directory of the teacher in HF format; its tokenizer has the policy's tokens.")
+    offload: bool = option(False, "Keep its weights on the host except while it scores.")
+    weight: float = option(1.0, "Its share where several teachers score a response: over the sum of their weights.")
+    values: list[str] = option(
+        [], "Values of the column algorithm.distillation.choose_by that choose it; default: its name."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """How responses are scored: a weighted sum of sources, each logged by its name."""
 
@@ -319,8 +332,8 @@ class CheckpointConfig:
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[str] = option(
         [],
-        "What may differ from the run behind the checkpoint: reference, reward_model, train_files, reward, plugins "
-        "(their content).",
+        "What may differ from the run behind the checkpoint: reference, reward_model, teachers, train_files, reward, "
+        "plugins (their content).",
     )
 
 
@@ -338,9 +351,21 @@ class RunConfig:
     layout: AutoLayoutConfig = dataclasses.field(default_factory=AutoLayoutConfig)
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
     reference: ReferenceConfig = dataclasses.field(default_factory=ReferenceConfig)
+    teachers: dict[str, TeacherConfig] = dataclasses.field(default_factory=dict)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
+
+    def section(self, name: str) -> Any:
+        """A section by its name; that of a teacher is `teachers.NAME`."""
+        first, _, teacher = name.partition(".")
+        return self.teachers[teacher] if teacher else getattr(self, first)
+
+    def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+        """The same with other settings: name of a section -> leaf -> value."""
+        changed = {name: replace(self.section(name), **values) for name, values in changes.items()}
+        teachers = {name: changed.pop(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()}
+        return replace(self, **changed, teachers=teachers)

@@ -197,7 +197,7 @@ def read_overrides(
     return settings
 
 
-_ROLES_LIKE_THE_ACTOR = ("critic", "reward_model")
+_ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
 
 
 def _flag_name(flag: str, fields: Mapping[str, FieldInfo], unknown: Callable[[str, str], UserError]) -> str:

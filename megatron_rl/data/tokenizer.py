@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
         """Token ids of `text`, without special tokens around it."""
         ...
 
+    def read_vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without the special tokens."""
         ...
@@ -72,6 +76,10 @@ class SentencePieceTokenizer:
         """See `Tokenizer.encode`."""
         return self._model.encode(text)
 
+    def read_vocabulary(self) -> dict[str, int]:
+        """See `Tokenizer.read_vocabulary`."""
+        return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
@@ -102,6 +110,10 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def read_vocabulary(self) -> dict[str, int]:
+        """See `Tokenizer.read_vocabulary`."""
+        return self._tokenizer.get_vocab()
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""

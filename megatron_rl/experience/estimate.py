@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms import advantages as estimation
 from megatron_rl.algorithms import covariance
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
+from megatron_rl.algorithms.distillation import compute_distillation_advantages
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.mismatch import (
@@ -86,7 +89,13 @@ def compute_advantages(
         sum_pi_squared=batch.sum_pi_squared,
         importance_weights=batch.importance_weights,
     )
-    return estimation.compute_advantages(inputs, algorithm)
+    found = estimation.compute_advantages(inputs, algorithm)
+    if batch.teacher_logprobs is None:
+        return found
+    lesson = compute_distillation_advantages(
+        batch.teacher_logprobs, batch.column("old_logprobs"), batch.loss_mask, algorithm.distillation.coef
+    )
+    return replace(found, advantages=found.advantages + lesson)
 
 
 def _place_rewards(headers: Headers) -> np.ndarray:

@@ -11,7 +11,7 @@ asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_rl.experience.fetch import Fetched, Holders, Read, fetch, for_readers, plan_fetch
 from megatron_rl.experience.pack import Packer, Packing
+from megatron_rl.experience.payload import Payload, hold
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, join_headers
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import reduce_scalars
@@ -35,7 +36,7 @@ class Column:
     """Values of the tokens behind the prompts.
 
     Attributes:
-        values: [t] in the packing.
+        values: [t, ...] in the packing.
         packing: where they live.
         holders: the ranks that have them; None: all that have the packing's tokens.
     """
@@ -43,21 +44,6 @@ class Column:
     values: torch.Tensor
     packing: Packing
     holders: Holders | None = None
-
-
-@dataclass(frozen=True)
-class Payload:
-    """The tokens that are here.
-
-    Attributes:
-        branches: by index of the sequence.
-        ranks: [num_replicas, width] the ranks on which the sequences of each holder are.
-        num_bytes: that this rank has received for it.
-    """
-
-    branches: Mapping[int, Branch]
-    ranks: np.ndarray
-    num_bytes: int = 0
 
 
 class _Slot:
@@ -101,6 +87,10 @@ class Experience:
     advantages = _Slot()
     returns = _Slot()
     chosen = _Slot()
+    lessons = _Slot()
+    teacher_logprobs = _Slot()
+    teacher_top_k = _Slot()
+    teacher_hidden = _Slot()
     kl_per_rollout = _Slot()
     update_logprobs = _Slot()
     update_entropy = _Slot()
@@ -209,6 +199,32 @@ class Experience:
         payload = Payload(branches, parts[0]._payload.ranks, sum(part.count_bytes() for part in parts))
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
+    def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
+        """Some groups as samples of which nothing is computed; and where each of their sequences stands here, [k]."""
+        if len(groups) == len(self.prompts):
+            return self, np.arange(len(self.headers))
+        _, order = self.headers.select_groups(groups)
+        return Experience.join([self], groups, {}), order
+
+    def take(self, column: Column, order: np.ndarray, part: Experience, packer: Packer) -> torch.Tensor:
+        """A column of some of the samples in a role's packing of all: [t, ...], NaN elsewhere; collective.
+
+        Args:
+            column: of `part`.
+            order: where each of its sequences stands here.
+            part: from `select`.
+            packer: of the role.
+        """
+        packing = self.pack(packer)
+        if column.packing is packing:
+            return column.values
+        holders = Holders(packing.holders.replica_of[order], packing.holders.ranks)
+        found = part._fetch_column(column, holders)
+        self._num_bytes += 0 if part is self else found.num_bytes
+        values = column.values.new_full((len(packing.batch.tokens), *column.values.shape[1:]), torch.nan)
+        values[packing.rows(order[found.sequences])] = found.columns["values"]
+        return values
+
     def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Experience:
         """The same samples, of which nothing was computed, with other rewards.
 
@@ -266,22 +282,25 @@ class Experience:
             return column.values
         if (name, key) not in self._copies:
             found = self._fetch_column(column, packing.holders)
-            copy = torch.zeros(len(packing.batch.tokens), dtype=column.values.dtype, device=column.values.device)
+            copy = column.values.new_zeros(len(packing.batch.tokens), *column.values.shape[1:])
             copy[packing.rows(found.sequences)] = found.columns["values"]
             self._copies[name, key] = copy
         return self._copies[name, key]
 
     def _fetch_column(self, column: Column, destination: Holders) -> Fetched:
-        def read(_: str, sequences: np.ndarray) -> torch.Tensor:
-            return column.values[column.packing.rows(sequences)]
+        size = column.values.shape[1:]
 
-        return self._fetch(
+        def read(_: str, sequences: np.ndarray) -> torch.Tensor:
+            return column.values[column.packing.rows(sequences)].flatten()
+
+        found = self._fetch(
             column.holders or column.packing.holders,
             destination,
-            self.headers.num_response_tokens,
+            self.headers.num_response_tokens * size.numel(),
             {"values": column.values.dtype},
             read,
         )
+        return replace(found, columns={"values": found.columns["values"].view(-1, *size)})
 
     def _fetch(
         self, source: Holders, destination: Holders, lengths: np.ndarray, dtypes: Mapping[str, torch.dtype], read: Read
@@ -315,33 +334,6 @@ class Experience:
             reward_components=self.headers.reported(index),
         )
         return replace(rollout, response=decode(rollout.response_tokens.tolist()))
-
-
-def hold(held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarray, num_bytes: int) -> Payload:
-    """The payload of this rank.
-
-    Args:
-        held: the rollouts that are here, with the index of their prompt in the step.
-        headers: of the step.
-        ranks, num_bytes: as in `Payload`.
-    """
-    firsts = headers.rollouts.rows
-    starts = dict(
-        zip(
-            zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
-            headers.first_of_rollout.tolist(),
-            strict=True,
-        )
-    )
-    return Payload(
-        {
-            starts[index, rollout.sample_index] + place: branch
-            for index, rollout in held
-            for place, branch in enumerate(rollout.branches)
-        },
-        ranks,
-        num_bytes,
-    )
 
 
 def replicate(

@@ -41,6 +41,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
         found["reference"] = _list_weights(config.reference.path or config.model.path)
     if config.reward_model.path:
         found["reward_model"] = _list_weights(config.reward_model.path)
+    if config.teachers:
+        found["teachers"] = [file for teacher in config.teachers.values() for file in _list_weights(teacher.path)]
     found["train_files"] = [Path(file) for file in config.data.train_files]
     if config.data.pass_rates is not None:
         found["train_files"] += list_pass_rate_files(config.data).values()
@@ -55,7 +57,7 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     return {
         name: {
             "source": ", ".join(map(str, _shorten(files))),
-            "digest": _digest(files, samples=name in ("model", "critic", "reference", "reward_model")),
+            "digest": _digest(files, samples=name in ("model", "critic", "reference", "reward_model", "teachers")),
         }
         for name, files in found.items()
         if files

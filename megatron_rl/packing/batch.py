@@ -49,7 +49,7 @@ class MicrobatchSlice:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Packed tensors of one DP rank; all `[t]`, position 0 of each sequence is masked.
+    """Packed tensors of one DP rank; `[t]` unless said, position 0 of each sequence is masked.
 
     Attributes:
         tokens: int64.
@@ -64,6 +64,9 @@ class TrainBatch:
         rollout_logprobs: float32, from the engine.
         old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, where
             they are known.
+        teacher_logprobs: float32, mean of the teachers, where there are any to add to the advantages.
+        teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, where it is learned from.
+        teacher_hidden: [t, h of the teacher] float32, likewise.
         chosen: bool, tokens that the policy loss treats in another way, where it does.
         update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
             last pipeline stage writes them where there is room for them. NaN: no step has used it.
@@ -89,6 +92,9 @@ class TrainBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_top_k: torch.Tensor | None = None
+    teacher_hidden: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     update_logprobs: torch.Tensor | None = None
     update_entropy: torch.Tensor | None = None
@@ -132,7 +138,7 @@ class TrainBatch:
         return replace(self.map_tensors(lambda x: x[start:stop]), slices=moved, minibatch_sizes=[len(slices)])
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        """The same with other tensors [t]; slices stay as they are."""
+        """The same with other tensors [t, ...]; slices stay as they are."""
         return replace(
             self,
             **{

@@ -74,9 +74,11 @@ def read_job(
     """
     given = dict(hf_configs or {})
     scoring = {
-        role.name: read_shape(given.get(role.name) or find_shape(role.path, recipe), head="score")
+        role.name: read_shape(
+            given.get(role.name) or find_shape(role.path, recipe), head="lm" if role.head == "logprob" else "score"
+        )
         for role in spec.laid_out
-        if role.head != "logprob" and (role.name in given or role.path != config.model.path)
+        if role.name != "actor" and (role.name in given or role.path != config.model.path)
     }
     shape = read_shape(given.get("actor") or find_shape(config.model.path, recipe))
     return build_job(config, spec, cluster, shape, scoring)

@@ -78,7 +78,7 @@ def choose_layout(
 def _take_smallest_budgets(job: Job) -> tuple[Job, str]:
     """Microbatches of one of the longest sequences, where no layout fits otherwise."""
     longest = job.config.data.max_prompt_length + job.config.data.max_response_length
-    sections = [role.section for role in job.spec.laid_out]
+    sections = [role.section for role in job.spec.laid_out_alike]
     words = " ".join(f"{section}.max_tokens_per_microbatch={longest}" for section in sections)
     changed = {section: {"max_tokens_per_microbatch": longest} for section in sections}
     return job.with_config(**changed), f"; no layout fits with the budgets of the config: {words}"

@@ -160,8 +160,7 @@ class Job:
 
     def with_config(self, **sections: Mapping[str, Any]) -> Job:
         """The same job with other settings, `actor={"offload_optimizer": True}`."""
-        changed = {name: replace(getattr(self.config, name), **values) for name, values in sections.items()}
-        config = replace(self.config, **changed)
+        config = self.config.with_sections(sections)
         return replace(self, config=config, spec=self.spec.with_config(config))
 
 
@@ -212,8 +211,9 @@ def build_job(
         spec: of it.
         cluster: where it is to run.
         shape: the policy.
-        scoring: by role, those of models with a path of their own; else the policy's with a score head.
+        scoring: by role, those of models with a path of their own; else the policy's, with the role's head.
     """
-    default = replace(shape, has_score_head=True, tied_embeddings=False)
-    shapes = {role.name: (scoring or {}).get(role.name, default) for role in spec.laid_out}
+    scores = replace(shape, has_score_head=True, tied_embeddings=False)
+    default = {role.name: shape if role.head == "logprob" else scores for role in spec.laid_out}
+    shapes = default | dict(scoring or {})
     return Job(config, spec, shapes | {"actor": shape}, cluster)

@@ -48,7 +48,7 @@ class Choice:
                 texts.append(f"rollout.tensor_model_parallel_size={value}")
             else:
                 text = "null" if value is None else str(value).lower()
-                texts += [f"{role.section}.{name}={text}" for role in job.spec.laid_out]
+                texts += [f"{role.section}.{name}={text}" for role in job.spec.laid_out_alike]
         return texts
 
 
@@ -99,7 +99,7 @@ def check_job(job: Job) -> BatchPlan:
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
-        check_layout(role, job.shape, job.ranks_of(role.name))
+        check_layout(role, job.shape_of(role), job.ranks_of(role.name))
     job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
     return plan
 
@@ -236,10 +236,10 @@ def _apply(job: Job, choice: Choice) -> Job:
         for name, value in asdict(choice).items()
         if name not in ("offload", "rollout_tensor_model_parallel_size")
     }
-    sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out}
+    sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out_alike}
     sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
     for setting in _offload_settings(job) if choice.offload else ():
-        section, _, leaf = setting.partition(".")
+        section, _, leaf = setting.rpartition(".")
         sections.setdefault(section, {})[leaf] = True
     return job.with_config(**sections)
 
@@ -253,5 +253,5 @@ def _offload_settings(job: Job) -> list[str]:
 
 
 def _is_set(job: Job, setting: str) -> bool:
-    section, _, leaf = setting.partition(".")
-    return getattr(getattr(job.config, section), leaf)
+    section, _, leaf = setting.rpartition(".")
+    return getattr(job.config.section(section), leaf)

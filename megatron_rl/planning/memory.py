@@ -166,7 +166,8 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
 def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[Phase]:
     for role in job.others:
         at_work = resident | {role.title: _role_bytes(job, rank, role).total}
-        yield Phase({"value": "values", "score": "rewards"}[role.head], at_work | _activations(job, rank, role))
+        name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
+        yield Phase(name, at_work | _activations(job, rank, role))
         if role.trainable:
             update = _activations(job, rank, role, is_update=True)
             yield Phase(f"{role.title} update", at_work | update)

@@ -102,7 +102,7 @@ def choose_schedule(
     for k in ages:
         name = f"{'placed as it is' if own_ranks else 'partial rollouts'}, max_staleness {k}"
         options.append(run(name, Schedule(k, own_ranks=own_ranks), here, engine_gpus, _schedule_overrides(job, k)))
-    apart = [] if job.config.placement.placed else list(_list_shares(job, assumed))
+    apart = [] if job.config.placement.placed or job.config.teachers else list(_list_shares(job, assumed))
     for k in ages:
         found = [
             run(

@@ -12,6 +12,7 @@ from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.training.distillation import TeacherDivergence
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
@@ -38,7 +39,8 @@ class Actor:
         config = setup.spec.layout
         assert isinstance(config, ActorConfig)
         self.model = PackedModel(setup)
-        self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens)
+        divergence = None if setup.teacher is None else TeacherDivergence(self.model, setup.teacher)
+        self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.step = build_step(self.model, self.head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "actor")
@@ -109,12 +111,18 @@ class Actor:
             "policy/clip_fraction": totals["clipped"] / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],
             "kl/mean": totals["kl"] / tokens,
+            **({"distill/kl": totals["divergence"] / tokens} if "divergence" in totals else {}),
             **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
             **describe_ledgers(result),
         }
 
     def _compute_policy_loss(
-        self, settings: AlgorithmConfig, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+        self,
+        settings: AlgorithmConfig,
+        microbatch: TrainBatch,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        divergence: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if microbatch.update_logprobs is not None and microbatch.update_entropy is not None:
             microbatch.update_logprobs.copy_(logprobs.detach())
@@ -141,11 +149,16 @@ class Actor:
             weights,
             microbatch.loss_weights,
             replace(settings, kl_coef=self._kl_coef),
+            divergence,
         )
 
 
 def _compute_given_loss(
-    function: LossFunction, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    function: LossFunction,
+    microbatch: TrainBatch,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    divergence: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, metrics = function(microbatch, logprobs, entropy)
     mask = microbatch.loss_mask

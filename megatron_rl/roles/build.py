@@ -22,8 +22,9 @@ from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import BaseOfActor, Reference
 from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.roles.teacher import AbsentTeacher, Teacher
 from megatron_rl.training.laid_out import LaidOutModel
-from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.setup import LearnedTeacher, RoleSetup
 
 _ROLES: dict[str, Callable[[RoleSetup], Any]] = {
     "actor": Actor,
@@ -54,12 +55,24 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
         mine = groups[role.layout]
         make = parts.roles.get(name)
         if mine is None:
-            roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
+            stand_in = AbsentTeacher if role.spec.is_teacher else AbsentRole
+            roles[name] = stand_in(LaidOutModel(role.spec, role.shape, role.layout))
         elif role.spec.shares and make is None:
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
-            roles[name] = build_role(config, role, mine, steps, make=make)
+            roles[name] = build_role(
+                config, role, mine, steps, make=make, teacher=_find_teacher(config, inputs) if name == "actor" else None
+            )
     return roles
+
+
+def _find_teacher(config: RunConfig, inputs: RlInputs) -> LearnedTeacher | None:
+    """Whose distributions the actor learns from."""
+    names, distillation = list(inputs.spec.teachers), config.algorithm.distillation
+    if not names or distillation.kind == "sampled":
+        return None
+    first = inputs.roles[f"teachers.{names[0]}"]
+    return LearnedTeacher(distillation, first.spec.path, first.shape)
 
 
 def _build_groups(layout: ParallelLayout, timeout: timedelta) -> ParallelGroups | None:
@@ -76,6 +89,7 @@ def build_role(
     groups: ParallelGroups,
     total_optimizer_steps: int = 0,
     make: Callable[[RoleSetup], Any] | None = None,
+    teacher: LearnedTeacher | None = None,
 ) -> Any:
     """One role with the weights of its path; collective.
 
@@ -85,8 +99,9 @@ def build_role(
         groups: of its layout.
         total_optimizer_steps: length of its learning-rate schedule.
         make: the user's own class; None: ours.
+        teacher: of an actor that learns from distributions.
     """
-    return (make or _ROLES[inputs.spec.name])(
+    return (make or (Teacher if inputs.spec.is_teacher else _ROLES[inputs.spec.name]))(
         RoleSetup(
             spec=inputs.spec,
             model=config.model,
@@ -95,5 +110,6 @@ def build_role(
             seed=config.trainer.seed,
             temperature=config.rollout.temperature,
             total_optimizer_steps=total_optimizer_steps,
+            teacher=teacher,
         )
     )

@@ -94,7 +94,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     policy = roles["actor"].shape
     policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     stop_token_ids = find_stop_tokens(tokenizer, find_model_files(config.model.path), policy.vocab_size)
-    prompts = read_prompts(config.data, tokenizer, reward_plan)
+    prompts = read_prompts(config, tokenizer, reward_plan)
     plan = BatchPlan.build(config, world_size, spec, len(prompts.train.prompts))
     return RlInputs(
         spec=spec,
@@ -147,5 +147,5 @@ def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> li
     if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
         notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
     absent = [role for role in config.placement.placed if role not in (*spec.roles, "rollout")]
-    notes += [f"ignored: placement.{role}={getattr(config.placement, role)}, there is no {role}" for role in absent]
+    notes += [f"ignored: placement.{role}={config.placement.text_of(role)}, there is no {role}" for role in absent]
     return notes + _NOT_READ

@@ -17,6 +17,7 @@ from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import check_layout
+from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import ModelShape
@@ -63,6 +64,8 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         elif name != "actor":
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
+        if role.is_teacher:
+            check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
     return found, tokenizer
 
 

@@ -116,6 +116,8 @@ class ActorOnSamples(PolicyOnSamples):
                     "advantages",
                     "importance_weights",
                     "chosen",
+                    "teacher_top_k",
+                    "teacher_hidden",
                     "update_logprobs",
                     "update_entropy",
                 ),

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.data import DataConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet, load_prompts, name_files
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan
 from megatron_rl.rewards.truths import check_truths
+from megatron_rl.roles.teacher_inputs import choose_teachers
 from megatron_rl.types import UserError
 
 
@@ -24,20 +26,22 @@ class PromptInputs:
     notes: list[str]
 
 
-def read_prompts(config: DataConfig, tokenizer: Tokenizer, reward_plan: RewardPlan) -> PromptInputs:
+def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPlan) -> PromptInputs:
     """Read and check all prompts.
 
     Raises:
-        UserError: a file, a row or a measured pass rate that is wrong or missing, or ground truths that the reward
-            cannot use.
+        UserError: a file, a row or a measured pass rate that is wrong or missing, ground truths that the reward
+            cannot use, or a prompt without a teacher.
     """
+    data = config.data
     validation = {
-        name: load_prompts([file], tokenizer, config, limit=config.validation_limit)
-        for name, file in name_files(config.validation_files).items()
+        name: load_prompts([file], tokenizer, data, limit=data.validation_limit)
+        for name, file in name_files(data.validation_files).items()
     }
-    loaded = load_prompts(config.train_files, tokenizer, config)
-    train, notes = select_by_pass_rate(loaded, config, shaping=OVERLONG)
-    check_mixture(config, train.file_sizes)
+    loaded = load_prompts(data.train_files, tokenizer, data)
+    train, notes = select_by_pass_rate(loaded, data, shaping=OVERLONG)
+    check_mixture(data, train.file_sizes)
+    choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     return PromptInputs(train, validation, notes + check_truths(reward_plan, prompts))
 

@@ -32,6 +32,13 @@ def resolve(config: RunConfig) -> RunSpec:
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
         roles.append(_make_reference(config))
+    for teacher, section in config.teachers.items():
+        name = f"teachers.{teacher}"
+        roles.append(
+            RoleSpec(
+                name=name, path=section.path, section=name, layout=section, head="logprob", offload=section.offload
+            )
+        )
     if estimator.needs_values if enable is None else enable:
         roles.append(
             RoleSpec(

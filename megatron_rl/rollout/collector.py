@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.experience.experience import Experience, hold
+from megatron_rl.experience.experience import Experience
+from megatron_rl.experience.payload import hold
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import raise_together

@@ -18,6 +18,7 @@ from megatron_rl.roles.export import side_files
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import CriticOnSamples, PolicyOnSamples
 from megatron_rl.roles.parts import Parts
+from megatron_rl.roles.teachers import TeachersOnSamples
 from megatron_rl.trainer.preparing import prepare
 from megatron_rl.trainer.primitives import Policy, Primitives
 from megatron_rl.trainer.sampling import RunSinks, build_rollout_members
@@ -74,10 +75,20 @@ def build_primitives(
         forward_backward="update",
         optim_step="update",
     )
+    policy = Policy(actor, packers["actor"], sampling, state, config)
+    teachers = {
+        name: timers.watch(
+            roles[role.name], compute_logprobs="teachers", compute_top_k="teachers", compute_hidden="teachers"
+        )
+        for name, role in spec.teachers.items()
+    }
     return Primitives(
         config=config,
         inputs=inputs,
-        policy=Policy(actor, packers["actor"], sampling, state, config),
+        policy=policy,
+        teachers=TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
+        if teachers
+        else None,
         reference=reference
         and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
         critic=critic

@@ -50,6 +50,8 @@ class Trainer(Session):
                 samples = self.policy.sample(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
                 self.fetch_tokens(samples)
+                if self.teachers:
+                    self.teachers.score(samples)
                 if self.reference:  # for the KL term
                     samples.ref_logprobs = self.reference.logprobs(samples)
                 if self.critic:
@@ -148,8 +150,16 @@ class Trainer(Session):
 
     def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
         """Advantages, and returns where there is a critic; collective."""
+        if self.teachers:
+            self.run.count(self.teachers.teach(samples))
         batch = self.policy.read(
-            samples, "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights"
+            samples,
+            "old_logprobs",
+            "ref_logprobs",
+            "values",
+            "sum_pi_squared",
+            "importance_weights",
+            "teacher_logprobs",
         )
         if not self.policy.is_here:
             nothing = Column(torch.empty_like(batch.loss_weights), samples.pack(self.policy.packer))

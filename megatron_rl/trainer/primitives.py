@@ -31,6 +31,7 @@ from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
+from megatron_rl.roles.teachers import TeachersOnSamples
 from megatron_rl.trainer.sampling import RolloutMembers
 from megatron_rl.types import Prompt, UserError
 
@@ -163,7 +164,7 @@ class Primitives:
 
     Attributes:
         config, inputs: of the program: `inputs.plan` is its batch arithmetic, `inputs.tokenizer` the policy's.
-        policy, reference, critic, reward_model: None where the config has none.
+        policy, reference, critic, reward_model, teachers: None where the config has none.
         state: what is saved of them.
     """
 
@@ -175,6 +176,7 @@ class Primitives:
     critic: CriticOnSamples | None
     reward_model: RewardModelOnSamples | None
     state: TrainingState
+    teachers: TeachersOnSamples | None = None
 
     @property
     def trained(self) -> dict[str, Any]:

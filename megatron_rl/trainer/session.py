@@ -60,6 +60,7 @@ class Session:
         sinks = RunSinks(timers, progress, self.run.dir / "schedule")
         self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
         self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
+        self.teachers = made.teachers
         self.kl, self.trained = build_kl_controller(config.algorithm), made.trained
         self.checkpoints = Checkpoints(
             config,

@@ -8,6 +8,8 @@ model.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -15,12 +17,14 @@ from megatron_rl.models.gpt import HiddenStatesModel, ScoreModel
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
+from megatron_rl.parallel.chunked_divergence import compute_linear_top_k
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
     compute_linear_logprobs_and_entropy,
     compute_linear_sum_pi_squared,
 )
 from megatron_rl.parallel.ulysses import combine_shards
+from megatron_rl.training.distillation import TeacherDivergence
 from megatron_rl.training.packed_model import PackedModel
 
 
@@ -31,10 +35,17 @@ class LogprobHead:
         model: a language model.
         temperature: that the logits are divided by.
         chunk_tokens: tokens of a chunk.
+        divergence: of the distributions from a teacher's; None: there is none to learn from.
     """
 
-    def __init__(self, model: PackedModel, temperature: float = 1.0, chunk_tokens: int = 512) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PackedModel,
+        temperature: float = 1.0,
+        chunk_tokens: int = 512,
+        divergence: TeacherDivergence | None = None,
+    ) -> None:
+        self._model, self._divergence = model, divergence
         # Rows are padded below, so that in every chunk there are as many as a row needs to keep its bits.
         self._multiple = MIN_ROWS if model.batch_invariant else 1
         self._softmax = OutputSoftmax(
@@ -44,21 +55,40 @@ class LogprobHead:
             chunk_tokens=-(-chunk_tokens // self._multiple) * self._multiple,
         )
 
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere."""
+    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
+        """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere.
+
+        Where the microbatch has what a teacher says, the divergence [t] from it as a third.
+        """
         places, rows, targets = _find_predicted(self._model, microbatch)
         states, count = self._gather(hidden)[rows], len(targets)
         if padding := -count % self._multiple:
             states, targets = F.pad(states, (0, 0, 0, padding)), F.pad(targets, (0, padding))
         found = compute_linear_logprobs_and_entropy(states, self._output_weight, targets, self._softmax)
-        logprobs, entropy = (_combine(self._model, values[:count], places, microbatch) for values in found)
-        return logprobs, entropy
+        if self._divergence is not None:
+            divergence = self._divergence(states, self._output_weight, self._softmax, microbatch, places)
+            found = found if divergence is None else (*found, divergence)
+        return tuple(_combine(self._model, values[:count], places, microbatch) for values in found)
 
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
         """A head too: sum [t] over the vocabulary of the squared probabilities that the tokens came from."""
         places, rows, _ = _find_predicted(self._model, microbatch)
         squares = compute_linear_sum_pi_squared(self._gather(hidden)[rows], self._output_weight, self._softmax)
         return (_combine(self._model, squares, places, microbatch),)
+
+    def compute_top_k(
+        self, k: int, vocab_size: int, hidden: torch.Tensor, microbatch: TrainBatch
+    ) -> tuple[torch.Tensor]:
+        """A head too: the k likeliest of the first `vocab_size` tokens, [t, 2, k + 1]; see `compute_linear_top_k`."""
+        places, rows, _ = _find_predicted(self._model, microbatch)
+        softmax = replace(self._softmax, vocab_size=vocab_size)
+        found = compute_linear_top_k(self._gather(hidden)[rows], self._output_weight, k, softmax)
+        return (_combine(self._model, found, places, microbatch),)
+
+    def select_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
+        """A head too: the hidden states [t, h] float32 that the tokens in the loss are predicted from; 0 elsewhere."""
+        places, rows, _ = _find_predicted(self._model, microbatch)
+        return (_combine(self._model, self._gather(hidden)[rows].float(), places, microbatch),)
 
     @property
     def _output_weight(self) -> torch.Tensor:
@@ -133,9 +163,10 @@ def _find_predicted(
 
 
 def _combine(model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
-    """Values [k] of every context parallel rank at their places: [t], 0 where no rank has one."""
+    """Values [k, ...] of every context parallel rank at their places: [t, ...], 0 where no rank has one."""
     length = len(microbatch.tokens)
     if not microbatch.slices[0].is_bucketed:
         return combine_shards(values, places, length, model.groups.cp)
     combined = combine_shards(values, places, length + 1, model.groups.cp)[:length]
-    return torch.where(microbatch.loss_mask, combined, 0.0)
+    mask = microbatch.loss_mask.view(-1, *(1 for _ in combined.shape[1:]))
+    return torch.where(mask, combined, 0.0)

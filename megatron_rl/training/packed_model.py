@@ -35,7 +35,7 @@ from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
 
-# (hidden states of the last stage, microbatch) -> tensors [t] of the whole microbatch; see `heads.py`
+# (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
 # (microbatch, *what the head gives [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
 LossFunction = Callable[..., tuple[torch.Tensor, Any]]
@@ -194,8 +194,8 @@ class PackedModel(LaidOutModel):
         return shard_rows(len(microbatch.tokens), self.layout.cp_size, self.groups.at.cp)
 
     @torch.no_grad()
-    def compute_forward(self, batch: TrainBatch, head: Head) -> torch.Tensor:
-        """The first thing that the head gives, [t] float32 for a packed batch, the same on every rank of the replica.
+    def compute_forward(self, batch: TrainBatch, head: Head, *size: int) -> torch.Tensor:
+        """The first thing that the head gives, [t, *size] float32 for a packed batch, the same on all of the replica.
 
         Weights that were offloaded come for that time.
         """
@@ -204,7 +204,7 @@ class PackedModel(LaidOutModel):
         if self.groups.is_last_stage:
             found = torch.cat(results)
         else:
-            found = torch.empty(len(batch.tokens), dtype=torch.float32, device=batch.tokens.device)
+            found = torch.empty(len(batch.tokens), *size, dtype=torch.float32, device=batch.tokens.device)
         broadcast_tensors([found], self.groups.last_stage_rank, self.groups.pp)
         return found
 

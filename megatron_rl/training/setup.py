@@ -5,10 +5,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.config.distillation import DistillationConfig
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ModelConfig
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.weights.families import ModelShape
+
+
+@dataclass(frozen=True)
+class LearnedTeacher:
+    """What a policy that learns from distributions must know before it is built.
+
+    Attributes:
+        config: kind full or top_k.
+        path, shape: of the teacher, for kind full.
+    """
+
+    config: DistillationConfig
+    path: str
+    shape: ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +39,7 @@ class RoleSetup:
         seed: of megatron-core's RNG streams.
         temperature: that the logits of a language model are divided by.
         total_optimizer_steps: length of the learning-rate schedule.
+        teacher: whose distributions the actor learns from; None: at most from log-probs.
     """
 
     spec: RoleSpec
@@ -33,3 +49,4 @@ class RoleSetup:
     seed: int
     temperature: float = 1.0
     total_optimizer_steps: int = 0
+    teacher: LearnedTeacher | None = None

@@ -65,6 +65,7 @@ def test_built_in_names_and_what_they_need() -> None:
         "reinforce_plus_plus": set(),
         "remax": {"greedy_baseline"},
         "gae": {"values"},
+        "distill": set(),
     }
     assert AlgorithmConfig().adv_estimator in found
 

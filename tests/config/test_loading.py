@@ -247,8 +247,12 @@ def test_resolved_config_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
             "actor.adam_eps=1e-20",
             "data.validation_files=[v]",
             "data.apply_chat_template_kwargs.enable_thinking=false",
+            "teachers.math.path=large",
+            "teachers.math.values=[gsm8k]",
+            "placement.teachers.math=0-3",
         ],
     ).config
+    assert config.teachers["math"].values == ["gsm8k"] and config.placement.placed == ["teachers.math"]
     again = tmp_path / "config.yaml"
     again.write_text(dump_yaml(config))
     assert load_config(again).config == config

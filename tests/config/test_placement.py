@@ -49,6 +49,14 @@ def test_ranks_of_roles() -> None:
     assert PlacementConfig().describe(6) == ""
 
 
+def test_teachers_have_ranks_by_their_names() -> None:
+    placement = PlacementConfig(actor="0-1", teachers={"math": "1/4", "code": 5}, rollout="1/4")
+    assert placement.placed == ["actor", "teachers.math", "teachers.code", "rollout"]
+    assert placement.ranks_of("teachers.math", 8) == range(2, 4)
+    assert placement.ranks_of("teachers.code", 8) == range(5, 6)
+    assert placement.ranks_of("rollout", 8) == range(6, 8), "behind the teacher that is named before"
+
+
 @pytest.mark.parametrize(
     ("placement", "world_size", "expected"),
     [

@@ -30,6 +30,7 @@ NOT_RECORDED = (
     "schedule/",
     "mismatch/lag",
     "reward/<data_source>",
+    "distill/",
 )
 
 

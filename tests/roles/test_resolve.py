@@ -66,6 +66,29 @@ def test_every_role_with_a_path_of_its_own() -> None:
     assert spec.roles["reward_model"].title == "reward model"
 
 
+def test_a_teacher_is_a_role_with_a_section_of_its_own() -> None:
+    config = make_config(
+        "algorithm.kl_coef=0.1",
+        "teachers.math.path=large",
+        "teachers.math.tensor_model_parallel_size=4",
+        "teachers.code.path=small",
+        "teachers.code.offload=true",
+    )
+    spec = resolve(config)
+    assert list(spec.roles) == ["actor", "reference", "teachers.math", "teachers.code"]
+    assert describe(spec)["teachers.math"] == ("large", "teachers.math", "logprob", False, False)
+    assert describe(spec)["teachers.code"][4] and spec.roles["teachers.math"].layout is config.teachers["math"]
+    assert spec.roles["teachers.math"].title == "teacher math" and list(spec.teachers) == ["math", "code"]
+    assert [role.name for role in spec.laid_out] == ["actor", "teachers.math", "teachers.code"]
+    assert [role.name for role in spec.laid_out_alike] == ["actor"]
+    changed = config.with_sections({"teachers.math": {"offload": True}, "actor": {"lr": 1.0}})
+    again = spec.with_config(changed)
+    assert again.roles["teachers.math"].offload and changed.teachers["code"] is config.teachers["code"]
+    assert changed.actor.lr == 1.0 and spec.why_recompute and not resolve(make_config()).why_recompute
+    top_k = make_config("teachers.math.path=large", "algorithm.distillation.kind=top_k")
+    assert not resolve(top_k).why_recompute, "the loss compares distributions, and advantages are as they are"
+
+
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The divergence between the policy and a teacher, of the distributions that tokens come from, as a part of a loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.algorithms.distillation import compute_top_k_divergence
+from megatron_rl.checkpoint.distributed import load_weights
+from megatron_rl.models.gpt import HiddenStatesModel
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.chunked_divergence import compute_linear_divergence, compute_linear_logprobs_of
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import LearnedTeacher
+from megatron_rl.weights.megatron_layout import megatron_placements
+
+
+class TeacherDivergence:
+    """Divergences from what a teacher has left in a microbatch; nothing where it has left nothing.
+
+    With kind full the policy's last stage has a copy of the teacher's output weights, cut as its own are: so the
+    teacher may live anywhere, in any layout, and its hidden states are all that travels.
+
+    Args:
+        model: the policy.
+        teacher: that it learns from.
+    """
+
+    def __init__(self, model: PackedModel, teacher: LearnedTeacher) -> None:
+        self._direction, self._weight = teacher.config.direction, None
+        if teacher.config.kind == "full" and model.groups.is_last_stage:
+            self._weight = _load_output_weight(model, teacher)
+
+    def __call__(
+        self,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        softmax: OutputSoftmax,
+        microbatch: TrainBatch,
+        places: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Divergences [n] of the distributions of states [n, h], differentiable; the first of them are of `places`."""
+        if microbatch.teacher_top_k is not None:
+            ids, logprobs = _take(microbatch.teacher_top_k, places, len(states)).unbind(1)
+            found = compute_linear_logprobs_of(states, weight, ids[:, :-1].long(), softmax)
+            return compute_top_k_divergence(found, logprobs, self._direction)
+        if microbatch.teacher_hidden is None:
+            return None
+        assert self._weight is not None, "it is read for kind full"
+        theirs = _take(microbatch.teacher_hidden, places, len(states)).to(self._weight.dtype)
+        return compute_linear_divergence(states, weight, theirs, self._weight, self._direction, softmax)
+
+
+def _take(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows of `values` at places, of which one behind the end stands for nothing, and zeros up to `count` rows."""
+    found = values[places.clamp(max=len(values) - 1)]
+    return F.pad(found, [0, 0] * (found.dim() - 1) + [0, count - len(found)])
+
+
+def _load_output_weight(model: PackedModel, teacher: LearnedTeacher) -> torch.Tensor:
+    """[v/tp, its h]: the teacher's rows for the tokens that this rank has rows of; zeros as padding."""
+    tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
+    source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+    table = megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), model.groups.at.tp)
+    boxes = [box for box in table if box.hf_name == source]
+    stage = model.stages[-1]
+    assert isinstance(stage, HiddenStatesModel), "it is a language model"
+    rows = stage.output_weight
+    weight = rows.new_zeros(len(rows), shape.hidden_size).detach()
+    load_weights(Path(teacher.path), teacher.shape, boxes, {boxes[0].param: weight})
+    return weight
