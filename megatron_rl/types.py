@@ -12,6 +12,7 @@ Alignment, stated once: ``logprobs[i]`` scores ``tokens[i]``; position 0 of each
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,41 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSets:
+    """The tokens among which each of some tokens was drawn, where sampling was truncated (top-p and its relatives).
+
+    Attributes:
+        ids: [k] int32 token ids, set after set.
+        counts: [s] int32, ids of each set; 0: the whole vocabulary.
+    """
+
+    ids: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def whole(cls, length: int) -> KeptSets:
+        """So many tokens that were drawn from the whole vocabulary, or not drawn at all."""
+        return cls(np.empty(0, np.int32), np.zeros(length, np.int32))
+
+    @classmethod
+    def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """One after another; at least one."""
+        return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.counts for part in parts]))
+
+    def split(self) -> list[KeptSets]:
+        """The set of each token by itself."""
+        stops = np.cumsum(self.counts)
+        return [
+            KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(np.split(self.ids, stops)[: len(self.counts)])
+        ]
+
+    def cut(self, length: int) -> KeptSets:
+        """The sets of the first tokens."""
+        counts = self.counts[:length]
+        return KeptSets(self.ids[: counts.sum()], counts)
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """One context window of a rollout, exactly as the engine saw it.
 
@@ -97,6 +133,7 @@ class Branch:
         logprobs: [s] float32, what the engine reported where `sampled`; 0 elsewhere.
         versions: [s] int32, optimizer steps behind the weights that sampled the token; without meaning elsewhere.
         num_prompt_tokens: length of the task's prompt, with which the branch begins.
+        kept: [s] what each token was drawn from; None: all of them from the whole vocabulary.
     """
 
     tokens: np.ndarray
@@ -104,6 +141,7 @@ class Branch:
     logprobs: np.ndarray
     versions: np.ndarray
     num_prompt_tokens: int
+    kept: KeptSets | None = None
 
     @classmethod
     def of_response(
@@ -112,6 +150,7 @@ class Branch:
         num_prompt_tokens: int,
         logprobs: np.ndarray | None = None,
         versions: int | np.ndarray = 0,
+        kept: KeptSets | None = None,
     ) -> Branch:
         """A prompt and the response to it.
 
@@ -120,6 +159,7 @@ class Branch:
             num_prompt_tokens: how many of them are the prompt's.
             logprobs: [s - num_prompt_tokens] of the response; None: unknown, zeros.
             versions: of the whole response, or [s - num_prompt_tokens] of its tokens.
+            kept: [s - num_prompt_tokens] what they were drawn from; None: the whole vocabulary.
         """
         length = len(tokens)
         if logprobs is None:
@@ -134,6 +174,7 @@ class Branch:
             if np.ndim(versions) == 0
             else np.concatenate([np.zeros(num_prompt_tokens, np.int32), versions]),
             num_prompt_tokens,
+            kept and KeptSets.join([KeptSets.whole(num_prompt_tokens), kept]),
         )
 
     @property
@@ -184,10 +225,11 @@ class Rollout:
         logprobs: np.ndarray | None,
         finish_reason: str,
         versions: int | np.ndarray = 0,
+        kept: KeptSets | None = None,
     ) -> Rollout:
         """One response to a prompt; arguments as in `Branch.of_response`."""
         tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)
-        branch = Branch.of_response(tokens, start, logprobs, versions)
+        branch = Branch.of_response(tokens, start, logprobs, versions, kept)
         return cls(prompt, sample_index, [branch], [Turn(0, start, len(tokens))], finish_reason)
 
     @property

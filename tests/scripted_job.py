@@ -18,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
@@ -139,7 +140,7 @@ class Job:
         engine: Any = VersionEngine(self.weights, 4, self.pause)
         config: Any = SimpleNamespace(
             schedule=self.schedule,
-            rollout=SimpleNamespace(n=GROUP, dispatch="samples", temperature=1.0),
+            rollout=RolloutConfig(n=GROUP, dispatch="samples"),
             trainer=SimpleNamespace(seed=1),
             data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
             algorithm=SimpleNamespace(

@@ -45,6 +45,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("sampling/informative_groups", "of them, those with different rewards", "groups"),
         Metric("sampling/filled_groups", "uninformative ones that had to be used", "groups"),
         Metric("sampling/dropped_groups", "informative ones that were more than needed", "groups"),
+        Metric(
+            "sampling/kept_mean",
+            "tokens that one was drawn from (rollout.top_p, top_k, min_p; the two below too)",
+            "tokens",
+        ),
+        Metric("sampling/kept_max", "the largest of these sets", "tokens"),
+        Metric("sampling/kept_at_limit", "of these sets, those with rollout.max_kept_tokens", "share"),
     ),
     "Validation": (
         Metric("validation/<set>/accuracy", "mean correctness on a set"),

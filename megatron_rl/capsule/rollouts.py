@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.files import FileRecord, write_file
 from megatron_rl.experience.experience import Experience, replicate
 from megatron_rl.parallel.collectives import world
 from megatron_rl.resharding.executor import ReshardStats
-from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
@@ -52,12 +52,22 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
                     "prompt_tokens": prompt.tokens.tolist(),
                     "response_tokens": rollout.response_tokens.tolist(),
                     "rollout_logprobs": rollout.rollout_logprobs.tolist(),
+                    **_write_kept(rollout),
                 },
                 ensure_ascii=False,
             )
             + "\n"
         )
     return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # half a character: its escape
+
+
+def _write_kept(rollout: Rollout) -> dict[str, list[int]]:
+    """What its tokens were drawn from; {}: the whole vocabulary."""
+    parts = [branch.kept for branch in rollout.branches if branch.kept is not None]
+    if not parts:
+        return {}
+    counts = [branch.kept.counts[branch.sampled] for branch in rollout.branches if branch.kept is not None]
+    return {"kept_ids": KeptSets.join(parts).ids.tolist(), "kept_counts": np.concatenate(counts).tolist()}
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,9 @@ def _read_prompt(row: dict[str, Any]) -> Prompt:
 
 
 def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
+    kept = None
+    if "kept_ids" in row:
+        kept = KeptSets(np.array(row["kept_ids"], np.int32), np.array(row["kept_counts"], np.int32))
     rollout = Rollout.from_response(
         prompt,
         row["sample_index"],
@@ -108,6 +121,7 @@ def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
         np.array(row["rollout_logprobs"], np.float32),
         row["finish_reason"],
         np.array(row["versions"], np.int32),
+        kept,
     )
     return replace(rollout, response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
 

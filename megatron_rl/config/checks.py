@@ -44,6 +44,7 @@ _AT_LEAST_ONE = (
     "rollout.tensor_model_parallel_size",
     "rollout.n",
     "rollout.max_num_seqs",
+    "rollout.max_kept_tokens",
     "rollout.validation_n",
     "reward.service_batch_size",
     "reward.service_concurrency",

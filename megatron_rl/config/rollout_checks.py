@@ -19,14 +19,7 @@ def check_rollout(config: CheckedConfig) -> None:
         expected=" or ".join(map(str, sorted(sizes))),
         hint="leave it out (hf: a model on every rank; megatron: the actor's layout), or set rollout.engine=vllm",
     )
-    for name, off in (("rollout.top_p", 1.0), ("rollout.top_k", -1)):
-        config.require(
-            config.get(name) == off,
-            name,
-            "would sample from a cut distribution while training scores the full softmax",
-            expected=repr(off),
-            hint=f"set {name}={off}; rollout.temperature is applied on both sides",
-        )
+    _check_truncation(config)
     config.require(
         config.get("hybrid.lora") == "merge" or engine in ("vllm", "megatron"),
         "hybrid.lora",
@@ -36,6 +29,35 @@ def check_rollout(config: CheckedConfig) -> None:
     )
     if config.get("rollout.bitwise"):
         _check_bitwise(config)
+
+
+def _check_truncation(config: CheckedConfig) -> None:
+    """Bounds of top-p and its relatives, and what cannot score a part of the vocabulary."""
+    for name in ("rollout.top_p", "rollout.validation_top_p"):
+        value = config.get(name)
+        config.require(0 < value <= 1, name, "is no probability", expected="0 < top_p <= 1", hint="1.0 switches it off")
+    for name in ("rollout.top_k", "rollout.validation_top_k"):
+        value = config.get(name)
+        config.require(value == -1 or value > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
+    value = config.get("rollout.min_p")
+    config.require(
+        0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
+    )
+    is_truncated = config.get("rollout.top_p") < 1 or config.get("rollout.top_k") > 0 or value > 0
+    config.require(
+        not is_truncated or config.get("actor.step_mode") != "graph",
+        "actor.step_mode",
+        "with rollout.top_p, top_k or min_p: the sets of tokens have no fixed size, which a graph needs",
+        expected="eager or static",
+        hint="set actor.step_mode=static: the same step without capture",
+    )
+    config.require(
+        not is_truncated or config.get("rollout.engine") != "vllm" or config.get("rollout.model_runner") == "v1",
+        "rollout.model_runner",
+        "with rollout.top_p, top_k or min_p: its sampler does not tell what it draws from",
+        expected="v1",
+        hint="set rollout.model_runner=v1",
+    )
 
 
 def check_schedule(config: CheckedConfig) -> None:

@@ -19,6 +19,7 @@ from megatron_rl.config.declaring import MISSING, option
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
+from megatron_rl.config.sampling import SamplingSettings
 from megatron_rl.config.schedule import ScheduleConfig
 
 
@@ -147,7 +148,7 @@ class CriticConfig(TrainedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(SamplingSettings):
     """Generation."""
 
     engine: str = option(
@@ -169,10 +170,6 @@ class RolloutConfig:
         "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "
         "groups with one engine or long prompts (over 4.6 times the longest response; 8 responses on 8 engines).",
     )
-    temperature: float = option(1.0, "Sampling temperature; also scales the logits in training.")
-    top_p: float = option(1.0, "Nucleus sampling; training scores the full softmax, so only 1.0 is accepted.")
-    top_k: int = option(-1, "Top-k sampling; training scores the full softmax, so only -1 (off) is accepted.")
-    validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
     validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(

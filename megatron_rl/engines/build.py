@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ class OneTurn(WaitingRequests):
             return []
         responses = self._engine.generate([r.tokens for r in batch], [r.seed for r in batch], batch[0].sampling)
         keys = chain((r.key for r in batch), count(-1, -1))
-        return [Sampled(key, r.tokens, r.logprobs, r.finish_reason) for key, r in zip(keys, responses, strict=False)]
+        return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
 
     def tokens_in_flight(self) -> int:
         """What the engine says."""

@@ -12,7 +12,13 @@ from megatron_rl.types import UserError
 
 
 def check_sampled(
-    responses: Sequence[Sampled], requests: Sequence[str], *, max_tokens: int, vocab_size: int, engine: str
+    responses: Sequence[Sampled],
+    requests: Sequence[str],
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    engine: str,
+    is_truncated: bool = False,
 ) -> None:
     """Compare the responses of one engine with its requests.
 
@@ -22,9 +28,11 @@ def check_sampled(
         max_tokens: longest response.
         vocab_size: token ids are below.
         engine: that made them, as a message calls it.
+        is_truncated: tokens were drawn from a part of the vocabulary, which a response must tell.
 
     Raises:
-        UserError: their number, a length, a token id or a log-prob is not what it must be; names the first such one.
+        UserError: their number, a length, a token id, a log-prob or a kept set is not what it must be; names the first
+            such one.
     """
     if len(responses) != len(requests):
         raise UserError(
@@ -52,7 +60,23 @@ def check_sampled(
                 hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
                 "prompt: see data.max_prompt_length and data.max_response_length",
             )
+        if is_truncated and not _has_kept_sets(response):
+            raise UserError(
+                "a response whose tokens are not in the sets that they were drawn from",
+                source=source,
+                expected="Sampled.kept with a set for each token, which has the token",
+                hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
+                "rollout.top_p=1.0, top_k=-1 and min_p=0",
+            )
     _check_values(responses, requests, vocab_size, engine)
+
+
+def _has_kept_sets(response: Sampled) -> bool:
+    kept = response.kept
+    if kept is None or len(kept.counts) != len(response.tokens) or kept.counts.sum() != len(kept.ids):
+        return False
+    rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
+    return bool(np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)).all())
 
 
 def _check_values(responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: str) -> None:

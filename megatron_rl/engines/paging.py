@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, UserError
 
 
 @dataclass(eq=False)
@@ -31,6 +31,7 @@ class Running:
         slots: [room] int64, of its tokens in their order.
         generator: its random numbers.
         tokens, logprobs: sampled so far.
+        kept: what each token was drawn from, where sampling is truncated.
     """
 
     request: Request
@@ -38,10 +39,17 @@ class Running:
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptSets] = field(default_factory=list)
 
     def finish(self, reason: str) -> Sampled:
         """What it has, for the one who asked."""
-        return Sampled(self.request.key, np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), reason)
+        return Sampled(
+            self.request.key,
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            reason,
+            KeptSets.join(self.kept) if self.kept else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -151,12 +159,16 @@ class ContinuousBatch:
             np.cumsum([0, *key_lengths], dtype=np.int32),
         )
 
-    def record(self, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Sampled]:
+    def record(
+        self, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
+    ) -> list[Sampled]:
         """Append what was sampled after `rows`; returns what is finished, in the order in which it was admitted."""
-        finished = []
-        for one, token, logprob in zip(rows.running, tokens, logprobs, strict=True):
+        finished, sets = [], kept.split() if kept else [None] * len(tokens)
+        for one, token, logprob, kept_set in zip(rows.running, tokens, logprobs, sets, strict=True):
             one.tokens.append(token)
             one.logprobs.append(logprob)
+            if kept_set is not None:
+                one.kept.append(kept_set)
             is_stop = token in one.request.sampling.stop_token_ids
             if is_stop or len(one.tokens) == one.request.sampling.max_tokens:
                 self._end(one)
@@ -168,14 +180,12 @@ class ContinuousBatch:
         return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
 
     def _admit(self) -> None:
-        """One temperature at a time: the others of the batch wait until those before them are done."""
+        """One way of drawing at a time: the others of the batch wait until those before them are done."""
         rows = len(self._running)
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]
             count = self._count_blocks(request)
-            is_alike = all(
-                one.request.sampling.temperature == request.sampling.temperature for one in self._running[:1]
-            )
+            is_alike = all(one.request.sampling.draws_like(request.sampling) for one in self._running[:1])
             if not is_alike or count > len(self._free) or (rows and rows + len(request.tokens) > self._max_tokens):
                 return
             blocks = np.array([self._free.pop() for _ in range(count)], np.int64)

@@ -20,6 +20,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.types import KeptSets
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
@@ -58,12 +59,14 @@ class Sampled:
         tokens: [s] int32 sampled tokens, the stop token included.
         logprobs: [s] float32 of the distribution that was sampled from (temperature applied).
         finish_reason: "stop", "length", or "interrupted" before either.
+        kept: [s] what the tokens were drawn from, where `sampling.is_truncated`.
     """
 
     key: int
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
+    kept: KeptSets | None = None
 
 
 @dataclass(frozen=True)

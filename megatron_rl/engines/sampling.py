@@ -4,29 +4,47 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """How responses are drawn.
 
+    A token is drawn from the tokens that `min_p`, then `top_k`, then `top_p` leave (`engines.truncation` has the one
+    definition). An engine returns these sets, and training scores each token within its own.
+
     Attributes:
         temperature: divides the logits, in the engine and in training; 0 is greedy (validation only).
         max_tokens: longest response.
         stop_token_ids: sampling one of these ends the response; it is part of the response.
-
-    There is no top-p or top-k: training scores the full softmax, and a truncated sampler would disagree.
+        top_p: the fewest most likely tokens that have this probability together; 1: all.
+        top_k: the so many most likely tokens; -1: all.
+        min_p: tokens at least this fraction as likely as the most likely one; 0: all.
+        max_kept_tokens: no set is larger: of a larger one, the most likely tokens are left.
     """
 
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_kept_tokens: int = 1024
 
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+    def draws_like(self, other: SamplingConfig) -> bool:
+        """True if both draw a token from the same distribution."""
+        return self == replace(other, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids)
 
 
 def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0, position: int = 0) -> int:

@@ -16,24 +16,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 
 from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.truncation import truncate
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
+from megatron_rl.types import KeptSets
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 
 class _SeededGumbel(LogitsProcessor):
-    """Turn greedy decoding into sampling with one random stream per row; records the log-probs."""
+    """Turn greedy decoding into sampling with one random stream per row; records log-probs and kept sets by step."""
 
-    def __init__(self, temperature: float, seeds: Sequence[int], bitwise: bool = False) -> None:
-        self._temperature, self._bitwise = temperature, bitwise
+    def __init__(self, sampling: SamplingConfig, seeds: Sequence[int], bitwise: bool = False) -> None:
+        self._sampling, self._temperature, self._bitwise = sampling, sampling.temperature, bitwise
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.logprobs: list[torch.Tensor] = []
+        self.kept: list[KeptSets] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scaled = scores.float() / (self._temperature or 1.0)
+        if self._sampling.is_truncated:
+            scaled, kept = truncate(scaled, self._sampling)
+            self.kept.append(kept)
         exact = compute_all_logprobs(scaled, scaled.shape[1]) if self._bitwise else None
         self.logprobs.append(scaled.log_softmax(-1) if exact is None else exact)
         if self._temperature == 0.0:
@@ -95,7 +102,7 @@ class HuggingFaceEngine(WaitingRequests):
         for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
-        sampler = _SeededGumbel(sampling.temperature, [request.seed for request in batch], self._bitwise)
+        sampler = _SeededGumbel(sampling, [request.seed for request in batch], self._bitwise)
         output = self._model.generate(
             ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -107,14 +114,22 @@ class HuggingFaceEngine(WaitingRequests):
         )
         tokens = output[:, width:].cpu()  # [b, s]
         picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
-        return [self._cut(request, *row) for request, *row in zip(batch, tokens, picked, strict=True)]
+        steps = [kept.split() for kept in sampler.kept]
+        sets = [KeptSets.join(parts) for parts in zip(*steps, strict=True)] if steps else [None] * len(batch)
+        return [self._cut(*row) for row in zip(batch, tokens, picked, sets, strict=True)]
 
     @staticmethod
-    def _cut(request: Request, tokens: torch.Tensor, logprobs: torch.Tensor) -> Sampled:
+    def _cut(request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None) -> Sampled:
         is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
         reason = "stop" if is_stop.any() else "length"
-        return Sampled(request.key, tokens[:length].numpy().astype(np.int32), logprobs[:length].float().numpy(), reason)
+        return Sampled(
+            request.key,
+            tokens[:length].numpy().astype(np.int32),
+            logprobs[:length].float().numpy(),
+            reason,
+            kept and kept.cut(length),
+        )
 
     def tokens_in_flight(self) -> int:
         """Not counted: nothing runs between two steps."""

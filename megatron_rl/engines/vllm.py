@@ -41,6 +41,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_par
 from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS, make_batch_invariant
 from megatron_rl.engines.vllm_limits import CPU_BLOCK_SIZE, check_device_limits, cpu_cache_bytes
 from megatron_rl.engines.vllm_lora import list_adapter_params, list_arguments, take_slot
+from megatron_rl.engines.vllm_truncation import KeptSetRecorder
 from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.weights.experts import split_experts
@@ -89,6 +90,7 @@ class VllmEngine:
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name for it
+        self._starts: dict[int, int] = {}  # and the place of its first sampled token
         self._keys: dict[str, int] = {}  # and back, from the short name
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
@@ -99,6 +101,7 @@ class VllmEngine:
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
+        self._kept = KeptSetRecorder(worker.model_runner)
         self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank),
@@ -183,6 +186,8 @@ class VllmEngine:
             )
         for request, name in zip(requests, names, strict=True):
             self._names[request.key], self._keys[_short(name)] = name, request.key
+            self._starts[request.key] = len(request.tokens)
+            self._kept.expect(name, request.sampling)
 
     def step(self) -> list[Sampled]:
         """One forward for everything that runs; a response is returned by the step that samples its last token."""
@@ -191,24 +196,31 @@ class VllmEngine:
         finished = []
         for output in outputs:
             key = self._keys.pop(output.request_id)
-            del self._names[key]
             last = output.outputs[0]
             reason = "stop" if last.finish_reason == "stop" else "length"
-            finished.append(_to_sampled(key, last.token_ids, last.logprobs, reason))
+            finished.append(self._end(key, last.token_ids, last.logprobs, reason))
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Forget requests; their blocks of the prefix cache stay, for those that continue them."""
         engine, partial = self._llm.llm_engine, []
-        names = {key: self._names.pop(key) for key in keys if key in self._names}
+        names = {key: self._names[key] for key in keys if key in self._names}
         for key, name in names.items():  # vLLM itself says nothing of what it aborts
             del self._keys[_short(name)]
             state = engine.output_processor.request_states[name]
             partial.append(
-                _to_sampled(key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted")
+                self._end(key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted")
             )
         engine.abort_request(list(names.values()), internal=True)
         return partial
+
+    def _end(self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str) -> Sampled:
+        """What a request has, which is forgotten here."""
+        kept = self._kept.take(self._names.pop(key), self._starts.pop(key), len(token_ids))
+        tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
+        if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
+            picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
+        return Sampled(key, tokens, picked, finish_reason, kept)
 
     def has_requests(self) -> bool:
         """True if something runs or waits."""
@@ -229,7 +241,8 @@ class VllmEngine:
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
-        self._names, self._keys = {}, {}
+        self._names, self._keys, self._starts = {}, {}, {}
+        self._kept.clear()
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for responses that are not finished."""
@@ -370,11 +383,3 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 def _short(name: str) -> str:
     """What vLLM calls a request when it is finished: "7" for "7-random"."""
     return name.partition("-")[0]
-
-
-def _to_sampled(key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str) -> Sampled:
-    tokens = np.array(token_ids, np.int32)
-    if len(logprobs) != len(tokens):  # `check_sampled` says so, on all ranks
-        return Sampled(key, tokens, np.full(len(logprobs), np.nan, np.float32), finish_reason)
-    picked = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
-    return Sampled(key, tokens, np.array(picked, np.float32), finish_reason)

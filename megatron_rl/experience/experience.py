@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,13 +23,11 @@ import torch.distributed as dist
 
 from megatron_rl.experience.fetch import Fetched, Holders, Read, fetch, for_readers, plan_fetch
 from megatron_rl.experience.pack import Packer, Packing
-from megatron_rl.experience.payload import Payload, hold
+from megatron_rl.experience.payload import Payload, fetch_branches, hold, split_values
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, join_headers
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.types import Branch, Prompt, Rollout, Turn
-
-_PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Experience:
         values: dict[str, dict[int, np.ndarray]] = {}
         for name, column in (columns or {}).items():
             found = self._fetch_column(column, readers)
-            values[name] = self._split(found.columns["values"], found.sequences, self.headers.num_response_tokens)
+            values[name] = split_values(found.columns["values"], found.sequences, self.headers.num_response_tokens)
         result = []
         for part in (range(*bound) for bound in pairwise(bounds) if bound[0] in branches):
             masks = [self._find_loss_tokens(i, branches[i]) for i in part]
@@ -196,7 +195,12 @@ class Experience:
             for index, branch in part._payload.branches.items()
             if start + index in places
         }
-        payload = Payload(branches, parts[0]._payload.ranks, sum(part.count_bytes() for part in parts))
+        payload = Payload(
+            branches,
+            parts[0]._payload.ranks,
+            sum(part.count_bytes() for part in parts),
+            any(part._payload.has_kept for part in parts),
+        )
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
     def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
@@ -247,33 +251,7 @@ class Experience:
 
     def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:
         """The tokens of the sequences that this rank needs; collective."""
-        rows = self.headers.rows
-        dtypes = dict(_PAYLOAD)
-        if (rows["first_version"] != rows["last_version"]).any():
-            dtypes["versions"] = torch.int32
-
-        def read(name: str, sequences: np.ndarray) -> torch.Tensor:
-            arrays = [getattr(self._payload.branches[i], name) for i in sequences.tolist()]
-            return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
-
-        lengths = self.headers["num_tokens"]
-        found = self._fetch(self._holders, destination, lengths, dtypes, read)
-        columns = {name: self._split(values, found.sequences, lengths) for name, values in found.columns.items()}
-        of_version = {
-            v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}
-        }
-        return {
-            i: Branch(
-                columns["tokens"][i],
-                columns["sampled"][i],
-                columns["logprobs"][i],
-                columns["versions"][i]
-                if "versions" in columns
-                else of_version[int(rows["last_version"][i])][: lengths[i]],
-                int(rows["num_prompt_tokens"][i]),
-            )
-            for i in found.sequences.tolist()
-        }
+        return fetch_branches(self._payload, self.headers, partial(self._fetch, self._holders, destination))
 
     def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
         """A column in a packing: as it is, or fetched once."""
@@ -308,12 +286,6 @@ class Experience:
         found = fetch(plan_fetch(self._group.rank(), source, destination), lengths, dtypes, read, self._group)
         self._num_bytes += found.num_bytes
         return found
-
-    @staticmethod
-    def _split(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
-        array, stops = values.cpu().numpy(), np.cumsum(lengths[sequences]).tolist()
-        bounds = zip([0, *stops], stops, strict=False)
-        return {i: array[start:stop] for i, (start, stop) in zip(sequences.tolist(), bounds, strict=True)}
 
     def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
         """Which tokens of a sequence behind its prompt are in the loss."""
@@ -354,7 +326,8 @@ def replicate(
         baselines: as in `Experience`.
     """
     headers = build_headers(rollouts, holder=0, mask_truncated=mask_truncated)
-    payload = hold(rollouts, headers, np.arange(group.size())[None], 0)
+    has_kept = any(branch.kept is not None for _, rollout in rollouts for branch in rollout.branches)
+    payload = hold(rollouts, headers, np.arange(group.size())[None], 0, has_kept)
     return Experience(headers, prompts, payload, group, baselines=baselines)
 
 

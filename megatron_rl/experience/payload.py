@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of a step that one rank holds."""
+"""The tokens of sequences: held where they were generated, and fetched by those that need them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from megatron_rl.experience.fetch import Fetched, Read
 from megatron_rl.experience.table import Headers
-from megatron_rl.types import Branch, Rollout
+from megatron_rl.types import Branch, KeptSets, Rollout
+
+_PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
+# (values of each sequence [n], columns, what looks them up here) -> those that this rank needs; collective
+Fetch = Callable[[np.ndarray, Mapping[str, torch.dtype], Read], Fetched]
 
 
 @dataclass(frozen=True)
@@ -20,20 +26,24 @@ class Payload:
         branches: by index of the sequence.
         ranks: [num_replicas, width] the ranks on which the sequences of each holder are.
         num_bytes: that this rank has received for it.
+        has_kept: some tokens of the step were drawn from kept sets; the same on every rank.
     """
 
     branches: Mapping[int, Branch]
     ranks: np.ndarray
     num_bytes: int = 0
+    has_kept: bool = False
 
 
-def hold(held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarray, num_bytes: int) -> Payload:
+def hold(
+    held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarray, num_bytes: int, has_kept: bool = False
+) -> Payload:
     """The payload of this rank.
 
     Args:
         held: the rollouts that are here, with the index of their prompt in the step.
         headers: of the step.
-        ranks, num_bytes: as in `Payload`.
+        ranks, num_bytes, has_kept: as in `Payload`.
     """
     firsts = headers.rollouts.rows
     starts = dict(
@@ -51,4 +61,68 @@ def hold(held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarra
         },
         ranks,
         num_bytes,
+        has_kept,
     )
+
+
+def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch) -> dict[int, Branch]:
+    """The tokens of the sequences that this rank needs, by their index; collective.
+
+    Args:
+        payload: what is here.
+        headers: of the step.
+        fetch: brings values of the sequences from where they are held to this rank.
+    """
+    rows = headers.rows
+    dtypes = dict(_PAYLOAD)
+    if (rows["first_version"] != rows["last_version"]).any():
+        dtypes["versions"] = torch.int32
+
+    def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+        arrays = [getattr(payload.branches[i], name) for i in sequences.tolist()]
+        return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
+
+    lengths = headers["num_tokens"]
+    found = fetch(lengths, dtypes, read)
+    kept = _fetch_kept(payload, lengths, fetch) if payload.has_kept else {}
+    columns = {name: split_values(values, found.sequences, lengths) for name, values in found.columns.items()}
+    of_version = {v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}}
+    return {
+        i: Branch(
+            columns["tokens"][i],
+            columns["sampled"][i],
+            columns["logprobs"][i],
+            columns["versions"][i] if "versions" in columns else of_version[int(rows["last_version"][i])][: lengths[i]],
+            int(rows["num_prompt_tokens"][i]),
+            kept.get(i),
+        )
+        for i in found.sequences.tolist()
+    }
+
+
+def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
+    """What the tokens of the sequences were drawn from: first the sizes of the sets, which tell how many ids come."""
+
+    def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+        branches = [payload.branches[i] for i in sequences.tolist()]
+        sets = [branch.kept or KeptSets.whole(len(branch.tokens)) for branch in branches]
+        found = np.concatenate([np.empty(0, np.int32), *(getattr(kept, name) for kept in sets)])
+        return torch.from_numpy(found) if len(found) else torch.empty(0, dtype=torch.int32)
+
+    found = fetch(lengths, {"counts": torch.int32}, read)
+    counts = split_values(found.columns["counts"], found.sequences, lengths)
+    sizes = np.zeros(len(lengths), np.int64)  # known of what is held here, and of what comes
+    for index, branch in payload.branches.items():
+        sizes[index] = 0 if branch.kept is None else len(branch.kept.ids)
+    for index, array in counts.items():
+        sizes[index] = array.sum()
+    found = fetch(sizes, {"ids": torch.int32}, read)
+    ids = split_values(found.columns["ids"], found.sequences, sizes)
+    return {index: KeptSets(ids[index], counts[index]) for index in counts}
+
+
+def split_values(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
+    """Values of sequence after sequence, by the index of the sequence; `lengths` are of all sequences."""
+    array, stops = values.cpu().numpy(), np.cumsum(lengths[sequences]).tolist()
+    bounds = zip([0, *stops], stops, strict=False)
+    return {i: array[start:stop] for i, (start, stop) in zip(sequences.tolist(), bounds, strict=True)}

@@ -23,7 +23,8 @@ import torch
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import MicrobatchPlan
 from megatron_rl.packing.prefix import SegmentKeys, build_segment_keys, move_to_device, pad_segment_keys
-from megatron_rl.types import Branch, LossLedger
+from megatron_rl.parallel.kept_sets import PackedKeptSets
+from megatron_rl.types import Branch, KeptSets, LossLedger
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class TrainBatch:
         chosen: bool, tokens that the policy loss treats in another way, where it does.
         update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
             last pipeline stage writes them where there is room for them. NaN: no step has used it.
+        kept: what each token was drawn from; None: the whole vocabulary.
         slices: one per microbatch.
         minibatch_sizes: microbatches of each minibatch.
         ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
@@ -98,6 +100,7 @@ class TrainBatch:
     chosen: torch.Tensor | None = None
     update_logprobs: torch.Tensor | None = None
     update_entropy: torch.Tensor | None = None
+    kept: PackedKeptSets | None = None
     ledgers: Sequence[LossLedger] = ()
     names: Sequence[str] = ()
 
@@ -110,6 +113,10 @@ class TrainBatch:
         values = getattr(self, name)
         assert values is not None, f"{name} is not known"
         return values
+
+    def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
+        """What the tokens at some places were drawn from, [t] standing for nothing; None: the whole vocabulary."""
+        return None if self.kept is None else self.kept.pad(1)[places]
 
     def minibatch(self, index: int) -> TrainBatch:
         """The batch of one optimizer step; tensors are views."""
@@ -135,10 +142,12 @@ class TrainBatch:
     def _part(self, slices: list[MicrobatchSlice]) -> TrainBatch:
         start, stop = slices[0].start, slices[-1].stop
         moved = [replace(s, start=s.start - start, stop=s.stop - start) for s in slices]
-        return replace(self.map_tensors(lambda x: x[start:stop]), slices=moved, minibatch_sizes=[len(slices)])
+        part = self.map_tensors(lambda x: x[start:stop])
+        kept = None if self.kept is None else self.kept[start:stop]
+        return replace(part, kept=kept, slices=moved, minibatch_sizes=[len(slices)])
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        """The same with other tensors [t, ...]; slices stay as they are."""
+        """The same with other tensors [t, ...]; slices and kept sets stay as they are."""
         return replace(
             self,
             **{
@@ -220,6 +229,7 @@ def build_train_batch(
         loss_weights=flat["logprobs"],
         sequence_ids=flat["ids"],
         rollout_logprobs=flat["logprobs"],
+        kept=rows.pack_kept(device),
         slices=slices,
         minibatch_sizes=sizes,
     )
@@ -266,6 +276,8 @@ class _Rows:
         self._total = self._first = self._prompt_start = 0
         self._tokens, self._sampled = [np.empty(0, np.int32)], [np.empty(0, bool)]
         self._logprobs = [np.empty(0, np.float32)]
+        self._kept: list[KeptSets] = []
+        self._has_kept = False
         # Length, position of the first token, its row in the microbatch, the row that predicts it, and the sequence.
         self._segments: list[tuple[int, int, int, int, int]] = []
 
@@ -281,6 +293,9 @@ class _Rows:
             self._prompt_start = start
         skipped = sequence.num_prompt_tokens if shares_prompt else 0
         columns = sequence.tokens[skipped:], sequence.sampled[skipped:], sequence.logprobs[skipped:]
+        kept = sequence.kept or KeptSets.whole(len(sequence.tokens))
+        self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # a prompt has no ids
+        self._has_kept |= sequence.kept is not None
         self._append_segment(columns, skipped, (self._prompt_start, self._prompt_start + skipped), index)
 
     @property
@@ -293,6 +308,7 @@ class _Rows:
         while (missing := length - self.num_tokens) > 0:
             nothing = np.zeros(min(missing, max_seqlen or missing), np.float32)
             columns = nothing.astype(np.int32), nothing.astype(bool), nothing
+            self._kept.append(KeptSets.whole(len(nothing)))
             self._append_segment(columns, 0, (self.num_tokens, self.num_tokens), -1)
 
     def _append_segment(
@@ -307,6 +323,10 @@ class _Rows:
             self.lengths.append(length)
             self.prefixes.append(prefix)
             self._total += length
+
+    def pack_kept(self, device: torch.device) -> PackedKeptSets | None:
+        """Of all segments; None where no sequence has any."""
+        return PackedKeptSets.pack(self._kept, device) if self._has_kept else None
 
     def build_columns(self) -> dict[str, np.ndarray]:
         """Columns [t] of all segments."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.parallel.kept_sets import PackedKeptSets
 from megatron_rl.parallel.vocab_parallel import (
     VocabShard,
     compute_logits_gradient,
@@ -54,7 +55,11 @@ class OutputSoftmax:
 
 
 def compute_linear_logprobs_and_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softmax: OutputSoftmax
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    softmax: OutputSoftmax,
+    kept: PackedKeptSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of each distribution.
 
@@ -66,45 +71,45 @@ def compute_linear_logprobs_and_entropy(
         weight: [v/tp, h] this rank's rows of the (padded) output layer, same dtype.
         targets: [t] int64 token ids, 0 <= id < vocab_size.
         softmax: of the model.
+        kept: [t] sets of tokens to which the distributions are limited; each has the target. None: no limit.
 
     Returns:
         logprobs [t] and entropy [t], the same bits on every rank of the group; differentiable with respect to
         `hidden` (this rank's part of the sum over the vocabulary, see above) and `weight`.
     """
-    return _LinearLogprobs.apply(hidden, weight, targets, softmax)
+    return _LinearLogprobs.apply(hidden, weight, targets, softmax, kept)
 
 
 @torch.no_grad()
-def compute_linear_sum_pi_squared(hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax) -> torch.Tensor:
+def compute_linear_sum_pi_squared(
+    hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None = None
+) -> torch.Tensor:
     """Sum over the vocabulary of the squared probabilities of each distribution: [t].
 
     Arguments as above; collective over `softmax.tp_group`, the same bits on every rank of it, without a gradient.
     """
-    rows = weight[: softmax.find_shard(weight).width]
-    summary = torch.cat(
-        [summarize_squares(scale_logits(x, rows, softmax.temperature)) for x in hidden.split(softmax.chunk_tokens)],
-        dim=1,
-    )
+    chunks = _Chunks(hidden, weight, softmax, kept)
+    summary = torch.cat([summarize_squares(chunks.make_logits(part)) for part in chunks.parts], dim=1)
     return merge_squares(gather_summaries(summary, softmax.tp_group))
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softmax: OutputSoftmax
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        softmax: OutputSoftmax,
+        kept: PackedKeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard, size = softmax.find_shard(weight), softmax.chunk_tokens
-        rows = weight[: shard.width]
+        chunks = _Chunks(hidden, weight, softmax, kept)
         summary = torch.cat(
-            [
-                compute_summary(scale_logits(x, rows, softmax.temperature), y, shard)
-                for x, y in zip(hidden.split(size), targets.split(size), strict=True)
-            ],
-            dim=1,
+            [compute_summary(chunks.make_logits(part), targets[part], chunks.shard) for part in chunks.parts], dim=1
         )
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.shard, ctx.softmax = shard, softmax
+        ctx.softmax, ctx.kept = softmax, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -112,30 +117,50 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        temperature, chunk_tokens = ctx.softmax.temperature, ctx.softmax.chunk_tokens
+        temperature, chunks = ctx.softmax.temperature, _Chunks(hidden, weight, ctx.softmax, ctx.kept)
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        sum_over_chunks = WeightGradient(weight, len(hidden) <= chunk_tokens) if ctx.needs_input_grad[1] else None
-        rows = weight[: ctx.shard.width]
-        for start in range(0, len(hidden), chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            x = hidden[part]
+        sum_over_chunks = WeightGradient(weight, len(chunks.parts) <= 1) if ctx.needs_input_grad[1] else None
+        for part in chunks.parts:
             # d/d logits = d/dz / temperature: the division is made on the [t] factors.
             gradient = compute_logits_gradient(
-                scale_logits(x, rows, temperature),
+                chunks.make_logits(part),
                 targets[part],
-                ctx.shard,
+                chunks.shard,
                 lse=lse[part],
                 entropy=entropy[part],
                 grad_logprobs=grad_logprobs[part] / temperature,
                 grad_entropy=None if grad_entropy is None else grad_entropy[part] / temperature,
             ).to(hidden.dtype)
             if hidden_gradient is not None:
-                torch.mm(gradient, rows, out=hidden_gradient[part])
+                torch.mm(gradient, chunks.rows, out=hidden_gradient[part])
             if sum_over_chunks is not None:
-                sum_over_chunks.add(gradient, x)
+                sum_over_chunks.add(gradient, hidden[part])
         weight_gradient = None if sum_over_chunks is None else sum_over_chunks.total.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None
+        return hidden_gradient, weight_gradient, None, None, None
+
+
+class _Chunks:
+    """This rank's columns of the logits, a chunk of tokens at a time.
+
+    Attributes:
+        shard: the tokens that the columns stand for.
+        rows: [width, h] of the weight.
+        parts: rows of each chunk; one without rows, where there is no token.
+    """
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None
+    ) -> None:
+        self._hidden, self._temperature, self._kept = hidden, softmax.temperature, kept
+        self.shard, size = softmax.find_shard(weight), softmax.chunk_tokens
+        self.rows = weight[: self.shard.width]
+        self.parts = [slice(first, first + size) for first in range(0, max(len(hidden), 1), size)]
+
+    def make_logits(self, part: slice) -> torch.Tensor:
+        """[c, width] over the temperature, in a new tensor that may be overwritten."""
+        z = scale_logits(self._hidden[part], self.rows, self._temperature)
+        return z if self._kept is None else self._kept[part].mask(z, self.shard)
 
 
 class WeightGradient:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_rl.engines.protocol import Sampled
+from megatron_rl.types import KeptSets
 
 _REASONS = ("interrupted", "stop", "length")
 
@@ -23,12 +24,14 @@ class Response:
         logprobs: [s] float32, what the engine reported for them.
         versions: [s] int32, optimizer steps behind the weights that sampled each.
         finish_reason: "stop", "length", or "interrupted" before either.
+        kept: [s] what the tokens were drawn from; None: all of them from the whole vocabulary.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: str
+    kept: KeptSets | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -37,11 +40,14 @@ class Response:
 
     def extend(self, sampled: Sampled, version: int) -> Response:
         """With what an engine sampled after it with the weights of a version."""
+        parts = (self.kept, len(self.tokens)), (sampled.kept, len(sampled.tokens))
+        has_kept = any(kept is not None for kept, _ in parts)
         return Response(
             np.concatenate([self.tokens, np.asarray(sampled.tokens, np.int32)]),
             np.concatenate([self.logprobs, np.asarray(sampled.logprobs, np.float32)]),
             np.concatenate([self.versions, np.full(len(sampled.tokens), version, np.int32)]),
             sampled.finish_reason,
+            KeptSets.join([kept or KeptSets.whole(length) for kept, length in parts]) if has_kept else None,
         )
 
 
@@ -51,7 +57,12 @@ NOTHING = Response(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, n
 def pack_responses(responses: Mapping[int, Response]) -> dict[str, torch.Tensor]:
     """Responses by number as a few tensors, which `unpack_responses` reads."""
     parts = list(responses.values())
-    return {
+    kept = [part.kept or KeptSets.whole(len(part.tokens)) for part in parts]
+    sets = {}
+    if any(part.kept is not None for part in parts):
+        joined = KeptSets.join(kept)
+        sets = {"kept_ids": torch.from_numpy(joined.ids), "kept_counts": torch.from_numpy(joined.counts)}
+    return sets | {
         "keys": torch.tensor(list(responses), dtype=torch.int64),
         "lengths": torch.tensor([len(part.tokens) for part in parts], dtype=torch.int64),
         "reasons": torch.tensor([_REASONS.index(part.finish_reason) for part in parts], dtype=torch.uint8),
@@ -68,5 +79,10 @@ def unpack_responses(tensors: Mapping[str, torch.Tensor]) -> dict[int, Response]
         np.split(tensors[name].numpy(), bounds) for name in ("tokens", "logprobs", "versions")
     )
     reasons = [_REASONS[index] for index in tensors["reasons"].tolist()]
-    responses = map(Response, tokens, logprobs, versions, reasons)
+    kept: list[KeptSets | None] = [None] * len(tokens)
+    if "kept_ids" in tensors:
+        counts = np.split(tensors["kept_counts"].numpy(), bounds)
+        ids = np.split(tensors["kept_ids"].numpy(), np.cumsum([part.sum() for part in counts])[:-1])
+        kept = list(map(KeptSets, ids, counts))
+    responses = map(Response, tokens, logprobs, versions, reasons, kept)
     return dict(zip(tensors["keys"].tolist(), responses, strict=True))

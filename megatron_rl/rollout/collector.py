@@ -9,7 +9,7 @@ headers. A reward model is a role, which fetches what it scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scor
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
 from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.kept import describe_kept
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -114,7 +115,7 @@ class Collector:
         in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
         samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
-            samples.add_baselines(self.generate(samples.prompts, 1, 0.0, step))
+            samples.add_baselines(self.generate(samples.prompts, 1, self.sampling(0.0), step))
         return samples
 
     def _take(self, count: int, round: int) -> Experience:
@@ -122,7 +123,7 @@ class Collector:
         scorer = self._rewards.scorer
         with self._timers.phase("rollout"):
             taken = self._stream.take(
-                self._sampling(self._config.rollout.temperature),
+                self.sampling(),
                 scorer.begin if scorer.is_concurrent else None,
                 count,
                 round,
@@ -139,14 +140,11 @@ class Collector:
     def run_ahead(self) -> None:
         """They do so until it has ended; collective."""
         scorer = self._rewards.scorer
-        self._stream.run_ahead(
-            self._sampling(self._config.rollout.temperature), scorer.begin if scorer.is_concurrent else None
-        )
+        self._stream.run_ahead(self.sampling(), scorer.begin if scorer.is_concurrent else None)
 
     def _generate_next(self, step: int, round: int) -> Experience:
         """The next `train_batch_size` groups, which begin and end in this step."""
-        rollout = self._config.rollout
-        return self.generate(self._stream.next_batch(), rollout.n, rollout.temperature, step, round=round)
+        return self.generate(self._stream.next_batch(), self._config.rollout.n, self.sampling(), step, round=round)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -164,7 +162,7 @@ class Collector:
                 self.generate(
                     prompt_set.prompts[first : first + size],
                     config.rollout.validation_n,
-                    config.rollout.validation_temperature,
+                    self._validation_sampling(),
                     step=0,
                     with_answers=True,
                 )
@@ -184,7 +182,7 @@ class Collector:
         self,
         prompts: Sequence[Prompt],
         group_size: int,
-        temperature: float,
+        sampling: SamplingConfig,
         step: int,
         round: int = 0,
         with_answers: bool = False,
@@ -194,16 +192,16 @@ class Collector:
         Args:
             prompts: the same on every rank.
             group_size: responses per prompt.
-            temperature: of sampling; 0: greedy.
+            sampling: how to draw them.
             step, round: part of every response's seed.
-            with_answers: the headers tell equal answers.
+            with_answers: the headers tell equal answers; the responses are not learned from.
         """
         scorer = self._rewards.scorer
         with self._timers.phase("rollout"):
             generated = self._generator.generate(
                 prompts,
                 group_size=group_size,
-                sampling=self._sampling(temperature),
+                sampling=sampling,
                 step=step,
                 round=round,
                 on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
@@ -211,8 +209,27 @@ class Collector:
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
         return self._score(prompts, held, [step] * len(prompts), with_answers)
 
-    def _sampling(self, temperature: float) -> SamplingConfig:
-        return SamplingConfig(temperature, self._config.data.max_response_length, self._stop_token_ids)
+    def sampling(self, temperature: float | None = None) -> SamplingConfig:
+        """How training responses are drawn, at `rollout.temperature` or another one."""
+        rollout = self._config.rollout
+        return SamplingConfig(
+            rollout.temperature if temperature is None else temperature,
+            self._config.data.max_response_length,
+            self._stop_token_ids,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.min_p,
+            rollout.max_kept_tokens,
+        )
+
+    def _validation_sampling(self) -> SamplingConfig:
+        rollout = self._config.rollout
+        return replace(
+            self.sampling(rollout.validation_temperature),
+            top_p=rollout.validation_top_p,
+            top_k=rollout.validation_top_k,
+            min_p=0.0,
+        )
 
     def _score(
         self,
@@ -222,15 +239,19 @@ class Collector:
         with_answers: bool = False,
     ) -> Experience:
         """The experience of what the engines have generated: `held` by this rank's, with the index of the prompt."""
+        has_kept = self._config.rollout.is_truncated and not with_answers
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
-            ranks = np.array(self._generator.engines.of)
-            samples = Experience(headers, prompts, hold(held, headers, ranks, num_bytes), self._group)
+            payload = hold(held, headers, np.array(self._generator.engines.of), num_bytes, has_kept)
+            samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)
                 rollouts = headers.rollouts
                 rewards = add_model_scores(self._rewards.plan, rollouts["reward"], scores, rollouts.name)
                 samples = samples.rescore(rewards, MODEL, scores)
+        if has_kept:
+            mine = [rollout for _, rollout in held] if self._generator.is_first else []
+            samples.add_metrics(describe_kept(mine, self._config.rollout, self._group))
         return samples
 
     def _score_here(

@@ -187,6 +187,7 @@ class RolloutGenerator:
                 vocab_size=self._weights.shape.vocab_size,
                 engine=f"rollout engine {self.engine_index} ({self._engine.kind}, "
                 f"{self.engines.describe(self.engine_index)})",
+                is_truncated=any(request.sampling.is_truncated for request in requests),
             )
         except UserError as error:
             return error
@@ -219,7 +220,13 @@ class _Stream:
             return  # what is wrong is said at the end
         number, sample = divmod(sampled.key, self._group_size)
         rollout = self.rollouts[sampled.key] = Rollout.from_response(
-            self._prompts[number], sample, sampled.tokens, sampled.logprobs, sampled.finish_reason, self._policy_version
+            self._prompts[number],
+            sample,
+            sampled.tokens,
+            sampled.logprobs,
+            sampled.finish_reason,
+            self._policy_version,
+            sampled.kept,
         )
         self._count(len(sampled.tokens))
         if self._listener is not None:

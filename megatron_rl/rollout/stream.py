@@ -246,6 +246,7 @@ class RolloutStream:
             held.logprobs,
             held.finish_reason,
             held.versions,
+            held.kept,
         )
 
     def _step_of(self, key: int) -> int:
@@ -295,13 +296,15 @@ class RolloutStream:
             "taken": sorted({*span} - {*self._open}),
             "group_size": self._group_size,
             "order": self._schedule.order,
+            "truncated": self._rollout.is_truncated,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state, after that of the prompts.
 
         Raises:
-            UserError: a prompt has another number of responses now, or may be passed over, and some have begun.
+            UserError: a prompt has another number of responses now, or may be passed over, or truncated sampling is
+                off now, and some have begun.
         """
         group_size, taken = state["group_size"], state.get("taken", [])
         if state["open"] and group_size != self._group_size:
@@ -317,6 +320,13 @@ class RolloutStream:
                 f"schedule.order = whole, and {state['open']} prompts have begun that can no longer be passed over",
                 source="schedule.order",
                 expected="stream",
+                hint="keep it, or start a new run from the checkpoint's weights",
+            )
+        if state["open"] and state.get("truncated", False) and not self._rollout.is_truncated:
+            raise UserError(
+                f"sampling is not truncated, and {state['open']} prompts have begun with truncated sampling",
+                source="rollout.top_p, rollout.top_k and rollout.min_p",
+                expected="one of them, as before",
                 hint="keep it, or start a new run from the checkpoint's weights",
             )
         begun, self._step = self._prompts.position, state.get("step", 0)

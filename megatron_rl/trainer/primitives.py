@@ -92,7 +92,7 @@ class Policy(ActorOnSamples):
             return self._collector.generate(
                 prompts,
                 rollout.n if n is None else n,
-                rollout.temperature if temperature is None else temperature,
+                self._collector.sampling(temperature),
                 step,
             )
 

@@ -61,10 +61,11 @@ class LogprobHead:
         Where the microbatch has what a teacher says, the divergence [t] from it as a third.
         """
         places, rows, targets = _find_predicted(self._model, microbatch)
-        states, count = self._gather(hidden)[rows], len(targets)
+        states, count, kept = self._gather(hidden)[rows], len(targets), microbatch.find_kept(places)
         if padding := -count % self._multiple:
             states, targets = F.pad(states, (0, 0, 0, padding)), F.pad(targets, (0, padding))
-        found = compute_linear_logprobs_and_entropy(states, self._output_weight, targets, self._softmax)
+            kept = kept and kept.pad(padding)
+        found = compute_linear_logprobs_and_entropy(states, self._output_weight, targets, self._softmax, kept)
         if self._divergence is not None:
             divergence = self._divergence(states, self._output_weight, self._softmax, microbatch, places)
             found = found if divergence is None else (*found, divergence)
@@ -73,7 +74,8 @@ class LogprobHead:
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
         """A head too: sum [t] over the vocabulary of the squared probabilities that the tokens came from."""
         places, rows, _ = _find_predicted(self._model, microbatch)
-        squares = compute_linear_sum_pi_squared(self._gather(hidden)[rows], self._output_weight, self._softmax)
+        kept = microbatch.find_kept(places)
+        squares = compute_linear_sum_pi_squared(self._gather(hidden)[rows], self._output_weight, self._softmax, kept)
         return (_combine(self._model, squares, places, microbatch),)
 
     def compute_top_k(

@@ -9,33 +9,38 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.engines.gumbel import add_gumbel_noise
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.truncation import truncate
 from megatron_rl.models.gpt import HiddenStatesModel
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import scale_logits
 from megatron_rl.parallel.collectives import gather_rows
+from megatron_rl.parallel.kept_sets import PackedKeptSets
 from megatron_rl.parallel.vocab_parallel import compute_summary, find_vocab_shard, gather_summaries, merge_summaries
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.types import KeptSets
 
 
 def draw_next_tokens(
     model: PackedModel,
     hidden: torch.Tensor,
     last: torch.Tensor,
-    temperature: float,
+    sampling: SamplingConfig,
     generators: Sequence[torch.Generator],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
     """Draw one token per response; collective over TP, whose ranks have a part of the logits each.
 
     Args:
         model: a language model whose last pipeline stage is here.
         hidden: [t, 1, h] of that stage, or [t/tp, 1, h] under TP-SP.
         last: [b] int64, the rows that predict the tokens.
-        temperature: divides the logits; 0: the most likely token, scored at temperature 1.
+        sampling: how to draw; greedy: the most likely token, scored at temperature 1.
         generators: of each response, equal on all TP ranks.
 
     Returns:
-        Tokens [b] int64 and their log-probs [b] float32 by the trainer's formula, the same on all TP ranks.
+        Tokens [b] int64, their log-probs [b] float32 by the trainer's formula, and what they were drawn from, where
+        sampling is truncated; the same on all TP ranks.
     """
     tp_group, stage = model.groups.tp, model.stages[-1]
     assert isinstance(stage, HiddenStatesModel), "a language model"
@@ -43,14 +48,17 @@ def draw_next_tokens(
     shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
     whole = gather_for_vocab_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)
     count, padding = len(last), max(0, MIN_ROWS - len(last))  # for the bits of rows in any company
-    z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], temperature or 1.0)  # [b, v/tp]
+    z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
     scores = z
     if tp_group.size() > 1:
         columns = F.pad(z, (0, len(weight) - shard.width)).t().contiguous()  # [v/tp with padding, b]
         scores = gather_rows(columns[None], tp_group).flatten(0, 1)[: model.shape.vocab_size].t()  # [b, v]
-    scores = scores[:count]
-    if temperature:
+    scores, kept = scores[:count], None
+    if sampling.is_truncated:
+        scores, kept = truncate(scores, sampling)
+        z = PackedKeptSets.pack([kept], z.device).pad(padding).mask(z, shard)
+    if not sampling.is_greedy:
         scores = add_gumbel_noise(scores, generators)
     tokens = scores.argmax(-1)
     summary = compute_summary(z, F.pad(tokens, (0, padding)), shard)  # overwrites z
-    return tokens, merge_summaries(gather_summaries(summary, tp_group))[0][:count]
+    return tokens, merge_summaries(gather_summaries(summary, tp_group))[0][:count], kept

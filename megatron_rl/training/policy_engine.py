@@ -29,7 +29,7 @@ from megatron_rl.packing.prefix import SegmentKeys, move_to_device
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.training.next_tokens import draw_next_tokens
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, UserError
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import ShardBox
 
@@ -130,12 +130,24 @@ class PolicyEngine:
             return []
         rows = self._batch.plan(self._model.pad_multiple)  # the same lengths of rows as in training
         hidden = self._run_stages(rows)
-        found = torch.empty(2, len(rows.running), dtype=torch.float64)  # exact for tokens and for float32
+        found, kept = torch.empty(2, len(rows.running), dtype=torch.float64), None  # exact for tokens and for float32
         if hidden is not None:
-            found = torch.stack([values.double().cpu() for values in self._draw(hidden, rows)])
+            *values, kept = self._draw(hidden, rows)
+            found = torch.stack([value.double().cpu() for value in values])
         broadcast_tensors([found], self._leader, self._group)
+        if rows.running[0].request.sampling.is_truncated:
+            kept = self._share_kept(kept or KeptSets.whole(len(rows.running)))
         tokens, logprobs = found.tolist()
-        return self._batch.record(rows, [int(token) for token in tokens], logprobs)
+        return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
+
+    def _share_kept(self, kept: KeptSets) -> KeptSets:
+        """Those of the rank that draws; of the others the number of rows counts."""
+        counts = torch.from_numpy(kept.counts)
+        broadcast_tensors([counts], self._leader, self._group)
+        size = int(counts.sum())
+        ids = torch.from_numpy(kept.ids) if len(kept.ids) == size else torch.empty(size, dtype=torch.int32)
+        broadcast_tensors([ids], self._leader, self._group)
+        return KeptSets(ids.numpy(), counts.numpy())
 
     def _run_stages(self, rows: Rows) -> torch.Tensor | None:
         """Hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage; None elsewhere."""
@@ -174,14 +186,14 @@ class PolicyEngine:
         packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype, backend=backend)
         return replace(packed, cache=CachedRows(self._layers, slots))
 
-    def _draw(self, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next token of each response, and its log-prob [b]."""
+    def _draw(self, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
+        """The next token of each response, its log-prob [b], and what it was drawn from."""
         last = move_to_device(rows.last, hidden.device)
         return draw_next_tokens(
             self._model,
             hidden,
             last,
-            rows.running[0].request.sampling.temperature,
+            rows.running[0].request.sampling,
             [one.generator for one in rows.running],
         )
 

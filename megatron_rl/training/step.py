@@ -168,7 +168,7 @@ class StaticInputs:
             self._buffers[key] = _map_tensors(microbatch, torch.clone)
         else:
             _copy(_list_tensors(microbatch), _list_tensors(self._buffers[key]))
-        return self._buffers[key]
+        return replace(self._buffers[key], kept=microbatch.kept)  # of no fixed size, and not captured
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:

@@ -57,6 +57,7 @@ PPO = [
     "actor.ppo_epochs=2",
     "algorithm.kl_controller=adaptive",
     "algorithm.importance_sampling=token-truncate",
+    "rollout.top_k=4",
 ]
 # The critic on ranks of its own, engines beside both.
 PLACED = [

@@ -514,8 +514,6 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=sglang", "one of 'vllm', 'hf'"),
-        (f"{ROLLOUT}.val_kwargs.top_p=0.7", "1.0: validation samples"),
-        (f"{ROLLOUT}.val_kwargs.top_k=5", "-1 or 0: validation samples"),
         ("reward_model.enable=true", "the directory of a reward model"),
         ("data.truncation=both", "error, left, right or middle"),
         ("data.reward_fn_key=ability", "it names the column that chooses the reward"),

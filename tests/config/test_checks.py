@@ -49,8 +49,13 @@ def test_defaults_pass() -> None:
             "a reference of its own is not quantized",
         ),
         (["actor.expert_model_parallel_size=0"], "actor.expert_model_parallel_size", "is too small"),
-        (["rollout.top_p=0.9"], "rollout.top_p", "would sample from a cut distribution"),
-        (["rollout.top_k=50"], "rollout.top_k", "would sample from a cut distribution"),
+        (["rollout.top_p=0"], "rollout.top_p", "is no probability"),
+        (["rollout.validation_top_p=1.1"], "rollout.validation_top_p", "is no probability"),
+        (["rollout.top_k=0"], "rollout.top_k", "is no number of tokens"),
+        (["rollout.min_p=1.0"], "rollout.min_p", "is no fraction"),
+        (["rollout.max_kept_tokens=0"], "rollout.max_kept_tokens", "is too small"),
+        (["rollout.top_p=0.9", "actor.step_mode=graph"], "actor.step_mode", "have no fixed size"),
+        (["rollout.min_p=0.1", "rollout.model_runner=v2"], "rollout.model_runner", "does not tell what it draws from"),
         (["rollout.engine=hf", "rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", "'hf'"),
         (["rollout.bitwise=true", "model.dtype=bfloat16"], "model.dtype", "only float32 is computed in the same order"),
         (
@@ -146,7 +151,7 @@ def test_what_works_passes(overrides: list[str]) -> None:
 
 def test_a_refused_recipe_value_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("rollout:\n  top_p: 0.9\n")
+    path.write_text("rollout:\n  top_p: 1.9\n")
     with pytest.raises(UserError) as caught:
         load_config(path, MINIMAL)
     assert caught.value.source == f"rollout.top_p ({path}:2)"

@@ -6,12 +6,14 @@ That all ranks raise it, and what the console shows, is tested in tests/launch/t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_rl.engines.checking import check_sampled
 from megatron_rl.engines.protocol import Sampled
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, UserError
 
 REQUESTS = ["prompt_id 4, sample 0", "prompt_id 9, sample 1"]
 
@@ -61,3 +63,28 @@ def test_a_fault_is_named(bad: Sampled, found: str, expected: str) -> None:
 def test_a_missing_response_is_named() -> None:
     with pytest.raises(UserError, match="0 responses to 1 requests"):
         check()
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "is_right"),
+    [
+        ([3, 5, 4], [2, 1], True),
+        ([5, 3, 9, 4], [3, 1], True),
+        ([3, 5, 5], [2, 1], False),  # the second set is without its token
+        ([4, 3], [1, 1], False),
+        ([3, 4], [2, 0], False),
+        ([3, 4, 7], [1, 1], False),
+        ([3], [1], False),
+        (None, None, False),
+    ],
+)
+def test_kept_sets_must_have_their_tokens(ids: list[int] | None, counts: list[int] | None, is_right: bool) -> None:
+    kept = None if ids is None else KeptSets(np.array(ids, np.int32), np.array(counts, np.int32))
+    sampled = replace(response([3, 4]), kept=kept)
+    arguments = dict(max_tokens=4, vocab_size=16, engine="rollout engine 0 (VllmEngine, rank 0)")
+    if is_right:
+        check_sampled([sampled], REQUESTS[:1], **arguments, is_truncated=True)
+    else:
+        with pytest.raises(UserError, match="not in the sets"):
+            check_sampled([sampled], REQUESTS[:1], **arguments, is_truncated=True)
+    check_sampled([sampled], REQUESTS[:1], **arguments)

@@ -122,7 +122,7 @@ GAE, TP1 = "algorithm.adv_estimator=gae", "actor.tensor_model_parallel_size=1"
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown setting": (["actor.ppo_minibatch_size=4"], ["ppo_minibatch_size", "did you mean"]),
     "not a number": (["actor.lr=fast"], ["actor.lr", "fast", "command line"]),
-    "value out of range": (["rollout.top_p=0.9"], ["top_p", "0.9"]),
+    "value out of range": (["rollout.top_p=1.9"], ["top_p", "1.9"]),
     "ambiguous leaf": (["--tensor-model-parallel-size", "2"], ["actor.tensor_model", "rollout.tensor_model"]),
     "unknown estimator": (["algorithm.adv_estimator=grop"], ['"grop" is not known', 'did you mean "grpo"']),
     "unknown loss": (["algorithm.policy_loss=pppo"], ['"pppo" is not known', 'did you mean "ppo"']),

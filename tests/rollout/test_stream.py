@@ -36,7 +36,7 @@ from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpac
 from megatron_rl.rollout.stream import Taken
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.rollout.window import find_window
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import KeptSets, Rollout, UserError
 
 
 def describe(job: Job, taken: Taken) -> list[tuple[Any, ...]]:
@@ -337,6 +337,19 @@ def test_responses_survive_the_file() -> None:
     assert found[4].versions.tolist() == [3, 3, 5] and found[4].is_finished
     for key, response in {4: second, 9: NOTHING, 2: first}.items():
         assert_equal(found[key], response)
+
+
+def test_kept_sets_survive_the_file() -> None:
+    """Also beside responses without any, and behind tokens that were drawn from the whole vocabulary."""
+    kept = KeptSets(np.array([9, 2, 7], np.int32), np.array([2, 1], np.int32))
+    first = NOTHING.extend(Sampled(4, np.array([5]), np.array([-0.5]), "interrupted"), 3)
+    second = first.extend(Sampled(4, np.array([2, 7]), np.array([-0.5, -0.25]), "stop", kept), 3)
+    assert first.kept is None and second.kept is not None
+    found = unpack_responses(pack_responses({1: first, 4: second, 9: NOTHING, 2: second}))
+    for key, (ids, counts) in {1: ([], [0]), 4: ([9, 2, 7], [0, 2, 1]), 9: ([], []), 2: ([9, 2, 7], [0, 2, 1])}.items():
+        sets = found[key].kept
+        assert sets is not None and (sets.ids.tolist(), sets.counts.tolist()) == (ids, counts)
+    assert "kept_ids" not in pack_responses({1: first})
 
 
 def assert_equal(a: Response, b: Response) -> None:

@@ -36,16 +36,20 @@ PROMPTS = [np.array([5, *[4 + i % 9 for i in range(length)]], np.int32) for leng
     ("world_size", "overrides"),
     [
         (4, [*layout_overrides(2, 2, 2), "rollout.engine=vllm"]),
-        (2, ["actor.context_parallel_size=2", "rollout.engine=vllm", "actor.share_prompts=false"]),
-        (2, ["rollout.engine=hf", "actor.step_mode=static"]),
+        (4, [*layout_overrides(2, 2, 2), "rollout.engine=vllm", "rollout.top_p=0.8", "rollout.min_p=0.01"]),
+        (2, ["actor.context_parallel_size=2", "rollout.engine=vllm", "actor.share_prompts=false", "rollout.top_p=0.9"]),
+        (2, ["rollout.engine=hf", "actor.step_mode=static", "rollout.top_k=5"]),
         (4, [*layout_overrides(2, 2, 1), "rollout.engine=megatron", "rollout.max_num_seqs=5"]),
     ],
-    ids=["vllm_tp2_pp2", "vllm_cp2", "hf_dp2_static", "megatron_tp2_pp2"],
+    ids=["vllm_tp2_pp2", "vllm_tp2_pp2_truncated", "vllm_cp2", "hf_dp2_static", "megatron_tp2_pp2"],
 )
 def test_no_step_has_a_gap(
     task: Path, tmp_path: Path, vllm_imported: None, world_size: int, overrides: list[str]
 ) -> None:
-    """Two steps of two minibatches: rollout, recomputation and update have the same log-probs, and so the reference."""
+    """Two steps of two minibatches: rollout, recomputation and update have the same log-probs, and so the reference.
+
+    With truncated sampling, all of them of the same sets of tokens.
+    """
     command = overrides_for(task, tmp_path / "run", *LONG, *overrides, "data.validation_files=[]")
     assert run_ranks(train, world_size, command) == [None] * world_size
     records = read_records(tmp_path / "run")

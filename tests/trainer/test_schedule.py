@@ -34,6 +34,7 @@ SETTINGS = [
     "schedule.steps_per_update=2",
     CORRECTED,
     "rollout.bitwise=true",  # of the current weights' tokens, not one bit may differ, or the run ends
+    "rollout.top_p=0.9",  # what a token was drawn from is carried, saved and fetched with it
     "rollout.max_num_seqs=3",
     "rollout.dispatch=samples",
 ]
@@ -118,6 +119,7 @@ def settings_apart(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "trainer.test_freq=0",
         f"reward.function={reward}:score",
         "algorithm.dynamic_sampling=true",
+        "rollout.top_p=1.0",
     ]
 
 
@@ -203,6 +205,7 @@ def test_a_run_by_the_clock_is_replayed_from_its_trace(task: Path, tmp_path: Pat
     "setting, message",
     [
         ("rollout.n=3", "rollout.n = 3, and 8 prompts have begun with 4 responses each"),
+        ("rollout.top_p=1.0", "sampling is not truncated, and 8 prompts have begun with truncated sampling"),
         ("schedule.order=whole", "schedule.order = whole, and 8 prompts have begun that can no longer be passed over"),
     ],
 )
