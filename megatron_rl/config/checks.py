@@ -17,8 +17,8 @@ from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
 from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.config.zero_checks import check_zero_stages
 from megatron_rl.config.teacher_checks import check_teachers
+from megatron_rl.config.zero_checks import check_zero_stages
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
 _OPTIMIZER_NOT_NEGATIVE = (

@@ -50,8 +50,9 @@ def check_zero_stages(config: CheckedConfig) -> None:
 def _list_wanted(section: str, offloaded: str | None) -> Iterator[tuple[str, Any, str]]:
     """Settings, the value that each must have, and why."""
     if section != "reward_model":
-        yield f"{section}.step_mode", "eager", "its buffers are filled anew for every layer"
+        yield f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"
         yield f"{section}.use_distributed_optimizer", True, "optimizer states are always sharded"
+        yield f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"
         yield f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"
         yield f"{section}.optimizer", "adam", "Muon takes whole matrices"
         yield f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"

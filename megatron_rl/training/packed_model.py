@@ -30,7 +30,7 @@ from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.training.adapters import Adapters, fill_model, list_params, merge_adapters
-from megatron_rl.training.fully_sharded import build_sharded, reshard
+from megatron_rl.training.fully_sharded import build_sharded, local_values, reshard
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import RoleSetup
@@ -93,7 +93,7 @@ class PackedModel(LaidOutModel):
         elif not spec.trainable:
             self.stages.requires_grad_(False)
         self.params = list_params(self.stages)
-        for shard in self.params.values() if self.is_fully_sharded else ():
+        for shard in map(local_values, self.stages.parameters()) if self.is_fully_sharded else ():
             shard.copy_(shard.to(self.dtype))  # the optimizer starts from what the model computes with
         self._host_memory = HostMemory(self.device)
         self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded
