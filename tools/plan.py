@@ -5,6 +5,8 @@
     python tools/plan.py RECIPE.yaml actor.tensor_model_parallel_size=4 --nodes 4 --json plan.json --plot memory.png
     python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3
 
+The end of the report says which ways to train fit: all weights with ZeRO-1 or ZeRO-3, LoRA, QLoRA.
+
 Nothing is started and no weights are read: the model's shape comes from its config.json (--hf-config, else the one in
 model.path, else shapes/<last part of model.path>.json beside the recipe). Weights, gradients, optimizer states, batch
 arithmetic and the switch of the weights are exact; activations are counted; seconds are predicted from the stated
@@ -24,6 +26,7 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
 from megatron_rl.planning.lengths import read_lengths
+from megatron_rl.planning.methods import compare_methods, format_methods, methods_to_dict
 from megatron_rl.planning.report import format_plan, make_plan, save_plot, to_dict
 from megatron_rl.planning.schedule_choice import choose_schedule, format_schedules, schedules_to_dict
 from megatron_rl.planning.steptime import Assumptions
@@ -115,7 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
         schedules = None
         if lengths is not None and plan.problem is None:
             schedules = choose_schedule(job, plan.switch.prediction.seconds, lengths, assumed, assign_engines)
-        found = to_dict(plan) | ({} if schedules is None else {"schedules": schedules_to_dict(schedules)})
+        methods = compare_methods(job, assumed, resolve)
+        found = (
+            to_dict(plan)
+            | {"methods": methods_to_dict(methods)}
+            | ({} if schedules is None else {"schedules": schedules_to_dict(schedules)})
+        )
         text = json.dumps(found, indent=2) + "\n"
         is_json_only = options.json is not None and str(options.json) == "-"
         if options.json is not None and not is_json_only:
@@ -127,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(text if is_json_only else format_plan(plan, options.top))
+    print(text if is_json_only else f"{format_plan(plan, options.top)}\n\n{format_methods(methods)}")
     if schedules is not None and not is_json_only:
         print("\n" + format_schedules(schedules))
     if plan.problem is not None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith("toy_"))
 SEVEN = str(ROOT / "launch/recipes/qwen2.5_7b_gsm8k.yaml")
 SEVENTY = str(ROOT / "launch/recipes/qwen2.5_72b_math.yaml")
+SEVENTY_LORA = str(ROOT / "launch/recipes/qwen2.5_72b_lora.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,20 @@ def test_a_thousand_gpus_are_planned_in_time(tool: ModuleType, tmp_path: Path) -
     plan = json.loads(out.read_text())
     assert plan["cluster"]["world_size"] == 1024 and plan["fits"] and len(plan["candidates"]) > 10
     assert plan["batch_plan"]["dp_size"] == 32 and len(plan["memory"]) == 4
+
+
+def test_ways_to_train_are_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """72B on one node: adapters fit, in NF4 too, and all weights in no layout; what it says to set, fits."""
+    out = tmp_path / "plan.json"
+    assert tool.main([SEVENTY_LORA, "--nodes", "1", f"--json={out}"]) == 0
+    found = {method["name"]: method for method in json.loads(out.read_text())["methods"]}
+    assert [name for name, method in found.items() if method["fits"]] == ["LoRA", "QLoRA"]
+    assert [name for name, method in found.items() if method["is_recipe"]] == ["LoRA"]
+    assert "actor.quantization=nf4" in found["QLoRA"]["overrides"]
+    assert tool.main([SEVENTY_LORA, "--nodes", "1", *found["QLoRA"]["overrides"]]) == 0
+    text = capsys.readouterr().out
+    assert "full, ZeRO-1         0        -         -  does not fit in any layout" in text
+    assert text.count("QLoRA") == 2 and text.rstrip().endswith("<- this recipe")
 
 
 def test_json_table_and_picture_agree(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

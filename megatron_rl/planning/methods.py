@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ways to train a model fit a cluster: all weights (ZeRO-1 or ZeRO-3), adapters (LoRA), adapters on NF4 (QLoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_rl.config.run_spec import RunSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planning.cluster import GIB, Job
+from megatron_rl.planning.layouts import Candidate, check_job, list_candidates
+from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.types import UserError
+
+_RANK = 32  # of adapters, where the recipe has none
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train, in the layout in which it is fastest.
+
+    Attributes:
+        name: of it.
+        settings: of the roles that are trained, by name of the setting.
+        is_recipe: the recipe trains in this way.
+        overrides: from the recipe to it, as on the command line; empty where it does not fit.
+        num_layouts: that fit.
+        fastest: of them; None: none.
+        refusal: why the run would not begin with these settings in the recipe's layout; None: it would.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    is_recipe: bool
+    overrides: list[str]
+    num_layouts: int
+    fastest: Candidate | None
+    refusal: str | None
+
+
+def compare_methods(job: Job, assumed: Assumptions, resolve: Callable[[RunConfig], RunSpec]) -> list[Method]:
+    """What each way to train would take on the cluster of a job.
+
+    Args:
+        job: the run as its recipe has it.
+        assumed: efficiencies and lengths.
+        resolve: which roles a config has; without weights of its own the reference depends on the adapters.
+    """
+    rank = job.config.actor.lora.rank or _RANK
+    ways: dict[str, dict[str, Any]] = {
+        "full, ZeRO-1": {"lora.rank": 0, "quantization": "none", "zero_stage": 1},
+        "full, ZeRO-3": {"lora.rank": 0, "quantization": "none", "zero_stage": 3},
+        "LoRA": {"lora.rank": rank, "quantization": "none", "zero_stage": 1},
+        "QLoRA": {"lora.rank": rank, "quantization": "nf4", "zero_stage": 1},
+    }
+    return [_judge_method(job, name, settings, assumed, resolve) for name, settings in ways.items()]
+
+
+def _judge_method(
+    job: Job, name: str, settings: dict[str, Any], assumed: Assumptions, resolve: Callable[[RunConfig], RunSpec]
+) -> Method:
+    now = _read_settings(job.config)
+    sections = [role.name for role in job.spec.trained]
+    config = replace(job.config, **{section: _apply(getattr(job.config, section), settings) for section in sections})
+    other = replace(job, config=config, spec=resolve(config))
+    candidates = list_candidates(other, build_workload(other, assumed), assumed)
+    fastest, refusal, overrides = next(iter(candidates), None), None, []
+    if fastest is None:
+        try:
+            check_job(other)
+        except UserError as error:
+            refusal = error.found
+    else:
+        changed = [f"{key}={value}" for key, value in settings.items() if value != now[key]]
+        overrides = [f"{section}.{text}" for section in sections for text in changed] + fastest.choice.overrides(other)
+    return Method(name, settings, settings == now, overrides, len(candidates), fastest, refusal)
+
+
+def _read_settings(config: RunConfig) -> dict[str, Any]:
+    actor = config.actor
+    return {"lora.rank": actor.lora.rank, "quantization": actor.quantization, "zero_stage": actor.zero_stage}
+
+
+def _apply(section: Any, settings: dict[str, Any]) -> Any:
+    rank, rest = settings["lora.rank"], {key: value for key, value in settings.items() if key != "lora.rank"}
+    return replace(section, lora=replace(section.lora, rank=rank), **rest)
+
+
+def methods_to_dict(methods: list[Method]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            "name": method.name,
+            "is_recipe": method.is_recipe,
+            "fits": method.fastest is not None,
+            "layouts": method.num_layouts,
+            "overrides": method.overrides,
+            "refusal": method.refusal,
+            **(
+                {}
+                if method.fastest is None
+                else asdict(method.fastest.choice)
+                | {"seconds": method.fastest.seconds, "peak_bytes": method.fastest.worst_phase.total}
+            ),
+        }
+        for method in methods
+    ]
+
+
+def format_methods(methods: list[Method]) -> str:
+    """As a table for people."""
+    lines = [
+        "what can be trained on this cluster, each way in its fastest layout",
+        f"  {'':14}{'layouts':>8}{'s/step':>9}{'peak GiB':>10}  settings",
+    ]
+    for method in methods:
+        mark = "  <- this recipe" if method.is_recipe else ""
+        if method.fastest is None:
+            why = f"refused: {method.refusal}" if method.refusal else "does not fit in any layout"
+            lines.append(f"  {method.name:14}{0:>8}{'-':>9}{'-':>10}  {why}{mark}")
+            continue
+        peak = method.fastest.worst_phase.total / GIB
+        settings = " ".join(method.overrides) or "those of the recipe"
+        lines.append(
+            f"  {method.name:14}{method.num_layouts:>8}{method.fastest.seconds:>9.1f}{peak:>10.1f}  {settings}{mark}"
+        )
+    return "\n".join(lines)
