@@ -42,6 +42,8 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield from _find_in_step(config, section)
     if config.reference.offload and config.actor.lora.rank and config.reference.path is None:
         yield ("reference.offload", "the reference is the actor without its adapters (actor.lora.rank)", False)
+    if config.reference.reset_every is not None and config.algorithm.kl_coef == 0:
+        yield ("reference.reset_every", "algorithm.kl_coef is 0: there is no reference", None)
     if config.rollout.engine == "megatron" and not config.hybrid.alias_weights:
         yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
     if config.layout.lengths is not None and config.layout.mode == "given":

@@ -23,6 +23,7 @@ class RoleSpec:
         head: what is made of its hidden states: log-probs of tokens, values of states, or scores of all positions.
         trainable: whether it has an optimizer; `layout` is a `TrainedConfig` then.
         offload: keep its weights on the host except while it works.
+        is_reset: it takes over the actor's weights every so often: they are saved with those that are trained.
         may_lack: tensors that are zero where the files do not have them.
         batch_invariant: the bits of a token do not depend on what is computed beside it.
         shares: the role whose model, without its adapters, this one is; it has no weights of its own then.
@@ -35,6 +36,7 @@ class RoleSpec:
     head: Literal["logprob", "value", "score"]
     trainable: bool = False
     offload: bool = False
+    is_reset: bool = False
     may_lack: tuple[str, ...] = ()
     batch_invariant: bool = False
     shares: str | None = None

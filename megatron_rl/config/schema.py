@@ -192,6 +192,11 @@ class ReferenceConfig:
 
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
+    reset_every: int | None = option(
+        None,
+        "After every so many steps the policy becomes the reference (ProRL); checkpoints hold it; null: never.",
+        "steps",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

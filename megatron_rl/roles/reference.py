@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron_rl.models.lora import without_adapters
@@ -29,16 +32,54 @@ class BaseOfActor:
             return self.model.compute_forward(batch, self.head)
 
 
+class NoOptimizer:
+    """Stands for the optimizer of a model that is saved and not trained.
+
+    Attributes:
+        megatron, scheduler: this object, a stub of either.
+        steps: none were taken.
+        kind: that of every role by default.
+    """
+
+    is_stub_optimizer, steps, kind = True, 0, "adam"
+
+    @property
+    def megatron(self) -> Any:
+        """A stub: it updates no parameter."""
+        return self
+
+    scheduler = megatron
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is no schedule."""
+        return {}
+
+    def moments(self, main: torch.Tensor) -> tuple[str, ...]:
+        """There are none."""
+        return ()
+
+    def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
+        """There is nothing to resume."""
+
+
 class Reference:
-    """A language model without gradients or optimizer; building it is collective.
+    """A language model without gradients; building it is collective.
 
     Attributes:
         model, head: its parts.
+        optimizer: none, as a checkpoint sees it.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
         self.head = LogprobHead(self.model, setup.temperature, setup.spec.layout.logprob_chunk_tokens)
+        self.optimizer = NoOptimizer()
+
+    @torch.no_grad()
+    def become(self, policy: PackedModel) -> None:
+        """Take over the weights of a policy in the same layout (ProRL, arXiv 2505.24864)."""
+        for name, weights in self.model.params.items():
+            weights.copy_(policy.params[name])
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""

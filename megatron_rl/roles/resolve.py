@@ -86,6 +86,7 @@ def _make_reference(config: RunConfig) -> RoleSpec:
         layout=config.actor,
         head="logprob",
         offload=config.reference.offload,
+        is_reset=config.reference.reset_every is not None,
         batch_invariant=config.rollout.bitwise,
         shares="actor" if is_base and config.placement.reference == config.placement.actor else None,
     )

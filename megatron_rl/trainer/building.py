@@ -57,15 +57,16 @@ def build_primitives(
         name: Packer(roles[name].model, spec.roles[name].layout, inputs.plan, config.algorithm, process.device)
         for name in roles
     }
+    saved = [role for role in spec.roles.values() if role.trainable or role.is_reset]
     state = TrainingState(
         {
             role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)
-            for role in spec.trained
+            for role in saved
             if roles[role.name].model.dp_rank is not None
         },
         {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
         | ({"stream": sampling.stream} if sampling.stream is not None else {}),
-        {role.name: side_files(config, role.path) for role in spec.trained},
+        {role.name: side_files(config, role.path) for role in saved},
         sampling.stream,
     )
     actor = timers.watch(

@@ -78,6 +78,7 @@ class Trainer(Session):
                         self.run.count(self.critic.optim_step())
                 if self.reference:
                     self.adapt_kl(samples)
+                    self.reset_reference(step)
                 self.policy.run_ahead()  # engines on ranks of their own generate up to here
                 self.describe(step, samples)
 
@@ -136,6 +137,12 @@ class Trainer(Session):
         tokens = headers.sum_per_rollout(headers.num_loss_tokens)
         measured = measure_for_target(samples.kl_per_rollout, tokens, self.config.algorithm)
         self.kl.update(measured, len(headers.rollouts))
+
+    def reset_reference(self, step: int) -> None:
+        """Let the policy become the reference where it is time to."""
+        every = self.config.reference.reset_every
+        if self.reference and every and step % every == 0 and self.policy.is_here:
+            self.reference.role.become(self.policy.model)
 
     def correct_mismatch(self, samples: Experience) -> Column | None:
         """Weights that correct for the gap between actor and engine, where the config asks for them; collective."""
