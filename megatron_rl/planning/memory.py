@@ -134,10 +134,21 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
         scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
         phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
-    update = _activations(job, rank, roles["actor"], is_update=True)
+    update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
     phases.append(Phase("actor update", base | training | resting | update))
     phases = [Phase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return replace(memory, phases=phases, host_bytes=host)
+
+
+def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:
+    """What the teachers say of a step's tokens, when every response is as long as it may be."""
+    distillation, config = job.config.algorithm.distillation, job.config
+    if not job.spec.teachers or rank not in job.layout.ranks:
+        return {}
+    widths = {job.shape_of(role).hidden_size for role in job.spec.teachers.values()}
+    numbers = {"sampled": 1, "top_k": 2 * (distillation.k + 1), "full": max(widths)}[distillation.kind]
+    tokens = config.data.train_batch_size * config.rollout.n * config.data.max_response_length
+    return {"teachers' columns": tokens // job.layout.dp_size * numbers * _FLOAT}
 
 
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:

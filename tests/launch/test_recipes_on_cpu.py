@@ -12,6 +12,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -31,6 +32,7 @@ RECIPES = {  # recipe -> family of its model
     "qwen2.5_0.5b_gsm8k": "qwen2",
     "qwen2.5_72b_lora": "qwen2",
     "qwen2.5_72b_math": "qwen2",
+    "qwen2.5_7b_distill": "qwen2",
     "qwen2.5_7b_gsm8k": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
     "qwen3_8b_math": "qwen3",
@@ -43,13 +45,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def shrink(recipe: dict[str, dict[str, int]]) -> tuple[int, list[str]]:
+def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
     """The fewest ranks on which its layout shows, and the settings that a recipe gets: type, batch, length, layout."""
+    sections = {name: recipe.get(name, {}) for name in ("actor", "critic", "rollout")}
+    sections |= {f"teachers.{name}": section for name, section in recipe.get("teachers", {}).items()}
     layout = {
         f"{section}.{name}_model_parallel_size": min(2, size) if name != "pipeline" else 1
-        for section in ("actor", "critic", "rollout")
+        for section in sections
         for name in ("tensor", "pipeline", "expert")
-        if (size := recipe.get(section, {}).get(f"{name}_model_parallel_size"))
+        if (size := sections[section].get(f"{name}_model_parallel_size"))
     }
     sizes = [layout.get(f"actor.{name}_model_parallel_size", 1) for name in ("tensor", "expert")]
     overrides = [
@@ -114,7 +118,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for name, family in RECIPES.items():
         recipe = yaml.safe_load((ROOT / f"launch/recipes/{name}.yaml").read_text())
-        make_model(place / recipe["model"]["path"], family, corpus)
+        for section in (recipe["model"], *recipe.get("teachers", {}).values()):
+            make_model(place / section["path"], family, corpus)
     return place
 
 

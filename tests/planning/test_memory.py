@@ -41,6 +41,22 @@ def test_each_role_adds_its_phases() -> None:
     assert "reference" in phases(make_job(small_shape(), "algorithm.kl_coef=0.1"))["log-probs"].parts
 
 
+def test_a_teacher_has_a_phase_and_leaves_columns() -> None:
+    """Its weights in its own layout, on the host while others work; the policy has what it says of all tokens."""
+    teacher = ("teachers.big.path=somewhere", "teachers.big.tensor_model_parallel_size=4", "teachers.big.offload=true")
+    job = make_job(small_shape(), *teacher, "algorithm.distillation.kind=top_k", "algorithm.distillation.k=31")
+    found = phases(job)
+    layout = job.layout_of(job.spec.roles["teachers.big"])
+    weights = compute_role_bytes(job.shape, layout, 0, dtype="bfloat16", is_trained=False).parameters
+    assert layout.tp_size == 4 and found["teacher big"].parts["teacher big"] == weights
+    assert "teacher big" not in found["rollout"].parts and compute_memory(job)[0].host_bytes == weights
+    tokens = 64 * 8 * 512 // job.layout.dp_size
+    assert found["actor update"].parts["teachers' columns"] == tokens * 2 * 32 * 4
+    sampled = make_job(small_shape(), "teachers.big.path=somewhere")
+    assert phases(sampled)["actor update"].parts["teachers' columns"] == tokens * 4
+    assert "log-probs" in phases(sampled), "old_logprobs are read before the update"
+
+
 def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded() -> None:
     job = make_job(
         small_shape(),

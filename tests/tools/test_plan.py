@@ -31,6 +31,7 @@ def test_recipes_are_shipped_for_real_models() -> None:
     names = {path.stem for path in RECIPES}
     assert {
         "qwen2.5_0.5b_gsm8k",
+        "qwen2.5_7b_distill",
         "qwen2.5_7b_gsm8k",
         "qwen3_8b_math",
         "llama3.1_8b_gsm8k",
