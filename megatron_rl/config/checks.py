@@ -71,6 +71,8 @@ _POSITIVE = (
     "rollout.temperature",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
+    "rollout.server.start_seconds",
+    "rollout.server.silent_seconds",
     "reward.timeout_seconds",
     "reward.service_timeout_seconds",
     "hybrid.bucket_bytes",
@@ -95,6 +97,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "schedule.max_staleness",
     "rollout.validation_temperature",
+    "rollout.server.restarts",
     "algorithm.gamma",
     "algorithm.gae_lambda",
     "algorithm.kl_coef",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.server import SERVER_ENGINES, ServerConfig
 
 _Idle = tuple[str, str, Any]
 _PASS_RATES = [0.1, 0.9]
@@ -46,6 +47,8 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield ("reference.reset_every", "algorithm.kl_coef is 0: there is no reference", None)
     if config.rollout.engine == "megatron" and not config.hybrid.alias_weights:
         yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
+    if config.rollout.engine not in SERVER_ENGINES and config.rollout.server != ServerConfig():
+        yield ("rollout.server", f"rollout.engine {config.rollout.engine!r} is no server", ServerConfig())
     if config.layout.lengths is not None and config.layout.mode == "given":
         yield ("layout.lengths", "layout.mode is 'given'", None)
     if config.trainer.test_freq and not config.data.validation_files:

@@ -14,7 +14,15 @@ def check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
     Raises:
         UserError: the first thing found.
     """
-    placement = cfg.placement
+    placement, num_ranks = cfg.placement, len(cfg.placement.ranks_of("rollout", world_size))
+    endpoints, width = cfg.rollout.server.endpoints, cfg.rollout.tensor_model_parallel_size
+    if endpoints and len(endpoints) * width != num_ranks:
+        raise UserError(
+            f"{len(endpoints)} server(s) for {num_ranks} rank(s), {width} per engine",
+            source="rollout.server.endpoints",
+            expected=f"{num_ranks // width} addresses, one per engine",
+            hint="ranks that share a server are one engine: set rollout.tensor_model_parallel_size to their number",
+        )
     if not placement.placed:
         return
     ranks = {role: placement.ranks_of(role, world_size) for role in (*spec.roles, "rollout")}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.checked import CheckedConfig
+from megatron_rl.config.server import SERVER_ENGINES
 
 _BITWISE_ENGINES = ("hf", "vllm", "megatron")
 
@@ -29,6 +30,55 @@ def check_rollout(config: CheckedConfig) -> None:
     )
     if config.get("rollout.bitwise"):
         _check_bitwise(config)
+    if engine in SERVER_ENGINES:
+        _check_server(config, engine)
+
+
+def _check_server(config: CheckedConfig, engine: str) -> None:
+    """What a run must say of servers that it does not start, and what servers cannot be asked for."""
+    endpoints = config.get("rollout.server.endpoints")
+    config.require(
+        bool(endpoints) or engine != "openai",
+        "rollout.server.endpoints",
+        "with rollout.engine = 'openai', which starts no server",
+        expected="one address per engine",
+        hint="name the servers, such as [http://127.0.0.1:8000], or set rollout.engine=vllm_server",
+    )
+    config.require(
+        all(url.startswith(("http://", "https://")) for url in endpoints),
+        "rollout.server.endpoints",
+        "has an address that is none",
+        expected="http://host:port",
+        hint="write the scheme too",
+    )
+    config.require(
+        not endpoints or config.get("rollout.server.directory") is not None,
+        "rollout.server.directory",
+        "with rollout.server.endpoints: servers on other nodes do not see the memory of this one",
+        expected="a directory that this job and the servers see under the same path",
+        hint="name one on a shared file system, or in /dev/shm if the servers are on this node",
+    )
+    config.require(
+        engine != "openai" or config.get("rollout.server.on_update") is not None,
+        "rollout.server.on_update",
+        "with rollout.engine = 'openai', which does not know how its server loads weights",
+        expected="a URL or a command",
+        hint="write what makes it load HF files, with {directory} where their path belongs",
+    )
+    config.require(
+        engine != "sglang" or bool(endpoints) or config.get("rollout.server.python") is not None,
+        "rollout.server.python",
+        "with rollout.engine = 'sglang', which has an environment of its own",
+        expected="the interpreter of that environment, or rollout.server.endpoints",
+        hint="bash launch/setup_sglang.sh makes one for machines without a GPU, .venv-sglang/bin/python",
+    )
+    config.require(
+        config.get("schedule.steps_per_update") is None and config.get("schedule.replay") is None,
+        "rollout.engine",
+        "has no decode steps that this job could count, as schedule.steps_per_update and schedule.replay need",
+        expected="an engine in the ranks",
+        hint="set schedule.steps_per_update=null and schedule.replay=null, or rollout.engine=vllm",
+    )
 
 
 def _check_truncation(config: CheckedConfig) -> None:

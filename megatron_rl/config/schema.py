@@ -21,6 +21,7 @@ from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.sampling import SamplingSettings
 from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.server import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,10 @@ class RolloutConfig(SamplingSettings):
     engine: str = option(
         "vllm",
         "Rollout engine: vllm, hf (transformers; slow, for debugging and parity), or megatron (the actor's own modules "
-        "in the actor's layout, without a copy of the weights; slow, exact, for every family that can be trained).",
+        "in the actor's layout, without a copy of the weights; slow, exact, for every family that can be trained); or "
+        "a server: vllm_server, sglang, openai.",
     )
+    server: ServerConfig = ServerConfig()
     tensor_model_parallel_size: int = option(
         1, "Ranks per engine; world / this = number of engines (engine megatron: leave it out).", "ranks"
     )

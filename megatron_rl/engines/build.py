@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.engines.absent import AbsentEngine, EngineTables
 from megatron_rl.engines.protocol import (
     ClosedBatches,
     EngineSpec,
@@ -37,6 +38,16 @@ class BuiltEngine(NamedTuple):
     weights: EngineWeights
     kind: str
     ranks: EngineRanks
+
+    def describe(self) -> tuple[str, EngineRanks, EngineTables]:
+        """What ranks without an engine must know."""
+        return self.kind, self.ranks, EngineTables.of(self.weights, self.ranks)
+
+    @classmethod
+    def absent(cls, kind: str, ranks: EngineRanks, tables: EngineTables) -> BuiltEngine:
+        """What stands for an engine on such a rank."""
+        stand_in = AbsentEngine(tables)
+        return cls(stand_in, stand_in, kind, ranks)
 
 
 class OneTurn(WaitingRequests):

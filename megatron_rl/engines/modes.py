@@ -19,8 +19,10 @@ def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
 
 
 def describe_modes(config: RolloutConfig, device: torch.device) -> str:
-    """What is on, and what was asked for and is not there, for the start of a run; of vLLM only."""
-    if config.engine != "vllm":
+    """What is on, and what was asked for and is not there, for the start of a run; of vLLM and SGLang only."""
+    if config.engine == "sglang" and device.type == "cpu":
+        return "seeds of responses have no effect on CPU: the same run again samples something else"
+    if config.engine not in ("vllm", "vllm_server"):
         return ""
     fitted = fit_to_device(config, device)
     eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"

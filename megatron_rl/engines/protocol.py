@@ -70,6 +70,21 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """What a server says of a fixed prompt.
+
+    Attributes:
+        prompt: [s] int32.
+        sampled: greedy first, then at the temperature of the rollouts.
+        temperatures: of each.
+    """
+
+    prompt: np.ndarray
+    sampled: Sequence[Sampled]
+    temperatures: Sequence[float]
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What an engine needs to be built.
 
@@ -172,6 +187,15 @@ class PlacedEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class ProbedEngine(Protocol):
+    """What an engine has beside the rest whose weights are out of sight, such as those of a server."""
+
+    def probe(self) -> Probed | None:
+        """What it says of a fixed prompt; None on all but its first rank."""
+        ...
+
+
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):
     """The least that an engine of the user's must have: whole batches and weights; see `engines.build.OneTurn`."""
 
@@ -191,6 +215,9 @@ ENGINES: dict[str, EngineMaker] = {
     "vllm": Deferred("megatron_rl.engines.vllm", "VllmEngine"),
     "hf": Deferred("megatron_rl.engines.transformers", "HuggingFaceEngine"),
     "megatron": Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
+    "vllm_server": Deferred("megatron_rl.engines.served", "build_vllm_server"),
+    "openai": Deferred("megatron_rl.engines.served", "build_openai_server"),
+    "sglang": Deferred("megatron_rl.engines.server_sglang", "build_sglang"),
 }
 _SETTING = "rollout.engine"
 

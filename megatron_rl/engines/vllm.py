@@ -82,9 +82,9 @@ class VllmEngine:
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
         shared = self._register_loader(spec)
-        os.environ |= _engine_environment(spec)
+        os.environ |= list_engine_environment(spec)
         with keep_random_streams(), find_world(spec, import_module("vllm.distributed.parallel_state")):
-            self._llm = vllm.LLM(**_engine_arguments(spec))
+            self._llm = vllm.LLM(**list_engine_arguments(spec))
         self.shared_params = frozenset(shared)
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
@@ -334,13 +334,14 @@ def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
 
 
-def _engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """What vLLM takes from the environment only."""
+def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """What vLLM takes from the environment only, for this engine."""
     runner = fit_to_device(spec.config, spec.process.device).model_runner
     return {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
 
 
-def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """What vLLM is built with, by the names of its EngineArgs."""
     config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
     longest = spec.max_prompt_length + spec.max_response_length
     arguments: dict[str, Any] = dict(

@@ -26,11 +26,11 @@ from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.parity.megatron import build_policy, score_with_megatron
 from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
+from megatron_rl.training.scoring import build_policy, score_sequences
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
 
@@ -87,7 +87,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     )
     wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
     skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
-    megatron = score_with_megatron(policy, sequences, skip)
+    megatron = score_sequences(policy, sequences, skip)
     traced = sequences[0][:TRACED_TOKENS]
     megatron_trace = trace_megatron(policy, traced)
     report: dict[str, Any] | None = None

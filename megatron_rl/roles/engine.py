@@ -9,7 +9,6 @@ import torch
 
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.absent import AbsentEngine, EngineTables
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.observability.rollout_progress import RolloutProgress
@@ -18,6 +17,7 @@ from megatron_rl.parallel.collectives import Process, align_group_names, share_o
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.build import group_timeout
+from megatron_rl.roles.probe import probe_weights
 from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
@@ -39,8 +39,9 @@ def build_rollout(
 
     engine = _build_engine(config, actor, process, find_shareable)
     group, engines = world(), engine.ranks
+    weights = probe_weights(engine.weights, actor, config)
     hybrid = HybridEngine(
-        actor, engine.weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
+        actor, weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
     )
     return hybrid, RolloutGenerator(
         engine,
@@ -80,10 +81,7 @@ def _build_engine(
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:
-        known = built and (built.kind, built.ranks, EngineTables.of(built.weights, built.ranks))
-        kind, engines, tables = share_object(known, world(), ranks.start)
-        if built is None:
-            absent = AbsentEngine(tables)
-            built = BuiltEngine(absent, absent, kind, engines)
+        known = share_object(built and built.describe(), world(), ranks.start)
+        built = built or BuiltEngine.absent(*known)
     assert built is not None
     return built

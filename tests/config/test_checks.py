@@ -16,6 +16,8 @@ from megatron_rl.types import UserError
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 PP = "actor.pipeline_model_parallel_size"
 STATIC = "actor.step_mode=static"
+OPENAI, VLLM = "rollout.engine=openai", "rollout.engine=vllm_server"
+TRUNCATE = "algorithm.importance_sampling=token-truncate"
 VPP = "actor.virtual_pipeline_model_parallel_size"
 
 
@@ -57,6 +59,23 @@ def test_defaults_pass() -> None:
         (["rollout.top_p=0.9", "actor.step_mode=graph"], "actor.step_mode", "have no fixed size"),
         (["rollout.min_p=0.1", "rollout.model_runner=v2"], "rollout.model_runner", "does not tell what it draws from"),
         (["rollout.engine=hf", "rollout.tensor_model_parallel_size=2"], "rollout.tensor_model_parallel_size", "'hf'"),
+        ([OPENAI], "rollout.server.endpoints", "which starts no server"),
+        ([VLLM, "rollout.server.endpoints=[node:8000]"], "rollout.server.endpoints", "has an address that is none"),
+        ([VLLM, "rollout.server.endpoints=[http://a]"], "rollout.server.directory", "do not see the memory of this"),
+        (
+            [OPENAI, "rollout.server.endpoints=[http://a]", "rollout.server.directory=w"],
+            "rollout.server.on_update",
+            "does not know how its server loads weights",
+        ),
+        (["rollout.engine=sglang"], "rollout.server.python", "has an environment of its own"),
+        (
+            [VLLM, "schedule.max_staleness=1", "schedule.steps_per_update=8", TRUNCATE],
+            "rollout.engine",
+            "has no decode steps that this job could count",
+        ),
+        ([VLLM, "rollout.server.restarts=-1"], "rollout.server.restarts", "is negative"),
+        ([VLLM, "rollout.bitwise=true", "model.dtype=float32"], "rollout.engine", "computes in its own way"),
+        ([VLLM, "hybrid.lora=adapter"], "hybrid.lora", "which has no place for adapters"),
         (["rollout.bitwise=true", "model.dtype=bfloat16"], "model.dtype", "only float32 is computed in the same order"),
         (
             ["rollout.bitwise=true", "model.dtype=float32", "actor.tensor_model_parallel_size=2"],

@@ -19,6 +19,7 @@ from megatron_rl.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from megatron_rl.config.server import ServerConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
@@ -124,6 +125,18 @@ def test_what_does_not_work_with_it_is_refused(settings: dict[str, Any], found: 
     build(4, config)
     with pytest.raises(UserError, match=found):
         build(4, config, actor="0-1", critic="2-3")
+
+
+def test_servers_are_as_many_as_engines() -> None:
+    """TP ranks of the job that share a server are one engine."""
+    two = ServerConfig(endpoints=["http://a", "http://b"])
+    for ranks, width in ((2, 1), (4, 2)):
+        rollout = RolloutConfig(engine="vllm_server", server=two, tensor_model_parallel_size=width)
+        config = replace(PPO, rollout=rollout)
+        assert build(ranks, config).num_engines == 2
+        assert build(ranks + 2, config, rollout=f"2-{ranks + 1}").num_engines == 2
+        with pytest.raises(UserError, match=f"2 server.s. for {2 * ranks} rank.s., {width} per engine"):
+            build(2 * ranks, config)
 
 
 def test_fine_tuning_has_one_role() -> None:

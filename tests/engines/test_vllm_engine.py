@@ -17,9 +17,9 @@ from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm import (
-    _engine_arguments,
-    _engine_environment,
     _pack_experts,
+    list_engine_arguments,
+    list_engine_environment,
     prepare_vllm,
 )
 from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, cpu_cache_bytes
@@ -157,7 +157,7 @@ def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: s
     config, gpu = RolloutConfig(**settings), torch.device("cuda", 0)
     for device, expected in ((gpu, on_gpu), (torch.device("cpu"), (True, False, "0"))):
         spec = replace(SPEC, config=config, process=Process(0, 1, 0, 1, device))
-        arguments, environment = _engine_arguments(spec), _engine_environment(spec)
+        arguments, environment = list_engine_arguments(spec), list_engine_environment(spec)
         found = arguments["enforce_eager"], arguments["async_scheduling"], environment["VLLM_USE_V2_MODEL_RUNNER"]
         assert found == expected
     assert describe_modes(config, gpu) == said
@@ -177,9 +177,9 @@ def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
             spec = replace(
                 SPEC, config=config, max_response_length=length, process=Process(0, 1, 0, 1, torch.device(device))
             )
-            assert set(_engine_arguments(spec)) <= known
-            assert set(_engine_environment(spec)) <= set(envs.environment_variables)
-    assert _engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
+            assert set(list_engine_arguments(spec)) <= known
+            assert set(list_engine_environment(spec)) <= set(envs.environment_variables)
+    assert list_engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
 
 
 @pytest.mark.parametrize(
@@ -193,4 +193,4 @@ def test_engine_that_cannot_be_built(change: dict[str, object], message: str) ->
     """The name and the layout are checked before anything is imported."""
     with pytest.raises(UserError, match=message):
         build_engine(replace(SPEC, config=replace(SPEC.config, **change)))
-    assert set(ENGINES) == {"vllm", "hf", "megatron"}
+    assert set(ENGINES) == {"vllm", "hf", "megatron", "vllm_server", "openai", "sglang"}

@@ -25,10 +25,10 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.parity.megatron import build_policy, score_with_megatron
 from megatron_rl.rollout.control import ControlMessage
 from megatron_rl.rollout.serving import generate, serve
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.scoring import build_policy, score_sequences
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import CONFIGS, save_tiny_model
@@ -115,7 +115,7 @@ def work(rank: int, world_size: int, models: Path) -> dict[str, Any]:
     found["streams"] = torch.equal(streams, torch.get_rng_state())
     found["single"] = [to_lists(generate(engine.requests, [request]))[0] for request in sampled]
     whole = [np.concatenate([r.tokens, s.tokens]) for r, s in zip(sampled, responses, strict=True)]
-    found["scores"] = [scores.tolist() for scores in score_with_megatron(policy, whole, list(LENGTHS))]
+    found["scores"] = [scores.tolist() for scores in score_sequences(policy, whole, list(LENGTHS))]
     found["interrupted"] = interrupt_and_resume(engine)
     found["uninterrupted"] = [s.tokens.tolist() for s in generate(engine.requests, make_requests(GREEDY))]
     engine.weights.end_weight_update()  # refuses while a request runs

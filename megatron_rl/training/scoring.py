@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Megatron side of a comparison: a policy in a layout, and what it says of sequences."""
+"""What a policy says of a few sequences, beside the samples of a step; and a frozen policy to ask."""
 
 from __future__ import annotations
 
@@ -52,10 +52,17 @@ def build_policy(
     )
 
 
-def score_with_megatron(
-    policy: PackedModel, sequences: Sequence[np.ndarray], skip: Sequence[int]
+def score_sequences(
+    policy: PackedModel, sequences: Sequence[np.ndarray], skip: Sequence[int], temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective."""
+    """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective.
+
+    Args:
+        policy: a language model.
+        sequences: [s] int32 each.
+        skip: tokens at the beginning of each that are not scored.
+        temperature: divides the logits.
+    """
     packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
     lengths = [len(tokens) for tokens in sequences]
     plan = plan_microbatches(
@@ -69,5 +76,5 @@ def score_with_megatron(
         padding=Padding(policy.pad_multiple),
         device=policy.device,
     )
-    logprobs = policy.compute_forward(batch, LogprobHead(policy))
+    logprobs = policy.compute_forward(batch, LogprobHead(policy, temperature))
     return [logprobs[(batch.sequence_ids == i) & batch.loss_mask].cpu() for i in range(len(packed))]

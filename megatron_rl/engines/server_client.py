@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server over HTTP: requests whose answers stream in on a thread, and plain questions.
+
+Each request is a stream of its own, so that what has come of it is here whenever it is interrupted: the connection is
+closed then, and the server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.types import UserError
+
+T = TypeVar("T")
+_LINE_BYTES = 64 << 20  # an event is a line, and the first one may repeat the prompt
+_TROUBLE = (aiohttp.ClientError, OSError, TimeoutError, json.JSONDecodeError)
+
+
+class ServerFailure(Exception):
+    """A server that is gone, or fails at what it served before: worth another attempt."""
+
+
+@dataclass
+class Answer:
+    """What has come of a request.
+
+    Attributes:
+        request: that is answered.
+        tokens, logprobs: sampled so far, [s].
+        finish_reason: "stop" or "length"; None: more is to come.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> None:
+        """More has come, maybe the last of it."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.finish_reason = finish_reason
+
+    def to_sampled(self) -> Sampled:
+        """As an engine returns it."""
+        tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
+        return Sampled(self.request.key, tokens, logprobs, self.finish_reason or "interrupted")
+
+
+class ServerClient:
+    """Connections to one server, on a thread of its own.
+
+    Args:
+        silent_seconds: a server that says nothing for so long has failed.
+    """
+
+    def __init__(self, silent_seconds: float) -> None:
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=silent_seconds, sock_read=silent_seconds)
+        self._answers: dict[int, Answer] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._news: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="server-client", daemon=True).start()
+        self._session = self._wait(self._open())
+
+    async def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE_BYTES
+        )
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def submit(self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, Answer], None]) -> None:
+        """Begin a request.
+
+        Args:
+            url, body: what is posted.
+            request: that it is made of.
+            read: adds an event of the stream to the answer.
+        """
+        answer = self._answers[request.key] = Answer(request)
+        self._wait(self._begin(self._stream(url, body, answer, read), request.key))
+
+    async def _begin(self, work: Coroutine[Any, Any, None], key: int) -> None:
+        self._tasks[key] = asyncio.create_task(work)
+
+    async def _stream(
+        self, url: str, body: Mapping[str, Any], answer: Answer, read: Callable[[Any, Answer], None]
+    ) -> None:
+        try:
+            async with self._session.post(url, json=body) as response:
+                await _check(response, url)
+                async for line in response.content:
+                    text = line.removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and text != b"[DONE]":
+                        read(json.loads(text), answer)
+            if answer.finish_reason is None:
+                raise ServerFailure(f"{url} ended its answer too early")
+            self._news.put(answer.request.key)
+        except _TROUBLE as error:
+            self._news.put(ServerFailure(f"{url}: {type(error).__name__} {error}"))
+        except Exception as error:
+            self._news.put(error)
+
+    def take(self, seconds: float) -> list[Sampled]:
+        """The answers that are finished, after waiting so long for the first one.
+
+        Raises:
+            ServerFailure: a request failed; the others are still there.
+            UserError: the server refuses one.
+        """
+        found: list[Sampled] = []
+        with contextlib.suppress(queue.Empty):
+            news = self._news.get(timeout=seconds)
+            while not isinstance(news, Exception):
+                self._tasks.pop(news, None)
+                answer = self._answers.pop(news, None)
+                found += [answer.to_sampled()] if answer is not None else []
+                news = self._news.get_nowait()
+            if not found:
+                raise news
+            self._news.put(news)  # those that are finished first
+        return found
+
+    def cancel(self, keys: Sequence[int] | None = None) -> list[Answer]:
+        """End requests, all of them by default; what has come of them, in the order of the keys."""
+        keys = list(self._answers) if keys is None else keys
+        self._wait(self._end([self._tasks.pop(key) for key in keys if key in self._tasks]))
+        return [self._answers.pop(key) for key in keys if key in self._answers]
+
+    async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def forget_news(self) -> None:
+        """What was said of requests that have been ended means nothing."""
+        while not self._news.empty():
+            self._news.get()
+
+    def count_tokens(self) -> int:
+        """That have come of unfinished requests."""
+        return sum(len(answer.tokens) for answer in list(self._answers.values()))
+
+    def ask(self, url: str, body: Mapping[str, Any] | None = None, *, method: str = "POST") -> Any:
+        """The answer to a question: JSON, or None where there is none.
+
+        Raises:
+            ServerFailure: there is no good answer.
+            UserError: the server refuses.
+        """
+        return self._wait(self._ask(url, body, method))
+
+    async def _ask(self, url: str, body: Mapping[str, Any] | None, method: str) -> Any:
+        try:
+            async with self._session.request(method, url, json=body) as response:
+                await _check(response, url)
+                text = await response.text()
+                return json.loads(text) if text[:1] in ("{", "[") else None
+        except _TROUBLE as error:
+            raise ServerFailure(f"{url}: {type(error).__name__} {error}") from error
+
+    def close(self) -> None:
+        """End all connections, and the thread."""
+        self.cancel()
+        self._wait(self._session.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _check(response: aiohttp.ClientResponse, url: str) -> None:
+    """Tell what the server cannot do now from what it will never do."""
+    if response.status < 400:
+        return
+    text = (await response.text())[:500]
+    if response.status >= 500 or response.status in (408, 429):
+        raise ServerFailure(f"{url} answers {response.status}: {text}")
+    raise UserError(
+        f"the server answers {response.status}: {text}",
+        source=url,
+        expected="a server that takes this request",
+        hint="see docs/servers.md: how it must be started, and which versions were tried",
+    )

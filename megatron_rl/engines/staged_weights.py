@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way to a server: whole HF tensors in the ranks of the engine, and then in files that it reads.
+
+The ranks of an engine share the tensors out. What moves them there, and the certificate that they are the actor's, is
+that of every engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.weights.rollout_layout import huggingface_placements
+from megatron_rl.weights.shard_box import ShardBox, box_shape
+
+_IS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+class StagedWeights:
+    """One rank's share of the tensors.
+
+    Attributes:
+        params: its HF tensors by name.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self._width = spec, spec.config.tensor_model_parallel_size
+        self._place = spec.find_place(spec.process.rank)
+        self.params = {
+            box.param: torch.zeros(
+                box_shape(box.local_box), dtype=getattr(torch, spec.dtype), device=spec.process.device
+            )
+            for box in self.placements(spec.process.rank)
+        }
+        self.shared_params: frozenset[str] = frozenset()
+        self.padded_params: tuple[str, ...] = ()
+
+    def shard_key(self, rank: int) -> int:
+        """Ranks with equal keys have equal placement tables."""
+        return self._spec.find_place(rank)
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """ShardBox table of any rank of the job."""
+        return self._list_tensors(self._spec.find_place(rank))
+
+    def _list_tensors(self, place: int) -> list[ShardBox]:
+        return huggingface_placements(self._spec.shape)[place :: self._width]
+
+    def begin_weight_update(self) -> None:
+        """Nothing to do: the tensors are always there."""
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    def write(self, directory: Path) -> None:
+        """This rank's file of a directory in HF format; the first rank writes what is beside the weights as well."""
+        directory.mkdir(parents=True, exist_ok=True)
+        name = _name_file(self._place, self._width)
+        partial = directory / f"{name}.partial"
+        save_file({name: tensor.cpu() for name, tensor in self.params.items()}, partial, metadata={"format": "pt"})
+        os.replace(partial, directory / name)
+        if self._place == 0:
+            for path in sorted(Path(self._spec.model_path).iterdir()):
+                if path.is_file() and not path.name.endswith(_IS_WEIGHTS):
+                    shutil.copyfile(path, directory / path.name)
+            self._write_index(directory)
+
+    def _write_index(self, directory: Path) -> None:
+        places = range(self._width)
+        files = {box.param: _name_file(place, self._width) for place in places for box in self._list_tensors(place)}
+        index = {"metadata": {}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _name_file(place: int, width: int) -> str:
+    return f"model-{place + 1:05d}-of-{width:05d}.safetensors"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own server as an engine, against the engine in the process with the same weights: one server for all of it.
+
+Servers that fail are in test_served_failures.py, the whole program in tests/trainer/test_served_in_loop.py. Not
+covered: GPUs, servers on other nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distributed import run_ranks
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.server import ServerConfig
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.served import ServedEngine, build_openai_server, build_vllm_server
+from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.rollout.serving import generate
+from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.shard_box import box_slices
+from tiny_models import ENGINE_SIZES, save_tiny_model
+
+HOT = SamplingConfig(temperature=1.0, max_tokens=24, stop_token_ids=(2, 7))
+COLD = SamplingConfig(temperature=0.6, max_tokens=24, stop_token_ids=(2, 7))
+LONG = SamplingConfig(temperature=1.0, max_tokens=1500, stop_token_ids=())
+# A server that loads weights for `openai`: its three calls are the user's hook.
+HOOK = (
+    "python -c \"import requests, sys; url, path = sys.argv[1:]; requests.post(url + '/collective_rpc', json=dict("
+    "method='reload_weights', kwargs=dict(weights_path=path))).raise_for_status(); "
+    "requests.post(url + '/reset_prefix_cache').raise_for_status()\" {url} {{directory}}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "qwen2", **ENGINE_SIZES, num_hidden_layers=2, max_position_embeddings=2048)
+    return directory
+
+
+def make_spec(model: Path, **rollout: Any) -> EngineSpec:
+    """Of one rank."""
+    return EngineSpec(
+        model_path=str(model),
+        shape=load_model_shape(model),
+        dtype="float32",
+        max_prompt_length=100,
+        max_response_length=1500,
+        config=RolloutConfig(max_num_seqs=16, **rollout),
+        process=Process(0, 1, 0, 1, torch.device("cpu")),
+        seed=0,
+    )
+
+
+def draw_weights(served: ServedEngine, engine: VllmEngine | None, seed: int) -> None:
+    """The same random weights for both."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in served.params.values():
+        param.normal_(std=0.15, generator=generator)
+    served.end_weight_update()
+    if engine is not None:
+        for box in engine.placements(0):
+            engine.params[box.param][box_slices(box.local_box)] = served.params[box.hf_name][box_slices(box.hf_box)]
+        engine.end_weight_update()
+
+
+def make_requests(sampling: SamplingConfig, count: int = 12) -> list[Request]:
+    """Prompts that share their first 40 tokens, more than a block of the prefix cache."""
+    rng = np.random.default_rng(1)
+    prefix = rng.integers(3, 517, 40)
+    prompts = [np.append(prefix, rng.integers(3, 517, length)).astype(np.int32) for length in range(1, count + 1)]
+    return [Request(key, prompt, (1 << 62) + key, sampling) for key, prompt in enumerate(prompts)]
+
+
+def to_lists(sampled: list[Sampled]) -> list[tuple[list[int], list[float], str]]:
+    return [(one.tokens.tolist(), one.logprobs.tolist(), one.finish_reason) for one in sampled]
+
+
+def interrupt(engine: ServedEngine) -> list[Any]:
+    """What twelve long responses have at about their first tokens, and whether anything is left then."""
+    engine.add(make_requests(LONG))
+    deadline = time.monotonic() + 60
+    while engine.tokens_in_flight() < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    partial = engine.interrupt([0, 1, 2, 99])
+    engine.interrupt(range(3, 12))
+    return [to_lists(partial), engine.has_requests(), engine.tokens_in_flight()]
+
+
+def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
+    """All that is asked of the server, and of the engine in the process."""
+    engine, served = VllmEngine(make_spec(model)), build_vllm_server(make_spec(model))
+    server = served._known_server
+    result: dict[str, Any] = {}
+    draw_weights(served, engine, 1)
+    result["ours"] = [to_lists(generate(engine, make_requests(sampling))) for sampling in (HOT, COLD)]
+    result["theirs"] = [to_lists(generate(served, make_requests(sampling))) for sampling in (HOT, COLD)]
+    result["whole"] = to_lists(generate(served, make_requests(LONG, 3)))
+    result["interrupted"] = interrupt(served)
+    draw_weights(served, engine, 2)
+    result["ours"].append(to_lists(generate(engine, make_requests(HOT))))
+    result["theirs"].append(to_lists(generate(served, make_requests(HOT))))
+    result["probe"] = [to_lists([*probed.sampled]) for probed in (served.probe(), served.probe()) if probed]
+    settings = ServerConfig(
+        endpoints=[server.title], directory=str(model / "served"), on_update=HOOK.format(url=server.title)
+    )
+    foreign = build_openai_server(make_spec(model, engine="openai", server=settings))
+    draw_weights(foreign, engine, 3)
+    result["ours"].append(to_lists(generate(engine, make_requests(HOT))))
+    result["theirs"].append(to_lists(generate(foreign, make_requests(HOT))))
+    foreign.close()
+    assert server._process is not None
+    result["children"], result["directory"] = server._process._process.pid, str(served._directory)
+    served.close()
+    return result
+
+
+@pytest.fixture(scope="module")
+def found(model: Path, vllm_imported: None) -> dict[str, Any]:
+    return run_ranks(work, 1, model, timeout=400.0)[0]
+
+
+NAMES = ["temperature 1", "temperature 0.6", "after an update", "openai, after an update by a hook"]
+
+
+@pytest.mark.parametrize("index", range(4), ids=NAMES)
+def test_equal_seeds_give_the_samples_of_the_engine_in_the_process(found: dict[str, Any], index: int) -> None:
+    """Tokens and reasons are equal; log-probs up to the batch that a token was computed in."""
+    ours, theirs = found["ours"][index], found["theirs"][index]
+    assert [one[0] for one in ours] == [one[0] for one in theirs]
+    assert [one[2] for one in ours] == [one[2] for one in theirs]
+    assert {reason for _, _, reason in theirs} <= {"stop", "length"}
+    for (_, expected, _), (_, logprobs, _) in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_stop_tokens_are_part_of_the_response(found: dict[str, Any]) -> None:
+    stopped = [one for index in range(4) for one in found["theirs"][index] if one[2] == "stop"]
+    assert stopped and all(one[0][-1] in (2, 7) and not {2, 7} & {*one[0][:-1]} for one in stopped)
+
+
+def test_updates_change_what_is_sampled(found: dict[str, Any]) -> None:
+    """Else equality would say nothing of the update, nor of the prefix cache, which has blocks of these prompts."""
+    first, second, third = (found["theirs"][index] for index in (0, 2, 3))
+    assert first != second != third
+
+
+def test_interrupted_responses_are_the_beginning_of_whole_ones(found: dict[str, Any]) -> None:
+    partial, *left = found["interrupted"]
+    assert left == [False, 0] and any(tokens for tokens, _, _ in partial)
+    for (tokens, logprobs, reason), (whole, expected, _) in zip(partial, found["whole"], strict=True):
+        assert tokens == whole[: len(tokens)]
+        assert (reason == "interrupted") == (len(tokens) < 1500), "on a busy machine one may be finished"
+        np.testing.assert_allclose(logprobs, expected[: len(tokens)], atol=1e-5)
+
+
+def test_probe_is_the_same_as_long_as_the_weights_are(found: dict[str, Any]) -> None:
+    first, second = found["probe"]
+    assert [one[0] for one in first] == [one[0] for one in second] and [len(one[0]) for one in first] == [8, 8]
+    np.testing.assert_allclose(first[0][1], second[0][1], atol=1e-5)
+
+
+def test_nothing_is_left(found: dict[str, Any]) -> None:
+    """Neither the server with its children, which are a session, nor its files."""
+    assert not Path(found["directory"]).parent.exists()
+    deadline = time.monotonic() + 30
+    while _list_session(found["children"]):  # processes that were killed take a moment
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _list_session(leader: int) -> list[int]:
+    members = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                if os.getsid(int(path.name)) == leader and "Z" not in (path / "stat").read_text().rsplit(")")[1][:3]:
+                    members.append(int(path.name))
+            except (ProcessLookupError, FileNotFoundError):
+                pass
+    return members
+
+
+def test_settings_of_a_server_are_those_of_the_engine_in_the_process(model: Path) -> None:
+    """Given as a command line; what belongs to a rank is left out."""
+    spec = make_spec(model)
+    command = build_command(spec)
+    pairs = dict(zip(command, command[1:], strict=False))
+    assert pairs["--dtype"] == "float32" and pairs["--max-model-len"] == "1600" and pairs["--max-num-seqs"] == "16"
+    assert pairs["--logprobs-mode"] == "processed_logprobs" and pairs["--tensor-parallel-size"] == "1"
+    assert "--no-enable-chunked-prefill" in command and "--enforce-eager" in command
+    assert not {"--load-format", "--distributed-executor-backend"} & {*command}
+    two = build_command(replace(spec, config=replace(spec.config, tensor_model_parallel_size=2)))
+    assert dict(zip(two, two[1:], strict=False))["--tensor-parallel-size"] == "2"
+
+
+def build_command(spec: EngineSpec) -> list[str]:
+    from megatron_rl.engines.server_apis import VllmServer
+
+    return VllmServer(spec).make_command(Path("/weights"), 8000)

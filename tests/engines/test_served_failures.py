@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that fail, lie or say nothing: a small HTTP server that behaves as each test tells it to.
+
+The tokens of a response follow from its seed, as a real server's do. vLLM's own server is in test_served.py, and one
+that is killed in tests/trainer/test_served_in_loop.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.server import ServerConfig
+from megatron_rl.engines.protocol import EngineSpec, Request
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.served import ServedEngine, build_openai_server
+from megatron_rl.engines.server_process import ServerProcess
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.rollout.serving import generate
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+
+SHAPE = ModelShape(
+    family="qwen2",
+    num_layers=1,
+    hidden_size=8,
+    ffn_hidden_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    vocab_size=517,
+    tied_embeddings=True,
+    qkv_bias=True,
+    qk_norm=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_position_embeddings=256,
+)
+SAMPLING = SamplingConfig(temperature=1.0, max_tokens=5, stop_token_ids=(2,))
+REQUESTS = [Request(key, np.arange(3, 9, dtype=np.int32), 100 + key, SAMPLING) for key in range(4)]
+Answer = Callable[["Endpoint", dict[str, Any], web.StreamResponse], Any]
+
+
+def draw(seed: int) -> list[int]:
+    """The response to a seed."""
+    return np.random.default_rng(seed).integers(3, 500, 5).tolist()
+
+
+def make_event(tokens: list[int], finish_reason: str | None = None, **changes: Any) -> bytes:
+    """A part of a response."""
+    logprobs = {"token_logprobs": [-0.5] * len(tokens)}
+    choice = {"index": 0, "text": "x", "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"choices": [choice | changes]}).encode() + b"\n\n"
+
+
+async def answer_well(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+    """Two parts, and what OpenAI sends as well."""
+    tokens = draw(body["seed"])
+    await response.write(make_event(tokens[:2]))
+    await response.write(make_event(tokens[2:], "length"))
+    await response.write(b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
+
+
+class Endpoint:
+    """A server on a thread.
+
+    Attributes:
+        answer: how it answers.
+        bodies, updates: what it was asked.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.bodies, self.updates = answer, [], []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    async def _start(self) -> str:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._name)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/update", self._update)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _name(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "a model"}]})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        self.updates.append(await request.json())
+        return web.Response()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await self.answer(self, body, response)
+        return response
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint(answer_well)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedEngine]]:
+    """An engine of this process, which has no group: nobody else is asked."""
+    monkeypatch.setattr("megatron_rl.engines.served.align_group_names", lambda: None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    engines = []
+
+    def make(**server: Any) -> ServedEngine:
+        settings = {"on_update": f"{endpoint.url}/update", "start_seconds": 5.0, **server}
+        config = ServerConfig(endpoints=[endpoint.url + "/"], directory=str(tmp_path / "weights"), **settings)
+        engines.append(
+            build_openai_server(
+                EngineSpec(
+                    model_path=str(tmp_path / "model"),
+                    shape=SHAPE,
+                    dtype="float32",
+                    max_prompt_length=40,
+                    max_response_length=24,
+                    config=RolloutConfig(engine="openai", server=config),
+                    process=Process(0, 1, 0, 1, torch.device("cpu")),
+                    seed=0,
+                )
+            )
+        )
+        engines[-1].end_weight_update()
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_server_that_is_well(endpoint: Endpoint, build: Callable[..., ServedEngine], tmp_path: Path) -> None:
+    """What is posted, what comes back, and where it finds its weights."""
+    engine = build()
+    found = generate(engine, REQUESTS)
+    assert [one.tokens.tolist() for one in found] == [draw(request.seed) for request in REQUESTS]
+    assert all(one.finish_reason == "length" and one.logprobs.tolist() == [-0.5] * 5 for one in found)
+    assert endpoint.updates == [{"model_path": str(tmp_path / "weights" / "engine_0")}]
+    body = min(endpoint.bodies, key=lambda one: one["seed"])
+    assert body["model"] == "a model" and body["prompt"] == [3, 4, 5, 6, 7, 8] and body["stop_token_ids"] == [2]
+    engine.end_weight_update()
+    assert len(endpoint.updates) == 2
+    files = sorted(path.name for path in (tmp_path / "weights" / "engine_0").iterdir())
+    assert files == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("how", ["breaks off", "ends early", "says that it failed"])
+def test_requests_of_a_server_that_fails_run_again(
+    endpoint: Endpoint, build: Callable[..., ServedEngine], how: str
+) -> None:
+    """With the weights of now and the same seeds; what had come of them is forgotten."""
+
+    async def fail_twice(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        if body["seed"] != 102 or len(endpoint.updates) > 2:
+            await answer_well(endpoint, body, response)
+            return
+        await response.write(make_event(draw(1)))
+        if how == "breaks off":
+            raise ConnectionResetError
+        if how == "says that it failed":
+            await response.write(b'data: {"error": {"message": "no", "code": 500}}\n\n')
+
+    engine = build()
+    endpoint.answer = fail_twice
+    found = generate(engine, REQUESTS)
+    assert [one.tokens.tolist() for one in found] == [draw(request.seed) for request in REQUESTS]
+    assert len(endpoint.updates) == 3, "it was given its weights again each time"
+
+
+def test_endless_failures_end_the_run_with_one_message(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
+    async def fail(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        raise ConnectionResetError
+
+    engine = build(restarts=2)
+    endpoint.answer = fail
+    with pytest.raises(UserError, match="failed 3 times without a response between") as caught:
+        generate(engine, REQUESTS)
+    assert caught.value.source == endpoint.url and len(endpoint.updates) == 3
+
+
+def test_server_that_says_nothing_has_failed(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
+    async def wait(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        if len(endpoint.updates) == 1:
+            await response.write(make_event(draw(1)[:1]))
+            await asyncio.sleep(30)
+        await answer_well(endpoint, body, response)
+
+    engine = build(silent_seconds=0.3)
+    endpoint.answer = wait
+    assert [one.tokens.tolist() for one in generate(engine, REQUESTS[:1])] == [draw(100)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"token_ids": None}, "no token_ids"), ({"logprobs": None}, "no logprobs")],
+)
+def test_server_that_returns_text_alone_is_refused(
+    endpoint: Endpoint, build: Callable[..., ServedEngine], change: dict[str, Any], message: str
+) -> None:
+    async def answer(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        await response.write(make_event([5], "length", **change))
+
+    engine = build()
+    endpoint.answer = answer
+    with pytest.raises(UserError, match=message):
+        engine.probe()
+    assert len(endpoint.updates) == 1, "another attempt would change nothing"
+
+
+def test_request_that_is_refused_is_not_tried_again(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
+    async def answer(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        await response.write(b'data: {"error": {"message": "too long", "code": 400}}\n\n')
+
+    engine = build()
+    endpoint.answer = answer
+    with pytest.raises(UserError, match="too long"):
+        generate(engine, REQUESTS)
+
+
+def test_hook_that_fails_ends_the_run(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
+    with pytest.raises(UserError, match="ls /nowhere ends with 2: .*No such file"):
+        build(on_update="ls /nowhere", restarts=0)
+
+
+def test_what_has_come_is_returned_by_an_interruption(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
+    """The connection is closed, which is how a server learns of it."""
+    left = threading.Event()
+
+    async def begin(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        await response.write(make_event(draw(body["seed"])[:3]))
+        try:
+            while True:
+                await asyncio.sleep(0.05)
+                await response.write(b": still here\n\n")
+        finally:
+            left.set()
+
+    engine = build()
+    endpoint.answer = begin
+    engine.add(REQUESTS[:2])
+    while engine.tokens_in_flight() < 6:
+        assert engine.step() == []
+    found = engine.interrupt([1, 0, 7])
+    assert [(one.key, one.tokens.tolist(), one.finish_reason) for one in found] == [
+        (1, draw(101)[:3], "interrupted"),
+        (0, draw(100)[:3], "interrupted"),
+    ]
+    assert not engine.has_requests() and engine.tokens_in_flight() == 0 and left.wait(10)
+
+
+def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) -> None:
+    """And its last words are kept; nothing of torchrun's reaches it."""
+    log = tmp_path / "log"
+    process = ServerProcess(["bash", "-c", "echo rank ${RANK-none}; sleep 100 & exit 3"], {}, log)
+    process._process.wait(20)
+    assert process.has_ended and process.read_log() == "rank none\nthe server has ended with exit code 3\n"
+    process.end()
