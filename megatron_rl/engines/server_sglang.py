@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's server (0.5.23) as an engine; on a CPU it computes with its own torch code (`launch/setup_sglang.sh`)."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.engines.protocol import EngineSpec, Request
+from megatron_rl.engines.served import ServedEngine
+from megatron_rl.engines.server_apis import Ask, check_event
+from megatron_rl.engines.server_client import Answer, ServerFailure
+
+_ON_CPU = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "none",
+    "--mem-fraction-static": "0.1",
+}
+
+
+class SglangServer:
+    """On a CPU the seeds of requests have no effect."""
+
+    path, health = "/generate", "/health"
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self._version = spec, ""
+
+    def make_command(self, directory: Path, port: int) -> list[str]:
+        """In the environment of `rollout.server.python`, which `config.rollout_checks` asks for."""
+        spec, config = self._spec, self._spec.config
+        assert config.server.python is not None
+        longest = spec.max_prompt_length + spec.max_response_length
+        command = [config.server.python, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(directory)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", spec.dtype, "--skip-tokenizer-init"]
+        command += ["--tp-size", str(config.tensor_model_parallel_size), "--context-length", str(longest)]
+        command += ["--max-running-requests", str(config.max_num_seqs), "--random-seed", str(spec.seed)]
+        command += ["--log-level", "warning", "--skip-server-warmup", "--incremental-streaming-output"]
+        if spec.process.device.type == "cpu":
+            tokens = str(longest * (config.max_num_seqs + 1))
+            command += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens]
+            return [*command, *chain.from_iterable(_ON_CPU.items())]
+        return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
+
+    def list_environment(self) -> dict[str, str]:
+        """SGLang asks for it on a CPU."""
+        return {"SGLANG_USE_CPU_ENGINE": "1"} if self._spec.process.device.type == "cpu" else {}
+
+    def make_body(self, request: Request) -> dict[str, Any]:
+        """`ignore_eos` would make it ignore the stop tokens too."""
+        sampling = request.sampling
+        return {
+            "input_ids": request.tokens.tolist(),
+            "stream": True,
+            "return_logprob": True,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_tokens,
+                "sampling_seed": request.seed & 0x7FFFFFFF,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": not sampling.stop_token_ids,
+            },
+        }
+
+    def read(self, event: Any, answer: Answer) -> None:
+        """Events bring all tokens so far, or the new ones; their number says how many are new."""
+        check_event(event)
+        meta, reason = event["meta_info"], event["meta_info"]["finish_reason"]
+        if meta["weight_version"] != self._version:
+            raise ServerFailure(f"a response of weights {meta['weight_version']!r} instead of {self._version!r}")
+        if reason is not None and reason["type"] == "abort":
+            raise ServerFailure(f"the server gave a request up: {reason}")
+        new = meta["completion_tokens"] - len(answer.tokens)
+        scored = meta["output_token_logprobs"][-new:] if new else []
+        tokens = event["output_ids"][-new:] if new else []
+        answer.extend(tokens, [entry[0] for entry in scored], reason and reason["type"])
+
+    def load(self, ask: Ask, directory: Path, version: str) -> None:
+        """It drops its cache of prefixes when it is told to."""
+        body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
+        answer = ask("/update_weights_from_disk", body)
+        if not answer["success"]:
+            raise ServerFailure(f"the server did not load its weights: {answer['message']}")
+        self._version = version
+
+
+def build_sglang(spec: EngineSpec) -> ServedEngine:
+    """The engine `sglang`."""
+    return ServedEngine(spec, SglangServer(spec))
