@@ -17,7 +17,7 @@ from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
 from megatron_rl.config.rollout_checks import check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.config.teacher_checks import check_teachers
+from megatron_rl.config.teacher_checks import check_reset, check_teachers
 from megatron_rl.config.zero_checks import check_zero_stages
 
 _LAYOUT_SECTIONS = ("actor", "critic", "reward_model")
@@ -158,7 +158,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_reward(config)
     _check_algorithm(config)
     check_teachers(config)
-    _check_reset(config)
+    check_reset(config)
     _check_observability(config)
     unknown = sorted(set(config.get("checkpoint.allow_changes")) - set(_MAY_CHANGE))
     config.require(
@@ -364,25 +364,6 @@ def _check_reward(config: CheckedConfig) -> None:
         expected="the directory of a reward model",
         hint="set reward_model.path",
     )
-
-
-def _check_reset(config: CheckedConfig) -> None:
-    """A reference that can take over the actor's weights where they are."""
-    if config.get("reference.reset_every") is None:
-        return
-    for name, default, why in (
-        ("reference.offload", False, "moves the weights that reference.reset_every writes"),
-        ("actor.lora.rank", 0, "makes the reference the actor without adapters: reference.reset_every cannot write it"),
-        (
-            "placement.reference",
-            config.get("placement.actor"),
-            "is apart from the actor that it becomes every so often",
-        ),
-    ):
-        value = repr(default).lower() if isinstance(default, bool) else repr(default)
-        config.require(
-            config.get(name) == default, name, why, expected=value, hint="remove it, or reference.reset_every"
-        )
 
 
 def _check_algorithm(config: CheckedConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the checks of a config that is about teachers and what the policy learns from them."""
+"""The part of the checks of a config that is about teachers and the reference."""
 
 from __future__ import annotations
 
@@ -85,3 +85,22 @@ def _check_teacher(config: CheckedConfig, name: str) -> None:
     config.require(
         config.get(f"{prefix}.weight") > 0, f"{prefix}.weight", "is not positive", expected="> 0", hint="leave it out"
     )
+
+
+def check_reset(config: CheckedConfig) -> None:
+    """A reference that can take over the actor's weights where they are."""
+    if config.get("reference.reset_every") is None:
+        return
+    for name, default, why in (
+        ("reference.offload", False, "moves the weights that reference.reset_every writes"),
+        ("actor.lora.rank", 0, "makes the reference the actor without adapters: reference.reset_every cannot write it"),
+        (
+            "placement.reference",
+            config.get("placement.actor"),
+            "is apart from the actor that it becomes every so often",
+        ),
+    ):
+        value = repr(default).lower() if isinstance(default, bool) else repr(default)
+        config.require(
+            config.get(name) == default, name, why, expected=value, hint="remove it, or reference.reset_every"
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ways to train a model fit a cluster: all weights (ZeRO-1 or ZeRO-3), adapters (LoRA), adapters on NF4 (QLoRA)."""
+"""Which ways to train fit a cluster: all weights (ZeRO-1 or ZeRO-3), adapters (LoRA), adapters on NF4 (QLoRA)."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from megatron_rl.models.lora import without_adapters
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.roles.actor import Actor
+from megatron_rl.training.fully_sharded import local_values
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
@@ -78,8 +79,8 @@ class Reference:
     @torch.no_grad()
     def become(self, policy: PackedModel) -> None:
         """Take over the weights of a policy in the same layout (ProRL, arXiv 2505.24864)."""
-        for name, weights in self.model.params.items():
-            weights.copy_(policy.params[name])
+        for mine, theirs in zip(self.model.stages.parameters(), policy.stages.parameters(), strict=True):
+            local_values(mine).copy_(local_values(theirs))
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
