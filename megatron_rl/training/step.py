@@ -165,10 +165,11 @@ class StaticInputs:
         assert microbatch.slices[0].is_bucketed, "step_mode static and graph take bucketed microbatches"
         key = (find_shape(microbatch), slot)
         if key not in self._buffers:
-            self._buffers[key] = _map_tensors(microbatch, torch.clone)
+            self._buffers[key] = _map_tensors(replace(microbatch, kept=None), torch.clone)
         else:
             _copy(_list_tensors(microbatch), _list_tensors(self._buffers[key]))
-        return replace(self._buffers[key], kept=microbatch.kept)  # of no fixed size, and not captured
+        buffers = self._buffers[key]
+        return buffers if microbatch.kept is None else replace(buffers, kept=microbatch.kept)  # of no fixed size
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:
