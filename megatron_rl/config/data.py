@@ -45,7 +45,10 @@ class DataConfig:
         "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
         "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.",
     )
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "Options of the chat template, such as enable_thinking.")
+    apply_chat_template_kwargs: dict[str, Any] = option(
+        {},
+        "Options of the chat template, such as enable_thinking; a row may have others (column chat_template_kwargs).",
+    )
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
     response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_rl.config.sampling import NOT_SERVED
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.types import UserError
 
@@ -264,6 +265,7 @@ def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], a
     by_leaf = [full for close_leaf in close_leaves for full in leaf_candidates(close_leaf, fields)]
     suggestions = list(dict.fromkeys([*meant, *close, *by_leaf]))[:4]
     hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "see --help for all settings"
+    hint = NOT_SERVED.get(leaf, hint)
     if name.startswith("algorithm.options."):
         hint += " options are declared by the files of algorithm.plugins"
     return UserError(

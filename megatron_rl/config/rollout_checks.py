@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.checked import CheckedConfig
+from megatron_rl.config.engine_options import REFUSED
 from megatron_rl.config.server import SERVER_ENGINES
 
 _BITWISE_ENGINES = ("hf", "vllm", "megatron")
@@ -21,6 +22,7 @@ def check_rollout(config: CheckedConfig) -> None:
         hint="leave it out (hf: a model on every rank; megatron: the actor's layout), or set rollout.engine=vllm",
     )
     _check_truncation(config)
+    _check_options(config)
     config.require(
         config.get("hybrid.lora") == "merge" or engine in ("vllm", "megatron"),
         "hybrid.lora",
@@ -81,6 +83,33 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
     )
 
 
+def _check_options(config: CheckedConfig) -> None:
+    """What the user hands to vLLM."""
+    options = config.get("rollout.engine_options")
+    for name in options:
+        config.require(
+            name not in REFUSED,
+            "rollout.engine_options",
+            f"has {name}, which is not the user's to set: {REFUSED.get(name)}",
+            expected="arguments of vLLM that break no contract (docs/sampling.md has the others)",
+            hint=f"leave {name} out",
+        )
+    config.require(
+        not options or config.get("rollout.engine") not in ("hf", "megatron", "sglang", "openai"),
+        "rollout.engine_options",
+        f"with rollout.engine = {config.get('rollout.engine')!r}, which takes none",
+        expected="{}",
+        hint="remove it, or set rollout.engine=vllm or vllm_server",
+    )
+    config.require(
+        not options or not config.get("rollout.bitwise"),
+        "rollout.engine_options",
+        "with rollout.bitwise: an option may choose other kernels, with other bits",
+        expected="{}",
+        hint="remove it, or set rollout.bitwise=false",
+    )
+
+
 def _check_truncation(config: CheckedConfig) -> None:
     """Bounds of top-p and its relatives, and what cannot score a part of the vocabulary."""
     for name in ("rollout.top_p", "rollout.validation_top_p"):
@@ -94,6 +123,17 @@ def _check_truncation(config: CheckedConfig) -> None:
         0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
     )
     is_truncated = config.get("rollout.top_p") < 1 or config.get("rollout.top_k") > 0 or value > 0
+    for name, is_set in (
+        ("rollout.top_p, top_k or min_p", is_truncated),
+        ("rollout.stop", bool(config.get("rollout.stop"))),
+    ):
+        config.require(
+            not is_set or config.get("rollout.engine") not in SERVER_ENGINES,
+            "rollout.engine",
+            f"with {name}: a server does not tell what a token was drawn from, and is not asked after each token",
+            expected="an engine in the ranks",
+            hint="set rollout.engine=vllm",
+        )
     config.require(
         not is_truncated or config.get("actor.step_mode") != "graph",
         "actor.step_mode",

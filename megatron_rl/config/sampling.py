@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from megatron_rl.config.declaring import option
 
+_HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
+_FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"
+# Settings of samplers that users look for, and why they are missing (docs/sampling.md).
+NOT_SERVED = {
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
@@ -24,6 +32,14 @@ class SamplingSettings:
     )
     max_kept_tokens: int = option(
         1024, "top_p and min_p: draw from so many most likely tokens at most (sampling/kept_at_limit).", "tokens"
+    )
+    stop: list[str] = option(
+        [],
+        "Texts that end a response: its tokens stay up to the one that completes such a text, and rewards read the "
+        "text before it.",
+    )
+    stop_token_ids: list[int] = option(
+        [], "Tokens that end a response beside the tokenizer's EOS and those of the model's generation_config.json."
     )
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
     validation_top_p: float = option(1.0, "top_p of validation responses.")

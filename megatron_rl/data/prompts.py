@@ -24,6 +24,8 @@ from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt, Rollout, UserError
 
+_OPTIONS = "chat_template_kwargs"  # column with options of the chat template for its row
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -173,8 +175,10 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted
     """The prompt as the policy for long ones leaves it; None where it drops the row."""
     value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
+    own_options = row.optional(_OPTIONS, dict, {})  # a column of parquet has the names of all rows
+    options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
     if messages is not None:
-        text = tokenizer.apply_chat_template(messages, **cfg.apply_chat_template_kwargs)
+        text = tokenizer.apply_chat_template(messages, **options)
     elif isinstance(value, str):
         text = value
     else:
@@ -198,9 +202,7 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted
             hint="raise data.max_prompt_length, or set data.overlong_prompts to truncate or drop",
         )
     if is_too_long and messages is not None:
-        text, tokens = shorten_messages(
-            messages, limit, cfg.overlong_prompts, tokenizer, cfg.apply_chat_template_kwargs, row.location
-        )
+        text, tokens = shorten_messages(messages, limit, cfg.overlong_prompts, tokenizer, options, row.location)
     elif is_too_long:
         tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
         text = tokenizer.decode(tokens)
@@ -220,7 +222,7 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
     """verl's `extra_info` and every column that has no meaning of its own; `extra_info` wins over a column."""
-    known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, "data_source", "reward_model", "extra_info"}
+    known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})
 

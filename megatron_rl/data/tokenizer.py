@@ -165,11 +165,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
     )
 
 
-def find_stop_tokens(tokenizer: Tokenizer, model: Path, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's EOS, then the others that the model's generation_config.json lists.
+def find_stop_tokens(
+    tokenizer: Tokenizer, model: Path, vocab_size: int, further: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's EOS, the others that generation_config.json lists, and further ones.
+
+    Args:
+        tokenizer: of the policy.
+        model: its directory.
+        vocab_size: of the model.
+        further: `rollout.stop_token_ids`.
 
     Raises:
-        UserError: the file cannot be read, or lists what is no token of the model.
+        UserError: the file cannot be read, or it or the setting lists what is no token of the model.
     """
     file = model / "generation_config.json"
     try:
@@ -182,15 +190,35 @@ def find_stop_tokens(tokenizer: Tokenizer, model: Path, vocab_size: int) -> tupl
             hint="copy it from the model again, or delete it",
         ) from error
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
-    for found in ids:
-        if type(found) is not int or not 0 <= found < vocab_size:
+    for names, source, hint in (
+        (ids, str(file), "the file belongs to another model: copy it again, or delete it"),
+        (further, "rollout.stop_token_ids", "look them up in the tokenizer of this model"),
+    ):
+        for found in names:
+            if type(found) is not int or not 0 <= found < vocab_size:
+                raise UserError(
+                    f"eos_token_id {found!r}" if names is ids else f"token id {found!r}",
+                    source=source,
+                    expected=f"token ids from 0 to {vocab_size - 1}",
+                    hint=hint,
+                )
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids, *further]))
+
+
+def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Refuse texts that no response can have.
+
+    Raises:
+        UserError: one is empty, or the text of special tokens, which no response shows.
+    """
+    for string in strings:
+        if not string or string not in tokenizer.decode(tokenizer.encode(string)):
             raise UserError(
-                f"eos_token_id {found!r}",
-                source=str(file),
-                expected=f"token ids from 0 to {vocab_size - 1}",
-                hint="the file belongs to another model: copy it again, or delete it",
+                f"the text {string!r} never is in a response: its tokens are {tokenizer.encode(string)}",
+                source="rollout.stop",
+                expected="a text that the tokenizer writes and reads",
+                hint="special tokens have no text: name their ids in rollout.stop_token_ids",
             )
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
 
 
 def _read_hugging_face(directory: Path) -> Any:

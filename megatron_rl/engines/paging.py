@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.types import KeptSets, UserError
 
 
@@ -87,11 +88,15 @@ class ContinuousBatch:
         block_size: slots of a block.
         max_num_seqs: responses that run at once.
         max_tokens: rows of a forward, at most, but for a longer prompt, which is admitted alone.
+        stop: strings that end a response.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int, stop: StopStrings | None = None
+    ) -> None:
         self._free, self._block_size = list(range(num_blocks)), block_size
         self._num_blocks, self._max_num_seqs, self._max_tokens = num_blocks, max_num_seqs, max_tokens
+        self._stop = stop
         self._waiting: list[Request] = []
         self._running: list[Running] = []
 
@@ -170,6 +175,8 @@ class ContinuousBatch:
             if kept_set is not None:
                 one.kept.append(kept_set)
             is_stop = token in one.request.sampling.stop_token_ids
+            if not is_stop and self._stop is not None:
+                is_stop = self._stop.ends(one.request.response(one.tokens))
             if is_stop or len(one.tokens) == one.request.sampling.max_tokens:
                 self._end(one)
                 finished.append(one.finish("stop" if is_stop else "length"))

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets
@@ -41,6 +42,7 @@ class Request:
         seed: of this response alone.
         sampling: how to draw it.
         turn: exchanges of the same episode before this one.
+        num_sampled: of `tokens`, the last so many belong to the response.
     """
 
     key: int
@@ -48,6 +50,11 @@ class Request:
     seed: int
     sampling: SamplingConfig
     turn: int = 0
+    num_sampled: int = 0
+
+    def response(self, sampled: Sequence[int]) -> Sequence[int]:
+        """The response so far: what the request brings of it, and what was sampled after that."""
+        return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ class EngineSpec:
         model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules; None: no actor.
         ranks: of the job, on which the engines are; None: all.
         adapters: that the engine keeps beside the model's weights; None: it has the sum of both.
+        stop: strings that end a response beside its stop tokens (the engine asks after each token); None: none.
     """
 
     model_path: str
@@ -115,6 +123,7 @@ class EngineSpec:
     model: Any = None
     ranks: range | None = None
     adapters: AdapterShape | None = None
+    stop: StopStrings | None = None
 
     def find_place(self, rank: int) -> int:
         """Of a rank in its engine, where `tensor_model_parallel_size` neighbors are one."""

@@ -69,7 +69,7 @@ class VllmServer:
 
     def make_command(self, directory: Path, port: int) -> list[str]:
         """The arguments are those of the engine in the process, which therefore samples the same."""
-        from megatron_rl.engines.vllm import list_engine_arguments
+        from megatron_rl.engines.vllm_arguments import list_engine_arguments
 
         arguments = list_engine_arguments(self._spec)
         for name in ("load_format", "distributed_executor_backend", "enable_sleep_mode"):
@@ -87,7 +87,7 @@ class VllmServer:
 
     def list_environment(self) -> dict[str, str]:
         """The routes for weights are there in development mode only."""
-        from megatron_rl.engines.vllm import list_engine_environment
+        from megatron_rl.engines.vllm_arguments import list_engine_environment
 
         return list_engine_environment(self._spec) | {
             "VLLM_SERVER_DEV_MODE": "1",

@@ -9,14 +9,23 @@ each row draws its noise from its own generator (the Gumbel-max trick).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
@@ -48,6 +57,25 @@ class _SeededGumbel(LogitsProcessor):
         return add_gumbel_noise(scaled, self._generators)
 
 
+class _Stopping(StoppingCriteria):
+    """Ends a row with the token that completes a stop string, and remembers how many it has then.
+
+    Attributes:
+        lengths: by row; others have not been ended here.
+    """
+
+    def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
+        self._stop, self._requests, self._width = stop, requests, width
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        sampled = input_ids[:, self._width :].tolist()
+        for row, (request, tokens) in enumerate(zip(self._requests, sampled, strict=True)):
+            if row not in self.lengths and self._stop.ends(request.response(tokens)):
+                self.lengths[row] = len(tokens)
+        return torch.tensor([row in self.lengths for row in range(len(sampled))], device=input_ids.device)
+
+
 class HuggingFaceEngine(WaitingRequests):
     """A transformers model on every rank; `params` are the logical tensors themselves."""
 
@@ -59,7 +87,7 @@ class HuggingFaceEngine(WaitingRequests):
         self._model.to(spec.process.device).requires_grad_(False)
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
-        self._bitwise = spec.config.bitwise
+        self._bitwise, self._stop = spec.config.bitwise, spec.stop
         self.shared_params = share_params(dict(self._model.named_parameters()), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
@@ -103,6 +131,7 @@ class HuggingFaceEngine(WaitingRequests):
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
         sampler = _SeededGumbel(sampling, [request.seed for request in batch], self._bitwise)
+        stopping = self._stop and _Stopping(self._stop, batch, width)
         output = self._model.generate(
             ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -111,18 +140,24 @@ class HuggingFaceEngine(WaitingRequests):
             eos_token_id=list(sampling.stop_token_ids),
             pad_token_id=0,
             logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([stopping] if stopping else []),
         )
         tokens = output[:, width:].cpu()  # [b, s]
         picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
         steps = [kept.split() for kept in sampler.kept]
         sets = [KeptSets.join(parts) for parts in zip(*steps, strict=True)] if steps else [None] * len(batch)
-        return [self._cut(*row) for row in zip(batch, tokens, picked, sets, strict=True)]
+        lengths = [stopping.lengths.get(row) if stopping else None for row in range(len(batch))]
+        return [self._cut(*row) for row in zip(batch, tokens, picked, sets, lengths, strict=True)]
 
     @staticmethod
-    def _cut(request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None) -> Sampled:
+    def _cut(
+        request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None, stopped: int | None
+    ) -> Sampled:
+        """What a row has up to its end, be it a stop token or behind `stopped` tokens."""
+        tokens = tokens[:stopped]
         is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
-        reason = "stop" if is_stop.any() else "length"
+        reason = "stop" if is_stop.any() or stopped is not None else "length"
         return Sampled(
             request.key,
             tokens[:length].numpy().astype(np.int32),

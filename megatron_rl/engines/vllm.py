@@ -27,6 +27,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -36,11 +37,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
-from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS, make_batch_invariant
-from megatron_rl.engines.vllm_limits import CPU_BLOCK_SIZE, check_device_limits, cpu_cache_bytes
-from megatron_rl.engines.vllm_lora import list_adapter_params, list_arguments, take_slot
+from megatron_rl.engines.vllm_arguments import LOAD_FORMAT, list_engine_arguments, list_engine_environment
+from megatron_rl.engines.vllm_bitwise import make_batch_invariant
+from megatron_rl.engines.vllm_limits import check_device_limits, check_options
+from megatron_rl.engines.vllm_lora import list_adapter_params, take_slot
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder
 from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
@@ -50,8 +51,6 @@ from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
-_LOAD_FORMAT = "megatron_rl"
-_CPU_STEP_TOKENS = 4096  # vLLM's own default
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -78,6 +77,7 @@ class VllmEngine:
         self._place = spec.find_place
         check_device_limits(spec)
         vllm = prepare_vllm(spec.process.device)
+        check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
         _register_model(vllm, spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
@@ -90,7 +90,8 @@ class VllmEngine:
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
         self._names: dict[int, str] = {}  # key of a request -> vLLM's name for it
-        self._starts: dict[int, int] = {}  # and the place of its first sampled token
+        self._requests: dict[int, Request] = {}
+        self._stop = spec.stop
         self._keys: dict[str, int] = {}  # and back, from the short name
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
@@ -127,7 +128,7 @@ class VllmEngine:
 
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set()
 
-        @register_model_loader(_LOAD_FORMAT)
+        @register_model_loader(LOAD_FORMAT)
         class SharingLoader(BaseModelLoader):
             def download_model(self, model_config: Any) -> None:
                 """Nothing to fetch: the actor has the weights."""
@@ -186,7 +187,7 @@ class VllmEngine:
             )
         for request, name in zip(requests, names, strict=True):
             self._names[request.key], self._keys[_short(name)] = name, request.key
-            self._starts[request.key] = len(request.tokens)
+            self._requests[request.key] = request
             self._kept.expect(name, request.sampling)
 
     def step(self) -> list[Sampled]:
@@ -195,18 +196,29 @@ class VllmEngine:
             outputs = [output for output in self._llm.llm_engine.step() if output.finished]
         finished = []
         for output in outputs:
-            key = self._keys.pop(output.request_id)
-            last = output.outputs[0]
-            reason = "stop" if last.finish_reason == "stop" else "length"
+            key, last = self._keys[output.request_id], output.outputs[0]
+            reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
             finished.append(self._end(key, last.token_ids, last.logprobs, reason))
-        return finished
+        return finished + (self._stop_early() if self._stop else [])
+
+    def _stop_early(self) -> list[Sampled]:
+        """What a stop string has ended; vLLM, which has no tokenizer, would continue."""
+        states = self._llm.llm_engine.output_processor.request_states
+        keys = [
+            key
+            for key, name in self._names.items()
+            if self._completes_text(key, states[name].detokenizer.output_token_ids)
+        ]
+        return [replace(sampled, finish_reason="stop") for sampled in self.interrupt(keys)]
+
+    def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
+        return self._stop is not None and bool(sampled) and self._stop.ends(self._requests[key].response(sampled))
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Forget requests; their blocks of the prefix cache stay, for those that continue them."""
         engine, partial = self._llm.llm_engine, []
         names = {key: self._names[key] for key in keys if key in self._names}
         for key, name in names.items():  # vLLM itself says nothing of what it aborts
-            del self._keys[_short(name)]
             state = engine.output_processor.request_states[name]
             partial.append(
                 self._end(key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted")
@@ -216,7 +228,9 @@ class VllmEngine:
 
     def _end(self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str) -> Sampled:
         """What a request has, which is forgotten here."""
-        kept = self._kept.take(self._names.pop(key), self._starts.pop(key), len(token_ids))
+        name, request = self._names.pop(key), self._requests.pop(key)
+        del self._keys[_short(name)]
+        kept = self._kept.take(name, len(request.tokens), len(token_ids))
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
         if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
             picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
@@ -241,7 +255,7 @@ class VllmEngine:
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
-        self._names, self._keys, self._starts = {}, {}, {}
+        self._names, self._keys, self._requests = {}, {}, {}
         self._kept.clear()
 
     def tokens_in_flight(self) -> int:
@@ -332,53 +346,6 @@ def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     architecture = FAMILIES[spec.shape.family].architecture
     module = import_module(f"vllm.model_executor.models.{spec.shape.family}")
     vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
-
-
-def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """What vLLM takes from the environment only, for this engine."""
-    runner = fit_to_device(spec.config, spec.process.device).model_runner
-    return {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
-
-
-def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """What vLLM is built with, by the names of its EngineArgs."""
-    config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
-    longest = spec.max_prompt_length + spec.max_response_length
-    arguments: dict[str, Any] = dict(
-        model=spec.model_path,
-        load_format=_LOAD_FORMAT,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        dtype=spec.dtype,
-        max_model_len=longest,
-        max_num_seqs=config.max_num_seqs,
-        tensor_parallel_size=config.tensor_model_parallel_size,
-        distributed_executor_backend="external_launcher",
-        enforce_eager=config.enforce_eager,
-        async_scheduling=config.async_scheduling,
-        seed=spec.seed + rank // config.tensor_model_parallel_size,
-        # Log-probs of the distribution that was sampled from: after the temperature.
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-    )
-    if spec.adapters is not None:
-        arguments |= list_arguments(spec.adapters)
-    if spec.process.device.type == "cuda":
-        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
-        if spec.shape.num_experts:
-            arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
-        if config.kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
-    else:
-        arguments |= dict(
-            block_size=CPU_BLOCK_SIZE,
-            kv_cache_memory_bytes=cpu_cache_bytes(spec),
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
-        )
-        if config.bitwise:
-            arguments |= ENGINE_ARGUMENTS
-    return arguments
 
 
 def _short(name: str) -> str:

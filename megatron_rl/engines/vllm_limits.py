@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm_lora import LARGEST_RANK
 from megatron_rl.types import UserError
@@ -41,6 +44,35 @@ def check_device_limits(spec: EngineSpec) -> None:
             source="actor.lora.rank and hybrid.lora",
             expected=f"at most {LARGEST_RANK}",
             hint="set hybrid.lora=merge",
+        )
+
+
+def check_options(spec: EngineSpec, known: Collection[str]) -> None:
+    """Refuse options that vLLM does not have, or not on this device.
+
+    Args:
+        spec: of the engine.
+        known: names of vLLM's `EngineArgs`.
+
+    Raises:
+        UserError: naming the option.
+    """
+    options = spec.config.engine_options
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UserError(
+                f"this vLLM has no argument {name!r}",
+                source="rollout.engine_options",
+                expected="arguments of vllm.EngineArgs",
+                hint=f"did you mean {close[0]!r}?" if close else "leave it out",
+            )
+    if spec.process.device.type == "cpu" and options.get("enable_chunked_prefill"):
+        raise UserError(
+            "rollout.engine_options has enable_chunked_prefill",
+            source="rollout.engine_options",
+            expected="prompts that are computed whole: on a CPU vLLM cannot turn back the random numbers of a part",
+            hint="leave it out",
         )
 
 

@@ -11,6 +11,7 @@ from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
@@ -25,7 +26,12 @@ from megatron_rl.weights.shard_box import ShardBox
 
 
 def build_rollout(
-    config: RunConfig, actor: Actor, process: Process, timers: PhaseTimers, progress: RolloutProgress
+    config: RunConfig,
+    actor: Actor,
+    process: Process,
+    timers: PhaseTimers,
+    progress: RolloutProgress,
+    stop: StopStrings | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
@@ -37,7 +43,7 @@ def build_rollout(
         found = {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
-    engine = _build_engine(config, actor, process, find_shareable)
+    engine = _build_engine(config, actor, process, find_shareable, stop)
     group, engines = world(), engine.ranks
     weights = probe_weights(engine.weights, actor, config)
     hybrid = HybridEngine(
@@ -59,6 +65,7 @@ def _build_engine(
     actor: Actor,
     process: Process,
     shareable: Callable[[Sequence[ShardBox]], dict[str, torch.Tensor]],
+    stop: StopStrings | None,
 ) -> BuiltEngine:
     """This rank's share of an engine, or what stands for it on ranks without one; collective over the job."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
@@ -78,6 +85,7 @@ def _build_engine(
             model=actor.model,
             ranks=ranks,
             adapters=actor.model.adapters if config.hybrid.lora == "adapter" else None,
+            stop=stop,
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:

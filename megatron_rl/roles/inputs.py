@@ -17,7 +17,7 @@ from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
-from megatron_rl.data.tokenizer import Tokenizer, find_stop_tokens
+from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
 from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models
@@ -93,7 +93,9 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
     policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
-    stop_token_ids = find_stop_tokens(tokenizer, find_model_files(config.model.path), policy.vocab_size)
+    rollout, files = config.rollout, find_model_files(config.model.path)
+    stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
+    check_stop_strings(rollout.stop, tokenizer)
     prompts = read_prompts(config, tokenizer, reward_plan)
     plan = BatchPlan.build(config, world_size, spec, len(prompts.train.prompts))
     return RlInputs(

@@ -235,7 +235,8 @@ class RolloutStream:
         sample = occurrence * self._group_size + key % self._group_size
         seed = derive_seed(self._run_seed, self._step_of(key), prompt.prompt_id, sample, position=len(held.tokens))
         left = replace(sampling, max_tokens=sampling.max_tokens - len(held.tokens))
-        return Request(key, np.concatenate([prompt.tokens, held.tokens]), seed, left)
+        tokens = np.concatenate([prompt.tokens, held.tokens])
+        return Request(key, tokens, seed, left, num_sampled=len(held.tokens))
 
     def _make_rollout(self, key: int) -> Rollout:
         held = self._held[key]

@@ -68,6 +68,7 @@ class PolicyEngine:
             block_size=_BLOCK_SIZE,
             max_num_seqs=spec.config.max_num_seqs,
             max_tokens=_STEP_TOKENS,
+            stop=spec.stop,
         )
 
     def _count_blocks(self, spec: EngineSpec) -> int:

@@ -168,8 +168,8 @@ class StaticInputs:
             self._buffers[key] = _map_tensors(replace(microbatch, kept=None), torch.clone)
         else:
             _copy(_list_tensors(microbatch), _list_tensors(self._buffers[key]))
-        buffers = self._buffers[key]
-        return buffers if microbatch.kept is None else replace(buffers, kept=microbatch.kept)  # of no fixed size
+        buffers, kept = self._buffers[key], microbatch.kept
+        return buffers if kept is None else replace(buffers, kept=kept)  # of no fixed size: it is not captured
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:

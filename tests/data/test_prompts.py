@@ -275,6 +275,22 @@ def test_parts_of_a_message_and_options_of_the_template(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_row_may_have_options_of_its_own(tmp_path, suffix):
+    """They come before those of the run, and are no part of what a reward is told."""
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2", "chat_template_kwargs": options}
+        for options in ({"mark": "?"}, {"mark": None}, None)
+    ]
+    file = write(tmp_path / f"f.{suffix}", rows)
+    prompts = load_prompts([file], TOKENIZER, config(apply_chat_template_kwargs={"mark": "#"})).prompts
+    assert [prompt.text[-1] for prompt in prompts] == ["?", "#", "#"]
+    assert not any("chat_template_kwargs" in prompt.extra_info for prompt in prompts)
+    write(tmp_path / "g.jsonl", [rows[0] | {"chat_template_kwargs": "no"}])
+    with pytest.raises(UserError, match="chat_template_kwargs"):
+        load_prompts([str(tmp_path / "g.jsonl")], TOKENIZER, config())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("truth", [["1", "one"], {"target": ["1"]}])
 def test_ground_truths_may_be_lists_and_dicts(tmp_path, suffix, truth):
     rows = [{"prompt": "x", "reward_model": {"style": "rule", "ground_truth": truth}}]

@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config.engine_options import REFUSED
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
-from megatron_rl.engines.vllm import (
-    _pack_experts,
-    list_engine_arguments,
-    list_engine_environment,
-    prepare_vllm,
-)
-from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, cpu_cache_bytes
+from megatron_rl.engines.vllm import _pack_experts, prepare_vllm
+from megatron_rl.engines.vllm_arguments import list_engine_arguments, list_engine_environment
+from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, check_options, cpu_cache_bytes
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -180,6 +177,27 @@ def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
             assert set(list_engine_arguments(spec)) <= known
             assert set(list_engine_environment(spec)) <= set(envs.environment_variables)
     assert list_engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
+
+
+def test_options_reach_vllm(vllm_imported: None) -> None:
+    """Over our own arguments; what is refused is an argument of this vLLM, and what is not one is named."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {item.name for item in fields(EngineArgs)}
+    assert REFUSED.keys() <= known, REFUSED.keys() - known
+    options = {"kv_cache_dtype": "auto", "max_num_batched_tokens": 9000}
+    spec = replace(SPEC, config=RolloutConfig(engine_options=options))
+    check_options(spec, known)
+    assert list_engine_arguments(spec) | options == list_engine_arguments(spec)
+    assert set(list_engine_arguments(SPEC)) - {"max_num_batched_tokens", "block_size", "enable_chunked_prefill"} <= (
+        REFUSED.keys() | {"disable_log_stats"}
+    ), "what this program needs is not the user's to set"
+    for options, message in (
+        ({"kv_cache_dtyp": "auto"}, "did you mean 'kv_cache_dtype'"),
+        ({"enable_chunked_prefill": True}, "cannot turn back the random numbers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_options(replace(SPEC, config=RolloutConfig(engine_options=options)), known)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ _ROLLOUT: dict[str, Alias] = {
     "expert_parallel_size": Only((1,), "the engine splits experts over its TP ranks"),
     "pipeline_model_parallel_size": Only((1,), "the engine has one pipeline stage"),
     "quantization": Only((False,), "the engine computes in model.dtype"),
+    "repetition_penalty": Only((1.0,), "training scores a token without counting those before it"),
     "use_fire_sampling": Only((False,), "sampling is plain temperature sampling"),
     "over_sample_rate": Only((0,), "every response is waited for"),
     "skip_rollout": Only((False,), "rollouts are made in every step"),
