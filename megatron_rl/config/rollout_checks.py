@@ -110,8 +110,31 @@ def _check_options(config: CheckedConfig) -> None:
     )
 
 
+def _check_validation_sets(config: CheckedConfig) -> None:
+    """Settings of single sets; whether there is such a set is asked when the prompts are read."""
+    bounds = {
+        "n": lambda value: isinstance(value, int) and value >= 1,
+        "temperature": lambda value: value >= 0,
+        "top_p": lambda value: 0 < value <= 1,
+        "top_k": lambda value: isinstance(value, int) and (value == -1 or value > 0),
+    }
+    for name, settings in config.get("rollout.validation_sets").items():
+        is_right = isinstance(settings, dict) and all(
+            leaf in bounds and isinstance(value, int | float) and not isinstance(value, bool) and bounds[leaf](value)
+            for leaf, value in settings.items()
+        )
+        config.require(
+            is_right,
+            "rollout.validation_sets",
+            f"has {settings!r} for {name!r}",
+            expected="n >= 1, temperature >= 0, 0 < top_p <= 1, top_k > 0 or -1, and nothing else",
+            hint="e.g. {aime: {n: 32, temperature: 0.6, top_p: 0.95}}",
+        )
+
+
 def _check_truncation(config: CheckedConfig) -> None:
     """Bounds of top-p and its relatives, and what cannot score a part of the vocabulary."""
+    _check_validation_sets(config)
     for name in ("rollout.top_p", "rollout.validation_top_p"):
         value = config.get(name)
         config.require(0 < value <= 1, name, "is no probability", expected="0 < top_p <= 1", hint="1.0 switches it off")

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_rl.config.declaring import option
 
@@ -14,6 +15,16 @@ NOT_SERVED = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
     **dict.fromkeys(("min_tokens", "min_new_tokens", "logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
 }
+
+
+@dataclass(frozen=True)
+class ValidationSampling:
+    """Of one set: responses per prompt, and how they are drawn."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +55,19 @@ class SamplingSettings:
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
     validation_top_p: float = option(1.0, "top_p of validation responses.")
     validation_top_k: int = option(-1, "top_k of validation responses.", "tokens")
+    validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
+    validation_sets: dict[str, Any] = option(
+        {}, "What some validation sets have instead: name of the set -> any of n, temperature, top_p and top_k."
+    )
 
     @property
     def is_truncated(self) -> bool:
         """True if rollouts are drawn from a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    def for_validation(self, name: str) -> ValidationSampling:
+        """How responses to the prompts of a validation set are drawn."""
+        common = ValidationSampling(
+            self.validation_n, self.validation_temperature, self.validation_top_p, self.validation_top_k
+        )
+        return replace(common, **self.validation_sets.get(name, {}))

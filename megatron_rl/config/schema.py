@@ -173,7 +173,6 @@ class RolloutConfig(SamplingSettings):
         "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "
         "groups with one engine or long prompts (over 4.6 times the longest response; 8 responses on 8 engines).",
     )
-    validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
         None,

@@ -8,6 +8,7 @@ need it, and by nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
@@ -97,6 +98,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     check_stop_strings(rollout.stop, tokenizer)
     prompts = read_prompts(config, tokenizer, reward_plan)
+    _check_set_names(config, prompts.validation)
     plan = BatchPlan.build(config, world_size, spec, len(prompts.train.prompts))
     return RlInputs(
         spec=spec,
@@ -109,6 +111,18 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         plan=plan,
         notes=_find_idle_settings(config, spec, plan) + prompts.notes,
     )
+
+
+def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> None:
+    """Refuse settings of a validation set that is not there (UserError)."""
+    for name in config.rollout.validation_sets:
+        if name not in validation:
+            raise UserError(
+                f"there is no validation set {name!r}",
+                source="rollout.validation_sets",
+                expected=f"of {', '.join(validation) or 'none: data.validation_files is empty'}",
+                hint="a set is called after its file",
+            )
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:

@@ -157,19 +157,20 @@ class Collector:
         """
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
+            drawn = config.rollout.for_validation(name)
             size = config.data.validation_batch_size or len(prompt_set.prompts)
             parts = [
                 self.generate(
                     prompt_set.prompts[first : first + size],
-                    config.rollout.validation_n,
-                    self._validation_sampling(),
+                    drawn.n,
+                    replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0),
                     step=0,
                     with_answers=True,
                 )
                 for first in range(0, len(prompt_set.prompts), size)
             ]
             headers = join_headers([part.headers for part in parts]).rollouts
-            shape = (-1, config.rollout.validation_n)
+            shape = (-1, drawn.n)
             found = compute_validation_metrics(
                 correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist()
             )
@@ -220,15 +221,6 @@ class Collector:
             rollout.top_k,
             rollout.min_p,
             rollout.max_kept_tokens,
-        )
-
-    def _validation_sampling(self) -> SamplingConfig:
-        rollout = self._config.rollout
-        return replace(
-            self.sampling(rollout.validation_temperature),
-            top_p=rollout.validation_top_p,
-            top_k=rollout.validation_top_k,
-            min_p=0.0,
         )
 
     def _score(

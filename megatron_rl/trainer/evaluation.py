@@ -115,7 +115,7 @@ class Evaluation:
             self._members.collector.close()
         for name, parts in found.items():
             headers = join_headers([part.headers for part in parts]).rollouts
-            described = describe_set(headers, self._config.rollout.validation_n)
+            described = describe_set(headers, self._config.rollout.for_validation(name).n)
             metrics |= {f"validation/{name}/{metric}": value for metric, value in described.items()}
             if rollouts_dir is not None:
                 self._write(rollouts_dir / name, parts)
