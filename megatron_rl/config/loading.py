@@ -177,9 +177,16 @@ def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -
             gathered[name] = setting
         else:
             before = gathered[name].value if name in gathered and isinstance(gathered[name].value, dict) else {}
-            parts = {**before, setting.name.removeprefix(f"{name}."): setting.value}
+            parts = _put(before, setting.name.removeprefix(f"{name}."), setting.value)
             gathered[name] = replace(setting, name=name, value=parts, text=None)
     return others + list(gathered.values())
+
+
+def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with a value at `key.key...`."""
+    key, _, rest = path.partition(".")
+    inner = mapping.get(key)
+    return {**mapping, key: _put(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dict[str, Setting]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.loading import load_config
+from megatron_rl.config.loading import dump_yaml, load_config
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"]
@@ -130,3 +130,21 @@ def test_what_is_not_served_says_why(name: str, reason: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(None, [*MINIMAL, f"rollout.{name}=1"])
     assert caught.value.found == f"unknown setting 'rollout.{name}'" and reason in caught.value.hint
+
+
+def test_nested_mappings_keep_their_shape(tmp_path: Path) -> None:
+    """In a recipe, on the command line, and of both together; the written config reads back as it was."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "rollout:\n  validation_sets:\n    aime: {n: 32, temperature: 0.6}\n"
+        "  engine_options: {additional_config: {a: {b: 1}}}\n"
+    )
+    overrides = ["rollout.validation_sets.aime.n=8", "rollout.validation_sets.math.top_p=0.9"]
+    config = load_config(path, [*MINIMAL, *overrides]).config
+    assert config.rollout.validation_sets == {"aime": {"n": 8, "temperature": 0.6}, "math": {"top_p": 0.9}}
+    assert config.rollout.engine_options == {"additional_config": {"a": {"b": 1}}}
+    drawn = config.rollout.for_validation("aime")
+    assert (drawn.n, drawn.temperature, drawn.top_p, drawn.top_k) == (8, 0.6, 1.0, -1)
+    assert config.rollout.for_validation("other").n == 1
+    (tmp_path / "again.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "again.yaml", []).config == config
