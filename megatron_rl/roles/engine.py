@@ -10,8 +10,7 @@ import torch
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.protocol import EngineSpec
-from megatron_rl.engines.stopping import StopStrings
+from megatron_rl.engines.protocol import EngineSpec, StopStrings
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world

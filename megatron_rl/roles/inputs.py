@@ -19,7 +19,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.engines.protocol import find_engine
+from megatron_rl.engines.protocol import StopStrings, find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
 from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
@@ -39,6 +39,7 @@ class RlInputs:
         roles: their models by name, in the order of `spec`.
         tokenizer: of the policy.
         stop_token_ids: that end its responses.
+        stop: texts that do; None: there are none.
         plan: batch arithmetic for these prompts.
         notes: settings that have no effect in this run, prompts that pass rates leave out, and ground truths that a
             rule cannot read, one line each.
@@ -53,6 +54,7 @@ class RlInputs:
     reward_plan: RewardPlan
     plan: BatchPlan
     notes: list[str]
+    stop: StopStrings | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         reward_plan=reward_plan,
         plan=plan,
         notes=_find_idle_settings(config, spec, plan) + prompts.notes,
+        stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
-from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.experience.pack import Packer
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
@@ -78,13 +77,12 @@ def build_rollout_members(
     prompts = PromptBatches(order, data.train_batch_size)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
-    stop = StopStrings(config.rollout.stop, decode) if config.rollout.stop else None
-    read = stop.read if stop else decode
+    read = inputs.stop.read if inputs.stop else decode
     score = partial(score_all_rollouts, parts.reward_model, read) if parts.reward_model else model
     rewards = RewardSources(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
     )
-    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, stop)
+    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, inputs.stop)
     stream = open_stream(
         generator,
         prompts,

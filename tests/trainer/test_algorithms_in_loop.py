@@ -261,7 +261,10 @@ def test_estimator_and_loss_of_the_users_own(
 
 
 def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """A random reward model on two TP ranks plus a function; validation draws three responses per prompt."""
+    """A random reward model on two TP ranks plus a function; validation draws three responses per prompt.
+
+    A response ends with the token that completes a stop string, and the function reads what is before it.
+    """
     vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
     save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)
     extra = [
@@ -271,6 +274,7 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
         f"reward.components=[2.0 model, 0.5 {task}/reward.py:score]",
         "reward.overlong_buffer_length=4",
         "rollout.validation_sets={validation: {n: 3, temperature: 1.0}}",
+        "rollout.stop=['=', '+1']",
         "trainer.best_metric=validation/validation/pass@3",
         "trainer.log_rollouts=-1",
         "trainer.total_steps=1",
@@ -280,6 +284,12 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
     assert record["reward/mean"] == pytest.approx(expected) and record["reward/overlong"] < 0
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
     assert len({round(row["reward_components"]["model"], 6) for row in rows}) > 16, "scores differ between responses"
+    stopped = [row for row in rows if row["response"].endswith(("=", "+1"))]
+    assert len(stopped) > 3 and {row["finish_reason"] for row in stopped} == {"stop"}
+    for row in rows:
+        text = row["response"].removesuffix("=").removesuffix("+1")
+        assert "=" not in text and "+1" not in text
+        assert row["reward_components"]["digits"] == sum(character.isdigit() for character in text)
     for key in ("mean@3", "pass@3", "maj@3", "accuracy"):
         assert f"validation/validation/{key}" in before
     assert (tmp_path / "run/checkpoints/latest/huggingface/config.json").is_file()
