@@ -8,6 +8,7 @@ from megatron_rl.config.engine_options import REFUSED
 from megatron_rl.config.server import SERVER_ENGINES
 
 _BITWISE_ENGINES = ("hf", "vllm", "megatron")
+_WHOLE_VOCABULARY = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "validation_top_p": 1.0, "validation_top_k": -1}
 
 
 def check_rollout(config: CheckedConfig) -> None:
@@ -81,6 +82,14 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
         expected="an engine in the ranks",
         hint="set schedule.steps_per_update=null and schedule.replay=null, or rollout.engine=vllm",
     )
+    for leaf, off in _WHOLE_VOCABULARY.items():
+        config.require(
+            config.get(f"rollout.{leaf}") == off,
+            f"rollout.{leaf}",
+            f"with rollout.engine = {engine!r}: servers do not tell what they draw from, and training must know it",
+            expected=repr(off),
+            hint="leave it out, or set rollout.engine=vllm",
+        )
 
 
 def _check_options(config: CheckedConfig) -> None:

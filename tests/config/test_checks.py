@@ -96,6 +96,8 @@ def test_defaults_pass() -> None:
         ),
         ([VLLM, "rollout.server.restarts=-1"], "rollout.server.restarts", "is negative"),
         ([VLLM, "rollout.bitwise=true", "model.dtype=float32"], "rollout.engine", "computes in its own way"),
+        ([VLLM, "rollout.top_p=0.9"], "rollout.top_p", "servers do not tell what they draw from"),
+        ([VLLM, "rollout.validation_top_k=20"], "rollout.validation_top_k", "servers do not tell what they draw from"),
         ([VLLM, "hybrid.lora=adapter"], "hybrid.lora", "which has no place for adapters"),
         (["rollout.bitwise=true", "model.dtype=bfloat16"], "model.dtype", "only float32 is computed in the same order"),
         (
