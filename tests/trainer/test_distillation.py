@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
+from megatron_rl.lifecycle.changes import find_dependencies
 from megatron_rl.roles.inputs import read_rl_inputs
 from megatron_rl.types import UserError
 from rl_runs import make_task, overrides_for, read_records, train
@@ -182,6 +183,15 @@ def test_what_is_refused_before_anything_is_built(extra: list[str], found: str, 
     with pytest.raises(UserError) as caught:
         read_rl_inputs(load_config(None, overrides).config, 2)
     assert found.format() in str(caught.value)
+
+
+def test_a_checkpoint_depends_on_its_teachers(lesson: Path, tmp_path: Path) -> None:
+    """Weights that have changed are found when a run is resumed."""
+    digests = set()
+    for name in ("wide", "other", "wide"):
+        overrides = overrides_for(lesson, tmp_path, *ALONE, f"teachers.math.path={lesson}/{name}")
+        digests.add(find_dependencies(load_config(None, overrides).config)["teachers"]["digest"])
+    assert len(digests) == 2
 
 
 def test_distillation_without_a_teacher_is_refused(lesson: Path, tmp_path: Path) -> None:
