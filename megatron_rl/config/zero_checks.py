@@ -54,7 +54,6 @@ def _list_wanted(section: str, offloaded: str | None) -> Iterator[tuple[str, Any
         yield f"{section}.use_distributed_optimizer", True, "optimizer states are always sharded"
         yield f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"
         yield f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"
-        yield f"{section}.optimizer", "adam", "Muon takes whole matrices"
         yield f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"
     if offloaded is not None:
         yield f"{offloaded}.offload", False, "the ranks share these weights already"

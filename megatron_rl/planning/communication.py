@@ -8,16 +8,20 @@ another node; then all of its bytes are counted there, as its slowest link decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
+from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
+from megatron_rl.planning.gathered import count_gathered
 from megatron_rl.planning.parameters import DTYPE_BYTES, compute_role_bytes
 
 WITHIN, ACROSS = "within node", "across nodes"
+_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,10 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
     yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
-    if role.trainable and isinstance(section, TrainedConfig):
+    if section.zero_stage == FULLY_SHARDED:
+        size = _shared_bytes(job, work, role, forwards, trainings)
+        yield count("DP", link_of(layout, cluster, "cp", "dp"), size)
+    elif role.trainable and isinstance(section, TrainedConfig):
         held = compute_role_bytes(
             shape,
             layout,
@@ -111,6 +118,28 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
         moved = held.gradients + trained if section.use_distributed_optimizer else 2 * held.gradients
         link = link_of(layout, cluster, "cp", "dp")
         yield count("DP", link, work.optimizer_steps * moved * (replicas - 1) / replicas)
+
+
+def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, trainings: int) -> float:
+    """Weights that are gathered and gradients that are reduced when data parallel ranks share them (ZeRO-3).
+
+    A microbatch gathers everything in its forward pass, the layers once more in its backward pass, and reduces
+    gradients in float32. The ends of a stage stay during a pass that is forward only. Microbatches are taken as full,
+    at least one per optimizer step.
+    """
+    layout, section = job.layout_of(role), role.layout
+    found = count_gathered(job.shape_of(role), layout, layout.first_rank)
+    layers = found.num_layers * found.dense, found.num_layers * found.experts
+    replicas = layout.dp_size * layout.cp_size
+    budget = section.max_tokens_per_microbatch
+    scored = math.ceil(work.tokens / layout.dp_size / budget)
+    trained = max(scored, work.optimizer_steps // max(work.passes, 1))
+    itemsize, total = DTYPE_BYTES[job.config.model.dtype], 0.0
+    for inside, ends, count in ((layers[0], found.ends, replicas), (layers[1], 0, replicas // layout.ep_size)):
+        gathered = forwards * (scored * inside + ends) + trainings * trained * (2 * inside + ends)
+        reduced = trainings * trained * (inside + ends)
+        total += (gathered * itemsize + reduced * _FLOAT) * (count - 1) / count
+    return total
 
 
 def _engine_traffic(job: Job, work: Workload) -> Traffic:

@@ -16,9 +16,11 @@ from functools import lru_cache
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.activations import compute_activation_bytes
 from megatron_rl.planning.cluster import Job, build_layout
+from megatron_rl.planning.gathered import GatheredBytes, compute_gathered_bytes
 from megatron_rl.planning.parameters import (
     DTYPE_BYTES,
     RoleBytes,
@@ -162,6 +164,7 @@ def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
         dtype=job.config.model.dtype,
         is_trained=role.trainable,
         use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False),
+        is_fully_sharded=role.layout.zero_stage == FULLY_SHARDED,
         adapters=job.adapters_of(role),
     )
 
@@ -197,10 +200,15 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
         num_microbatches=count_microbatches(job, layout, section) if is_update else None,
         fused=job.cluster.has_fused_attention,
     )
-    is_logits = found.logits > found.transient
+    gathered = GatheredBytes(0, 0)
+    if section.zero_stage == FULLY_SHARDED:
+        dtype = job.config.model.dtype
+        gathered = compute_gathered_bytes(shape, layout, rank, dtype=dtype, is_update=is_update)
+    is_logits = found.logits + gathered.head > found.transient + gathered.layers
     return {
         "activations": found.stored + (0 if is_logits else found.transient),
         "logits": found.logits * is_logits,
+        "gathered weights": gathered.head if is_logits else gathered.layers,
         "dequantized": _find_largest_matrix(job, rank, role),
     }
 
@@ -236,7 +244,8 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         own, per_token = 0, per_token // job.layout.pp_size
     else:
         weights = compute_engine_numel(shape, tp) * itemsize
-        shares = config.hybrid.alias_weights and rank in job.layout.ranks
+        is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
+        shares = config.hybrid.alias_weights and rank in job.layout.ranks and is_whole
         place = (rank - job.rollout_ranks.start) % tp
         adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
         unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
@@ -257,6 +266,8 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
     fresh = {"gradients": actor.gradients, "optimizer": actor.optimizer // 3 if config.model.dtype != "float32" else 0}
+    if config.actor.zero_stage == FULLY_SHARDED:  # its float32 weights are its weights, and it has no buffers
+        fresh = {"gradients": 0, "optimizer": 0}
     moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])
     in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank
     staging = 2 * config.hybrid.bucket_bytes if moves and in_buckets else 0

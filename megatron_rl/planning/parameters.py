@@ -5,6 +5,7 @@ Which parameters a rank has, and their shapes, come from the placement tables th
 megatron-core lays them out is arithmetic (`param_and_grad_buffer.py`, `distrib_optimizer.py` there): parameters lie in
 one buffer per kind (dense, expert) in reverse order of the model; with the distributed optimizer each starts at a
 multiple of 64 elements, a bucket ends at a multiple of lcm(DP, 128), and DP rank r owns the r-th part of every bucket.
+Under ZeRO-3 there are no buffers: a rank has its rows of every parameter (`weights/row_shards.py`).
 
 Invariant (asserted in tests/planning/test_parameters.py against real actors): the three numbers are those of the run,
 rank by rank and byte by byte. Not counted: Adam's step counters, a scalar per parameter.
@@ -23,6 +24,7 @@ from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
 from megatron_rl.weights.quantization import count_bytes, is_quantized
 from megatron_rl.weights.rollout_layout import vllm_placements
+from megatron_rl.weights.row_shards import find_shard_places
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4
@@ -51,12 +53,14 @@ class Parameter:
     Attributes:
         name: inside the chunk.
         numel: elements on this rank.
+        rows: its first dimension, which ZeRO-3 cuts.
         is_expert: its gradient is reduced over the replicas of an expert only (expert parallelism).
         is_shared: the embedding that the first and last pipeline stage both hold.
     """
 
     name: str
     numel: int
+    rows: int
     is_expert: bool
     is_shared: bool
 
@@ -66,9 +70,9 @@ class RoleBytes:
     """Bytes on one rank that last as long as the role does.
 
     Attributes:
-        parameters: weights in the training dtype, with the padding of their buffers.
+        parameters: weights in the training dtype, with the padding of their buffers; float32 under ZeRO-3.
         gradients: float32 buffers; 0 for a role without an optimizer.
-        optimizer: Adam's two moments, and float32 weights where training is in bfloat16.
+        optimizer: Adam's two moments, and float32 weights where training is in bfloat16 (not under ZeRO-3).
     """
 
     parameters: int
@@ -141,7 +145,9 @@ def _read_parameters(
         if name.endswith(PADDED_PARAMETERS):
             size[0] = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
     return [
-        Parameter(name, math.prod(sizes[name]), is_expert=ep_size > 1 and ".experts." in name, is_shared=False)
+        Parameter(
+            name, math.prod(sizes[name]), sizes[name][0], is_expert=ep_size > 1 and ".experts." in name, is_shared=False
+        )
         for name in sorted(sizes, key=_position)
     ]
 
@@ -162,6 +168,7 @@ def compute_role_bytes(
     dtype: str,
     is_trained: bool = True,
     use_distributed_optimizer: bool = True,
+    is_fully_sharded: bool = False,
     adapters: AdapterShape | None = None,
 ) -> RoleBytes:
     """Bytes of one role on one rank.
@@ -173,10 +180,16 @@ def compute_role_bytes(
         dtype: of parameters, "float32" or "bfloat16".
         is_trained: the role has gradients and an optimizer.
         use_distributed_optimizer: shard optimizer states over DP (ZeRO-1).
+        is_fully_sharded: shard weights and gradients as well (ZeRO-3).
         adapters: that are trained in the place of the model.
     """
     size, frozen = DTYPE_BYTES[dtype], 0  # bytes of an element, and of all weights that are not trained
     chunks = list_chunks(shape, layout, rank)
+    if is_fully_sharded:
+        held, owned = _count_shards([p for chunk in chunks for p in chunk], layout, rank)
+        if not is_trained:
+            return RoleBytes(held * size, 0, 0)
+        return RoleBytes(held * _MAIN_BYTES, held * _GRADIENT_BYTES, owned * 2 * _MOMENT_BYTES)
     if not is_trained:
         return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size, 0, 0)
     if adapters is not None:
@@ -202,6 +215,18 @@ def compute_role_bytes(
             owned += mine
     per_owned = 2 * _MOMENT_BYTES + (_MAIN_BYTES if dtype != "float32" else 0)
     return RoleBytes(frozen + in_buffers * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
+
+
+def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int) -> tuple[int, int]:
+    """Elements of the shards of a rank: with the padding that makes all of them as large as the first, and without."""
+    held = owned = 0
+    places = find_shard_places(layout, rank)
+    for p in params:
+        place, width = places[p.is_expert], p.numel // p.rows
+        start, stop = place.cut(p.rows)
+        held += -(-p.rows // place.count) * width
+        owned += (stop - start) * width
+    return held, owned
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, int]:

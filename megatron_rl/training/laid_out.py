@@ -15,9 +15,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.quantization import list_quantized
-from megatron_rl.weights.row_shards import find_shard_places, row_shard_placements
+from megatron_rl.weights.row_shards import find_shard_key, training_placements
 from megatron_rl.weights.tables import PlacementTable
 
 
@@ -58,8 +57,7 @@ class LaidOutModel:
 
     def placements(self, rank: int) -> PlacementTable:
         """ShardBox table of any rank of the layout, without adapters."""
-        place = row_shard_placements if self.is_fully_sharded else megatron_placements
-        return place(self.shape, self.layout, rank)
+        return training_placements(self.shape, self.layout, rank, is_fully_sharded=self.is_fully_sharded)
 
     @property
     def trained(self) -> Any:
@@ -90,8 +88,7 @@ class LaidOutModel:
 
     def shard_key(self, rank: int) -> Hashable:
         """Ranks with equal keys have equal placement tables."""
-        at = self.layout.expert_coordinates(rank)
-        return at.tp, at.pp, at.ep, find_shard_places(self.layout, rank) if self.is_fully_sharded else None
+        return find_shard_key(self.layout, rank, is_fully_sharded=self.is_fully_sharded)
 
     @property
     def pad_multiple(self) -> int:

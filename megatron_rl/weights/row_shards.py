@@ -8,6 +8,7 @@ so that all data parallel ranks share the rows of the table.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,19 @@ def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, Sh
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
     return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, replicas // layout.ep_size)
+
+
+def training_placements(
+    shape: ModelShape, layout: ParallelLayout, rank: int, *, is_fully_sharded: bool
+) -> PlacementTable:
+    """Placements of all parameters of one rank's model chunks, or of their shards (ZeRO-3)."""
+    return (row_shard_placements if is_fully_sharded else megatron_placements)(shape, layout, rank)
+
+
+def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool) -> Hashable:
+    """Ranks with equal keys have equal placements."""
+    at = layout.expert_coordinates(rank)
+    return at.tp, at.pp, at.ep, find_shard_places(layout, rank) if is_fully_sharded else None
 
 
 def row_shard_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:

@@ -26,6 +26,7 @@ from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import vllm_placements
 from tiny_models import save_tiny_model
 
+ZERO_3 = dict(zero_stage=3)
 SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
 LORA = dict(lora=LoraConfig(rank=4, target_modules=["q_proj", "o_proj", "up_proj"]))
 CASES = {
@@ -45,6 +46,10 @@ CASES = {
     "lora-tp2-dp2-sp-bf16": ("qwen2", Case(4, dict(tp_size=2), SP | LORA, dtype="bfloat16")),
     "qlora-tp2-bf16": ("qwen2 wide", Case(2, dict(tp_size=2), LORA | dict(quantization="nf4"), dtype="bfloat16")),
     "lora-pp2-replicated": ("qwen3", Case(2, dict(pp_size=2), REPLICATED | LORA)),
+    "zero3-pp2-dp2-tied-bf16": ("qwen2", Case(4, dict(pp_size=2), ZERO_3, dtype="bfloat16")),
+    "zero3-dp3": ("qwen3", Case(3, actor=ZERO_3)),
+    "zero3-tp2-cp2": ("llama", Case(4, dict(tp_size=2, cp_size=2), ZERO_3)),
+    "zero3-moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), ZERO_3, dtype="bfloat16")),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
 ALWAYS = (
@@ -55,6 +60,7 @@ ALWAYS = (
     "moe-ep2-dp4-bf16",
     "lora-tp2-dp2-sp-bf16",
     "qlora-tp2-bf16",
+    "zero3-pp2-dp2-tied-bf16",
 )
 
 
@@ -70,6 +76,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def measure(actor: Actor) -> RoleBytes:
     """What the actor's tensors take."""
+    if actor.model.is_fully_sharded:
+        return measure_shards(actor)
     modules = actor.model.modules
     buffers = [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
     weights = [p.data for p in actor.model.stages.parameters()]
@@ -89,6 +97,15 @@ def measure(actor: Actor) -> RoleBytes:
     quantized = sum(matrix.nbytes for matrix in list_quantized_linears(actor.model.stages).values())
     weights_bytes = quantized + sum(t.nbytes for t in in_buffers or weights)
     return RoleBytes(weights_bytes, sum(b.grad_data.nbytes for b in buffers), states)
+
+
+def measure_shards(actor: Actor) -> RoleBytes:
+    """The same under ZeRO-3; storages, which are padded where the rows of a parameter do not divide."""
+    params, state = [*actor.model.params.values()], actor.optimizer.megatron.optimizer.state
+    moments = sum(x.nbytes for states in state.values() for x in states.values() if x.ndim > 0)
+    grads = {p.grad.untyped_storage() for *_, p in actor.optimizer.megatron._shards}  # of a unit: one
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in grads}
+    return RoleBytes(sum(p.untyped_storage().nbytes() for p in params), sum(sizes.values()), moments)
 
 
 def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[RoleBytes, list[list[str]]]:
@@ -115,6 +132,7 @@ def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> N
             rank,
             dtype=case.dtype,
             use_distributed_optimizer=case.actor.get("use_distributed_optimizer", True),
+            is_fully_sharded=case.actor.get("zero_stage") == 3,
             adapters=adapters,
         )
         assert planned == found, f"rank {rank}"

@@ -72,7 +72,7 @@ class Layout:
         ).config
 
 
-SP = dict(sequence_parallel=True)
+SP, ZERO_3 = dict(sequence_parallel=True), dict(zero_stage=3)
 LAYOUTS = {
     "one": Layout(),
     "qk-norm": Layout(family="qwen3"),
@@ -85,6 +85,11 @@ LAYOUTS = {
     "cp2": Layout(2, dict(cp_size=2)),
     "dp2": Layout(2),
     "experts ep2": Layout(2, dict(ep_size=2), family="qwen3_moe"),
+    "zero 3 dp2": Layout(2, actor=ZERO_3),
+    "zero 3 dp2 full recomputation": Layout(2, actor=ZERO_3 | dict(recompute_granularity="full")),
+    "zero 3 pp2 dp2": Layout(4, dict(pp_size=2), ZERO_3),
+    "zero 3 tp2 cp2": Layout(4, dict(tp_size=2, cp_size=2), ZERO_3 | SP),
+    "zero 3 experts ep2 dp4": Layout(4, dict(ep_size=2), ZERO_3, family="qwen3_moe"),
 }
 
 

@@ -6,6 +6,7 @@ Not covered: whether real steps take as long; the report says that its seconds a
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, link_of, list_traffic
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.parameters import compute_role_bytes
+from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
 from megatron_rl.planning.steptime import Assumptions, build_workload, compute_bubble, count_operations, predict_step
 from megatron_rl.planning.switch import plan_switch
 from planning_jobs import make_job, published_shape, small_shape
@@ -62,6 +63,22 @@ def test_data_parallel_gradients_and_weights() -> None:
     assert traffic(job)["actor DP"].bytes_per_rank == int(2 * (role.gradients + role.parameters) * 7 / 8)
 
 
+def test_shared_weights_are_gathered_by_every_microbatch() -> None:
+    """ZeRO-3: twice in bfloat16 for each layer, once for what is around them, and float32 gradients of both."""
+    settings = "actor.zero_stage=3", "actor.max_tokens_per_microbatch=4096"
+    (chunk,) = list_chunks(small_shape(), ParallelLayout(8), 0)
+    layers = sum(p.numel for p in chunk if ".layers." in p.name)
+    ends = sum(p.numel for p in chunk) - layers
+    microbatches = TOKENS // 8 // 4096
+    assert TOKENS % (8 * 4096) == 0 and microbatches >= 2
+    update = microbatches * ((2 * layers + ends) * BYTES + 4 * (layers + ends))
+    job = make_job(small_shape(), *settings)
+    assert traffic(job)["actor DP"].bytes_per_rank == int(update * 7 / 8)
+    scored = make_job(small_shape(), *settings, RECOMPUTE)
+    forward = (microbatches * layers + ends) * BYTES
+    assert traffic(scored)["actor DP"].bytes_per_rank == int((update + forward) * 7 / 8)
+
+
 def test_pipeline_sends_its_boundary() -> None:
     job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4", RECOMPUTE)
     assert traffic(job)["actor PP"].bytes_per_rank == 3 * TOKENS / 2 * HIDDEN * BYTES
@@ -95,6 +112,8 @@ def test_link_classes(sizes: dict[str, int], axes: tuple[str, ...], link: str) -
 def test_switch_moves_what_the_engine_lacks() -> None:
     """From TP 2 to TP 1 every rank lacks the other half of the split matrices; from TP 1 to TP 1 nothing."""
     assert plan_switch(make_job(small_shape())).summary.bytes_moved == 0
+    shared = plan_switch(make_job(small_shape(), "actor.zero_stage=3", gpus_per_node=2)).summary
+    assert shared.bytes_moved == sum(math.prod(size) for size in small_shape().logical_tensors().values()) * BYTES
     job = make_job(small_shape(), "actor.tensor_model_parallel_size=2", gpus_per_node=2)
     q, kv, ffn = 64 * 64, 32 * 64, 96 * 64
     split = LAYERS * (2 * q + 2 * kv + 3 * ffn) + 2 * 512 * 64
