@@ -260,6 +260,8 @@ def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
         ("critic.ppo_micro_batch_size_per_gpu=3", "critic.max_tokens_per_microbatch", 3 * 2048),
         ("critic.model.enable_gradient_checkpointing=true", "critic.recompute_granularity", "full"),
         ("critic.model.fsdp_config.optimizer_offload=true", "critic.offload_optimizer", True),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=true", "actor.zero_stage", 3),
+        ("critic.model.fsdp_config.reshard_after_forward=false", "critic.zero_stage", 1),
         (f"{ROLLOUT}.val_kwargs.n=4", "rollout.validation_n", 4),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "actor.max_tokens_per_microbatch", 2 * 2048),
         (f"{ACTOR}.optim.betas=[0.8, 0.9]", "actor.adam_beta1", 0.8),

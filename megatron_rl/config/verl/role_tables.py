@@ -11,7 +11,9 @@ from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed
 OFF = ((-1, 0),)
 BUDGET = "max_tokens_per_microbatch bounds every forward pass"
 MEGATRON = "the models run on megatron-core"
+FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
 _SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
+STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
 FUSED = "kernels are chosen by what is installed"
 _LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
 LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
@@ -38,7 +40,8 @@ def megatron_names(role: str) -> dict[str, Alias]:
         "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),
         "megatron.override_transformer_config.attention_backend": Ignored(FUSED),
         **dict.fromkeys(("fsdp_config.param_offload", "megatron.param_offload"), Ignored(_SHARED)),
-        "strategy": Ignored(MEGATRON),
+        "strategy": Ignored(FSDP),
+        "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),
         "load_weight": Only((True,), "weights are always read"),
         "ulysses_sequence_parallel_size": Renamed(f"{role}.context_parallel_size"),
     }

@@ -15,10 +15,12 @@ from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed, SameAs
 from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS
 from megatron_rl.config.verl.role_tables import (
     BUDGET,
+    FSDP,
     FUSED,
     LAYOUT_LEAVES,
     MEGATRON,
     OFF,
+    STAGES,
     lora_names,
     megatron_names,
     trainable_names,
@@ -67,6 +69,7 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
     "model.fsdp_config.param_offload": Ignored("critic weights stay on the device"),
     "model.fsdp_config.optimizer_offload": Renamed("critic.offload_optimizer"),
+    "model.fsdp_config.reshard_after_forward": Renamed("critic.zero_stage", STAGES, closed=True),
     "megatron.param_offload": Ignored("critic weights stay on the device"),
     "cliprange_value": Renamed("critic.value_clip"),
     "ppo_mini_batch_size": SameAs("actor.ppo_mini_batch_size"),
@@ -190,6 +193,7 @@ _MODEL: dict[str, Alias] = {
 }
 
 _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
+    "model.fsdp_config.reshard_after_forward": Renamed("reward_model.zero_stage", STAGES, closed=True),
     "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
     "model.use_remove_padding": Ignored(_PACKED),
     "model.trust_remote_code": Only((False,), "code of a model directory is never run"),
@@ -325,7 +329,7 @@ PATTERNS: Mapping[str, Ignored] = {
     **dict.fromkeys(("ray_init.*", "ray_kwargs.*"), Ignored("there is no Ray in a run")),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
-    "*.fsdp_config.*": Ignored(MEGATRON),
+    "*.fsdp_config.*": Ignored(FSDP),
     "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
     "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),
