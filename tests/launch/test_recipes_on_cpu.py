@@ -35,6 +35,7 @@ RECIPES = {  # recipe -> family of its model
     "qwen2.5_7b_distill": "qwen2",
     "qwen2.5_7b_gsm8k": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
+    "qwen3_30b_a3b_zero3": "qwen3_moe",
     "qwen3_8b_math": "qwen3",
 }
 ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and so many that responses end in others

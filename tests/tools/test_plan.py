@@ -39,6 +39,7 @@ def test_recipes_are_shipped_for_real_models() -> None:
         "qwen2.5_72b_lora",
         "qwen2.5_72b_math",
         "qwen3_30b_a3b_math",
+        "qwen3_30b_a3b_zero3",
     } <= names
 
 
