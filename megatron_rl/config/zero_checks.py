@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.config.checked import CheckedConfig
 
 FULLY_SHARDED = 3
-_SECTIONS = {"actor": "reference", "critic": None, "reward_model": "reward_model"}  # and whose weights may be offloaded
+_TRAINED = ("actor", "critic")
 
 
 def check_zero_stages(config: CheckedConfig) -> None:
@@ -18,7 +18,7 @@ def check_zero_stages(config: CheckedConfig) -> None:
     Raises:
         UserError: the first thing found.
     """
-    for section, offloaded in _SECTIONS.items():
+    for section in (*_TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
         name = f"{section}.zero_stage"
         stage = config.get(name)
         config.require(
@@ -30,7 +30,7 @@ def check_zero_stages(config: CheckedConfig) -> None:
         )
         if stage != FULLY_SHARDED:
             continue
-        for other, wanted, why in _list_wanted(section, offloaded):
+        for other, wanted, why in _list_wanted(section):
             config.require(
                 config.get(other) == wanted,
                 other,
@@ -47,13 +47,14 @@ def check_zero_stages(config: CheckedConfig) -> None:
     )
 
 
-def _list_wanted(section: str, offloaded: str | None) -> Iterator[tuple[str, Any, str]]:
+def _list_wanted(section: str) -> Iterator[tuple[str, Any, str]]:
     """Settings, the value that each must have, and why."""
-    if section != "reward_model":
+    if section in _TRAINED:
         yield f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"
         yield f"{section}.use_distributed_optimizer", True, "optimizer states are always sharded"
         yield f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"
         yield f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"
         yield f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"
-    if offloaded is not None:
-        yield f"{offloaded}.offload", False, "the ranks share these weights already"
+    if section != "critic":
+        name = "reference" if section == "actor" else section  # the reference has the actor's layout
+        yield f"{name}.offload", False, "the ranks share these weights already"

@@ -71,7 +71,6 @@ def _load_output_weight(model: PackedModel, teacher: LearnedTeacher) -> torch.Te
     boxes = [box for box in table if box.hf_name == source]
     stage = model.stages[-1]
     assert isinstance(stage, HiddenStatesModel), "it is a language model"
-    rows = stage.output_weight
-    weight = rows.new_zeros(len(rows), shape.hidden_size).detach()
+    weight = torch.zeros(len(stage.output_weight), shape.hidden_size, dtype=model.dtype, device=model.device)
     load_weights(Path(teacher.path), teacher.shape, boxes, {boxes[0].param: weight})
     return weight

@@ -25,6 +25,8 @@ GIVEN = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"
         (["actor.zero_stage=3", "reference.offload=true"], "reference.offload"),
         (["reward_model.zero_stage=3", "reward_model.offload=true"], "reward_model.offload"),
         (["actor.zero_stage=3", "rollout.engine=megatron"], "rollout.engine"),
+        (["teachers.big.path=b", "teachers.big.zero_stage=2"], "teachers.big.zero_stage"),
+        (["teachers.big.path=b", "teachers.big.zero_stage=3", "teachers.big.offload=true"], "teachers.big.offload"),
     ],
 )
 def test_what_cannot_be_done_is_refused(overrides: list[str], source: str) -> None:
