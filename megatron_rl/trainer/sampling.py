@@ -83,6 +83,8 @@ def build_rollout_members(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
     )
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, inputs.stop)
+    if "critic" in roles:
+        hybrid.also_release(roles["critic"].optimizer)
     stream = open_stream(
         generator,
         prompts,

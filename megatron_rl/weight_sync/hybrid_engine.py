@@ -142,6 +142,11 @@ class HybridEngine:
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
+        self._releasable = [actor.optimizer]
+
+    def also_release(self, training: Releasable) -> None:
+        """Name what another role holds for its training, which it gives back as the actor does before a rollout."""
+        self._releasable.append(training)
 
     def _list_cargoes(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[Cargo]:
         """What the engines get: the model with its adapters in it, or the model and then its adapters."""
@@ -223,7 +228,8 @@ class HybridEngine:
         Training memory is given back before the engine takes its own, and the engine sleeps before
         training takes it back, so that the peak is that of one mode, not of both.
         """
-        self._actor.optimizer.release()
+        for training in self._releasable:
+            training.release()
         self.reshard()
         try:
             yield self
