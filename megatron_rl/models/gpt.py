@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
@@ -36,6 +37,7 @@ from megatron_rl.models.quantized import quantize_spec
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.batch_invariant import pad_rows
+from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
@@ -146,6 +148,8 @@ def build_layer_spec(
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     if config.num_moe_experts:
+        moe: Any = moe_utils
+        moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
         mlp = mlp.experts.submodules
         if batch_invariant:
             mlp.linear_fc1, mlp.linear_fc2 = PaddedColumnParallelLinear, PaddedRowParallelLinear
@@ -229,6 +233,7 @@ def build_gpt_stages(
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
             _scale_embedding(model, shape.hidden_size**0.5)
         _mark_tensor_parallel_weights(model)
+        _place_weights(model, current_device())
         chunks.append(model)
     return torch.nn.ModuleList(chunks)
 
@@ -241,6 +246,16 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
         return output * rounded
 
     model.embedding.register_forward_hook(scale_output)
+
+
+def _place_weights(model: GPTModel, device: torch.device) -> None:
+    """megatron-core makes the weights of routers on the host, for a trainer that moves the whole model afterwards."""
+    for module in model.modules():
+        for name, weight in [*module.named_parameters(recurse=False)]:
+            if weight.device.type != device.type:
+                moved = torch.nn.Parameter(weight.to(device))
+                vars(moved).update({mark: x for mark, x in vars(weight).items() if mark not in vars(moved)})
+                module.register_parameter(name, moved)
 
 
 def _mark_tensor_parallel_weights(model: GPTModel) -> None:
