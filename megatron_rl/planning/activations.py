@@ -134,16 +134,15 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 def _count_logits(
     shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int, is_update: bool
 ) -> int:
-    """A chunk's logits as they are made and twice in float32, and the hidden states that they are made from.
+    """A chunk's logits twice in float32, and the hidden states that they are made from.
 
-    In an update also the gradients of those, of the logits and of the output layer.
+    In an update also the gradients of those, of the logits of the chunk before, and of the output layer.
     """
     columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
     tokens = config.max_tokens_per_microbatch // layout.cp_size
     chunk, hidden = min(config.logprob_chunk_tokens, tokens), tokens * shape.hidden_size * itemsize
-    made = itemsize if itemsize < _FLOAT else 0  # float32 logits are not converted
     if not is_update:
-        return chunk * columns * (made + 2 * _FLOAT) + hidden
+        return chunk * columns * 2 * _FLOAT + hidden
     is_single = config.logprob_chunk_tokens >= tokens
-    weight = columns * shape.hidden_size * (itemsize if is_single else _FLOAT + itemsize)
-    return chunk * columns * (made + 2 * _FLOAT + min(itemsize, _FLOAT)) + weight + 2 * hidden
+    weight = columns * shape.hidden_size * (itemsize if is_single else _FLOAT)
+    return chunk * columns * (2 * _FLOAT + itemsize) + weight + 2 * hidden

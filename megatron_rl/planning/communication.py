@@ -88,12 +88,15 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     tokens = work.tokens / layout.dp_size / cp
     trainings = work.passes if role.trainable else 0
     # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
-    # parallelism gathers the inputs again for the gradients of the weights.
+    # parallelism gathers the inputs again for the gradients of the weights, which a model under adapters has not.
     rounds = forwards + trainings * (2 + (section.recompute_granularity == "full"))
     layers = shape.num_layers / pp
     hidden = tokens * shape.hidden_size * itemsize
-    extra = 0.5 * trainings if section.sequence_parallel else 0.0
-    yield count("TP", link_of(layout, cluster, "tp"), 4 * layers * (rounds + extra) * hidden * (tp - 1) / tp)
+    extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
+    # Once forward and once backward after the embedding, and before the head, which other stages do not have.
+    ends = (forwards + 2 * trainings) * (2 if pp == 1 else 1)
+    times = 4 * layers * (rounds + extra) + ends
+    yield count("TP", link_of(layout, cluster, "tp"), times * hidden * (tp - 1) / tp)
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged = 2 * shape.experts_per_token * hidden / (tp if section.sequence_parallel else 1)

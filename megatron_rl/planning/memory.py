@@ -131,13 +131,16 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         host += role.training.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
-    phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting)]
+    # From the second minibatch of a step on, all roles that are trained have taken back what they had given.
+    trained = {role.title: _role_bytes(job, rank, role).total for role in job.others if role.trainable}
+    updating = base | training | resting | trained
+    phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting, updating)]
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
         scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
         phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
-    phases.append(Phase("actor update", base | training | resting | update))
+    phases.append(Phase("actor update", updating | update))
     phases = [Phase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return replace(memory, phases=phases, host_bytes=host)
 
@@ -177,14 +180,15 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
     return held.parameters + gradients + (0 if role.training.offload_optimizer else held.optimizer)
 
 
-def _scoring_phases(job: Job, rank: int, resident: dict[str, int]) -> Iterator[Phase]:
+def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[Phase]:
+    """Of other roles: what is there while they score, and while they are updated."""
     for role in job.others:
-        at_work = resident | {role.title: _role_bytes(job, rank, role).total}
+        held = _role_bytes(job, rank, role)
+        at_work = resident | {role.title: _resting_bytes(role, held) if role.trainable else held.total}
         name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
         yield Phase(name, at_work | _activations(job, rank, role))
         if role.trainable:
-            update = _activations(job, rank, role, is_update=True)
-            yield Phase(f"{role.title} update", at_work | update)
+            yield Phase(f"{role.title} update", updating | _activations(job, rank, role, is_update=True))
 
 
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:

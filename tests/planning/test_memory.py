@@ -76,7 +76,9 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
     assert not {"gradients", "optimizer", "reference", "reward model"} & found["rollout"].parts.keys()
     assert found["rollout"].parts["critic"] == critic.parameters + critic.optimizer
     assert found["critic update"].parts["critic"] == critic.total
-    assert "optimizer" not in found["critic update"].parts
+    assert found["values"].parts["critic"] == critic.parameters + critic.optimizer, "its gradients stay away"
+    # The second minibatch of a step finds all that the first has taken back.
+    assert found["critic update"].parts["optimizer"] == actor.optimizer
     update = found["actor update"].parts
     assert (update["gradients"], update["optimizer"]) == (actor.gradients, actor.optimizer)
     assert found["log-probs"].parts["reference"] == weights_only

@@ -42,18 +42,20 @@ def test_one_rank_sends_nothing() -> None:
 def test_tensor_parallel_all_reduces() -> None:
     """Two per layer and pass over all tokens of the DP rank; log-probs, forward and backward are three passes.
 
+    One more per pass is that of the embedding, or of the hidden states whose gradients the head gives.
     Where the first pass of the update gives the log-probs, two are left; a reference is one more.
     """
     two_ranks = "actor.tensor_model_parallel_size=2"
     job = make_job(small_shape(), two_ranks, RECOMPUTE)
     ring = 2 * (2 - 1) / 2  # bytes that a ring all-reduce over two ranks sends, per byte
-    expected = 2 * LAYERS * 3 * TOKENS / 4 * HIDDEN * BYTES * ring
+    one = TOKENS / 4 * HIDDEN * BYTES * ring
+    expected = (2 * LAYERS + 1) * 3 * one
     assert traffic(job)["actor TP"].bytes_per_rank == expected
     for settings, passes in (([], 2), (["algorithm.kl_coef=0.1"], 3), (["algorithm.kl_coef=0.1", RECOMPUTE], 4)):
         found = traffic(make_job(small_shape(), two_ranks, *settings))["actor TP"].bytes_per_rank
         assert found == expected * passes / 3
     recomputed = make_job(small_shape(), two_ranks, RECOMPUTE, "actor.recompute_granularity=full")
-    assert traffic(recomputed)["actor TP"].bytes_per_rank == expected * 4 / 3
+    assert traffic(recomputed)["actor TP"].bytes_per_rank == (2 * LAYERS * 4 + 3) * one
 
 
 def test_data_parallel_gradients_and_weights() -> None:
