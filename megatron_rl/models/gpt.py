@@ -252,7 +252,7 @@ def _place_weights(model: GPTModel, device: torch.device) -> None:
     """megatron-core makes the weights of routers on the host, for a trainer that moves the whole model afterwards."""
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
-            if weight.device.type != device.type:
+            if not weight.is_meta and weight.device.type != device.type:
                 moved = torch.nn.Parameter(weight.to(device))
                 vars(moved).update({mark: x for mark, x in vars(weight).items() if mark not in vars(moved)})
                 module.register_parameter(name, moved)

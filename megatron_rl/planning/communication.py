@@ -18,7 +18,7 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.gathered import count_gathered
-from megatron_rl.planning.parameters import DTYPE_BYTES, compute_role_bytes
+from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes
 
 WITHIN, ACROSS = "within node", "across nodes"
 _FLOAT = 4
@@ -113,7 +113,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
             layout,
             layout.first_rank,
             dtype=job.config.model.dtype,
-            use_distributed_optimizer=section.use_distributed_optimizer,
+            upkeep=Upkeep.of(section),
             adapters=job.adapters_of(role),
         )
         replicas = layout.dp_size * cp

@@ -24,6 +24,7 @@ from megatron_rl.planning.gathered import GatheredBytes, compute_gathered_bytes
 from megatron_rl.planning.parameters import (
     DTYPE_BYTES,
     RoleBytes,
+    Upkeep,
     compute_engine_numel,
     compute_role_bytes,
     list_chunks,
@@ -166,8 +167,7 @@ def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
         rank,
         dtype=job.config.model.dtype,
         is_trained=role.trainable,
-        use_distributed_optimizer=getattr(role.layout, "use_distributed_optimizer", False),
-        is_fully_sharded=role.layout.zero_stage == FULLY_SHARDED,
+        upkeep=Upkeep.of(role.layout),
         adapters=job.adapters_of(role),
     )
 
@@ -269,7 +269,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
-    fresh = {"gradients": actor.gradients, "optimizer": actor.optimizer // 3 if config.model.dtype != "float32" else 0}
+    fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights}
     if config.actor.zero_stage == FULLY_SHARDED:  # its float32 weights are its weights, and it has no buffers
         fresh = {"gradients": 0, "optimizer": 0}
     moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from megatron_rl.config.schema import LayoutConfig, TrainedConfig
+from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
-from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
 from megatron_rl.weights.quantization import count_bytes, is_quantized
 from megatron_rl.weights.rollout_layout import vllm_placements
@@ -54,6 +56,7 @@ class Parameter:
         name: inside the chunk.
         numel: elements on this rank.
         rows: its first dimension, which ZeRO-3 cuts.
+        is_matrix: a matrix of a layer, which Muon updates where the run has it.
         is_expert: its gradient is reduced over the replicas of an expert only (expert parallelism).
         is_shared: the embedding that the first and last pipeline stage both hold.
     """
@@ -61,6 +64,7 @@ class Parameter:
     name: str
     numel: int
     rows: int
+    is_matrix: bool
     is_expert: bool
     is_shared: bool
 
@@ -72,12 +76,14 @@ class RoleBytes:
     Attributes:
         parameters: weights in the training dtype, with the padding of their buffers; float32 under ZeRO-3.
         gradients: float32 buffers; 0 for a role without an optimizer.
-        optimizer: Adam's two moments, and float32 weights where training is in bfloat16 (not under ZeRO-3).
+        optimizer: moments, and float32 weights where training is in bfloat16 (not under ZeRO-3).
+        main_weights: these weights alone, which are there before the first step.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    main_weights: int = field(default=0, compare=False)
 
     @property
     def total(self) -> int:
@@ -146,7 +152,12 @@ def _read_parameters(
             size[0] = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
     return [
         Parameter(
-            name, math.prod(sizes[name]), sizes[name][0], is_expert=ep_size > 1 and ".experts." in name, is_shared=False
+            name,
+            math.prod(sizes[name]),
+            sizes[name][0],
+            is_matrix=is_layer_matrix(name, tuple(sizes[name])),
+            is_expert=ep_size > 1 and ".experts." in name,
+            is_shared=False,
         )
         for name in sorted(sizes, key=_position)
     ]
@@ -159,6 +170,33 @@ def _position(name: str) -> tuple[int, int, str, bool]:
     return next(i for i, part in enumerate(_ORDER) if part in name), expert, path[-1], last != "weight"
 
 
+@dataclass(frozen=True)
+class Upkeep:
+    """What updates a role, and what its data parallel ranks share.
+
+    Attributes:
+        optimizer: "adam", or "muon" with one moment of each matrix.
+        use_distributed_optimizer: states are shared (ZeRO-1).
+        is_fully_sharded: weights and gradients are, too (ZeRO-3).
+    """
+
+    optimizer: str = "adam"
+    use_distributed_optimizer: bool = True
+    is_fully_sharded: bool = False
+
+    @classmethod
+    def of(cls, section: LayoutConfig) -> Upkeep:
+        """As a section of the config has it."""
+        is_fully_sharded = section.zero_stage == FULLY_SHARDED
+        if not isinstance(section, TrainedConfig):
+            return cls(is_fully_sharded=is_fully_sharded)
+        return cls(section.optimizer, section.use_distributed_optimizer, is_fully_sharded)
+
+    def count_moments(self, parameter: Parameter) -> int:
+        """Of each element."""
+        return 1 if self.optimizer == "muon" and parameter.is_matrix else 2
+
+
 @lru_cache(maxsize=4096)
 def compute_role_bytes(
     shape: ModelShape,
@@ -167,8 +205,7 @@ def compute_role_bytes(
     *,
     dtype: str,
     is_trained: bool = True,
-    use_distributed_optimizer: bool = True,
-    is_fully_sharded: bool = False,
+    upkeep: Upkeep = Upkeep(),
     adapters: AdapterShape | None = None,
 ) -> RoleBytes:
     """Bytes of one role on one rank.
@@ -179,13 +216,12 @@ def compute_role_bytes(
         rank: of the role, 0 <= rank < layout.world_size.
         dtype: of parameters, "float32" or "bfloat16".
         is_trained: the role has gradients and an optimizer.
-        use_distributed_optimizer: shard optimizer states over DP (ZeRO-1).
-        is_fully_sharded: shard weights and gradients as well (ZeRO-3).
+        upkeep: its optimizer, and what is shared.
         adapters: that are trained in the place of the model.
     """
     size, frozen = DTYPE_BYTES[dtype], 0  # bytes of an element, and of all weights that are not trained
     chunks = list_chunks(shape, layout, rank)
-    if is_fully_sharded:
+    if upkeep.is_fully_sharded:
         held, owned = _count_shards([p for chunk in chunks for p in chunk], layout, rank)
         if not is_trained:
             return RoleBytes(held * size, 0, 0)
@@ -203,18 +239,20 @@ def compute_role_bytes(
         False: (layout.dp_size * layout.cp_size, at.cp + layout.cp_size * at.dp),
         True: (layout.dp_size * layout.cp_size // layout.ep_size, experts_at.dp),
     }
-    in_buffers = owned = 0
+    in_buffers = owned = moments = 0
     for chunk in chunks:
         for is_expert, (num_replicas, index) in replicas.items():
             members = [p for p in chunk if p.is_expert == is_expert]
-            if use_distributed_optimizer:
+            if upkeep.use_distributed_optimizer:
                 total, mine = _lay_out(members, num_replicas, index)
             else:
-                total = mine = sum(p.numel for p in members)
+                mine = [p.numel for p in members]
+                total = sum(mine)
             in_buffers += total
-            owned += mine
-    per_owned = 2 * _MOMENT_BYTES + (_MAIN_BYTES if dtype != "float32" else 0)
-    return RoleBytes(frozen + in_buffers * size, in_buffers * _GRADIENT_BYTES, owned * per_owned)
+            owned += sum(mine)
+            moments += sum(numel * upkeep.count_moments(p) for p, numel in zip(members, mine, strict=True))
+    main = owned * _MAIN_BYTES if dtype != "float32" else 0
+    return RoleBytes(frozen + in_buffers * size, in_buffers * _GRADIENT_BYTES, moments * _MOMENT_BYTES + main, main)
 
 
 def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int) -> tuple[int, int]:
@@ -229,8 +267,8 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
     return held, owned
 
 
-def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, int]:
-    """Elements of the buffer, and of the parameters' parts that replica `index` owns."""
+def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
+    """Elements of the buffer, and those of each parameter that replica `index` owns."""
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):
@@ -240,13 +278,13 @@ def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tup
         buckets[-1].append((start, start + parameter.numel))
         if parameter.is_shared:
             buckets.append([])
-    total = owned = 0
+    total, owned = 0, []
     for bucket in filter(None, buckets):
         size = _round_up(bucket[-1][1], alignment)
         low, high = index * (size // num_replicas), (index + 1) * (size // num_replicas)
-        owned += sum(max(0, min(stop, high) - max(start, low)) for start, stop in bucket)
+        owned += [max(0, min(stop, high) - max(start, low)) for start, stop in bucket]
         total += size
-    return total, owned
+    return total, owned[::-1]
 
 
 def _round_up(number: int, multiple: int) -> int:

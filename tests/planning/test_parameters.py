@@ -17,9 +17,10 @@ from role_setups import take_step
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.parameters import RoleBytes, compute_engine_numel, compute_role_bytes, list_chunks
+from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_engine_numel, compute_role_bytes, list_chunks
 from megatron_rl.roles.actor import Actor
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
@@ -50,6 +51,8 @@ CASES = {
     "zero3-dp3": ("qwen3", Case(3, actor=ZERO_3)),
     "zero3-tp2-cp2": ("llama", Case(4, dict(tp_size=2, cp_size=2), ZERO_3)),
     "zero3-moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), ZERO_3, dtype="bfloat16")),
+    "muon-dp2-bf16": ("qwen2", Case(2, actor=dict(optimizer="muon"), dtype="bfloat16")),
+    "muon-moe-ep2-replicated": ("qwen3_moe", Case(2, dict(ep_size=2), REPLICATED | dict(optimizer="muon"))),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
 ALWAYS = (
@@ -61,6 +64,7 @@ ALWAYS = (
     "lora-tp2-dp2-sp-bf16",
     "qlora-tp2-bf16",
     "zero3-pp2-dp2-tied-bf16",
+    "muon-dp2-bf16",
 )
 
 
@@ -131,8 +135,7 @@ def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> N
             layout,
             rank,
             dtype=case.dtype,
-            use_distributed_optimizer=case.actor.get("use_distributed_optimizer", True),
-            is_fully_sharded=case.actor.get("zero_stage") == 3,
+            upkeep=Upkeep.of(ActorConfig(**case.actor)),
             adapters=adapters,
         )
         assert planned == found, f"rank {rank}"
@@ -144,7 +147,9 @@ def test_shards_add_up_to_the_model(paths: dict[str, Path]) -> None:
     """ZeRO-1 splits the states of a replica: together they are those of one rank without it."""
     shape, layout = load_model_shape(paths["qwen3"]), ParallelLayout(8, tp_size=2)
     sharded = [compute_role_bytes(shape, layout, rank, dtype="bfloat16").optimizer for rank in range(0, 8, 2)]
-    whole = compute_role_bytes(shape, layout, 0, dtype="bfloat16", use_distributed_optimizer=False).optimizer
+    whole = compute_role_bytes(
+        shape, layout, 0, dtype="bfloat16", upkeep=Upkeep(use_distributed_optimizer=False)
+    ).optimizer
     assert sum(sharded) == whole
 
 
