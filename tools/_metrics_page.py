@@ -71,6 +71,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "largest log-prob change before the first optimizer step: 0 when everything agrees",
             "nats",
         ),
+        Metric("lora/norm", "of the products s B A of all adapters together: how far they have moved the model"),
         Metric("sft/loss", "SFT: next-token loss", "nats"),
     ),
     "KL": (

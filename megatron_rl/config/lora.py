@@ -23,7 +23,8 @@ class LoraConfig:
     target_modules: list[str] = option(
         [ALL_LINEAR],
         "Matrices that get adapters, by their names in PEFT: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-        "down_proj; all-linear: all of them, in a mixture of experts the first four.",
+        "down_proj (Mixtral: w1, w3, w2); all-linear: all of them, in a mixture of experts the first four. The last "
+        "three are those of every expert there.",
     )
     path: str | None = option(
         None,

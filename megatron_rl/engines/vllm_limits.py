@@ -45,6 +45,13 @@ def check_device_limits(spec: EngineSpec) -> None:
             expected=f"at most {LARGEST_RANK}",
             hint="set hybrid.lora=merge",
         )
+    if spec.adapters is not None and spec.adapters.has_experts:
+        raise UserError(
+            "adapters of experts, which are not written into vLLM's own buffers",
+            source="actor.lora.target_modules and hybrid.lora",
+            expected="hybrid.lora=merge, or adapters of attention alone",
+            hint="set hybrid.lora=merge",
+        )
 
 
 def check_options(spec: EngineSpec, known: Collection[str]) -> None:

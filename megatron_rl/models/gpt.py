@@ -33,7 +33,7 @@ from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.lora import adapt_linear
-from megatron_rl.models.quantized import quantize_spec
+from megatron_rl.models.quantized import QuantizedLinear
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.batch_invariant import pad_rows
@@ -114,8 +114,8 @@ def find_transformer_engine_failure(has_cuda: bool) -> str | None:
     return find_failure("transformer_engine", call) if has_cuda else ""
 
 
-class PaddedColumnParallelLinear(ColumnParallelLinear):
-    """For experts, which get any number of tokens: a row keeps its bits (`parallel/batch_invariant.py`)."""
+class PaddedLinear(torch.nn.Module):
+    """In front of a linear of experts, which get any number of tokens: a row keeps its bits (see `pad_rows`)."""
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """[t, h] -> [t, n]."""
@@ -123,13 +123,16 @@ class PaddedColumnParallelLinear(ColumnParallelLinear):
         return output[: len(input_)], bias
 
 
-class PaddedRowParallelLinear(RowParallelLinear):
-    """The same."""
+def _put_in_front(part: type, spec: Any) -> Any:
+    """The spec of a linear of megatron-core, or a subclass, with another part of its class in front."""
+    if isinstance(spec, ModuleSpec):
+        return ModuleSpec(module=_combine(part, spec.module), params=spec.params)
+    return _combine(part, spec)
 
-    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """[t, h] -> [t, n]."""
-        output, bias = super().forward(pad_rows(input_), *arguments, **options)
-        return output[: len(input_)], bias
+
+@cache
+def _combine(part: type, linear: Any) -> type:
+    return type(part.__name__ + linear.__name__, (part, linear), {})
 
 
 def build_layer_spec(
@@ -151,8 +154,6 @@ def build_layer_spec(
         moe: Any = moe_utils
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
         mlp = mlp.experts.submodules
-        if batch_invariant:
-            mlp.linear_fc1, mlp.linear_fc2 = PaddedColumnParallelLinear, PaddedRowParallelLinear
     mlp.activation_func = GatedActivation
     layer.self_attention.module = BlockedSelfAttention
     norm, attention.core_attention = RMSNorm, PackedAttention
@@ -165,6 +166,9 @@ def build_layer_spec(
             attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
     if adapters is not None:
         _adapt_layer(config, adapters, attention, mlp)
+    if config.num_moe_experts and batch_invariant:
+        mlp.linear_fc1 = _put_in_front(PaddedLinear, mlp.linear_fc1)
+        mlp.linear_fc2 = _put_in_front(PaddedLinear, mlp.linear_fc2)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -180,12 +184,13 @@ def _adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: A
     )
     attention.linear_qkv = adapt_linear(attention.linear_qkv, adapters, {"q.weight": q, "k.weight": kv, "v.weight": kv})
     attention.linear_proj = adapt_linear(attention.linear_proj, adapters, {"o": shape.hidden_size})
-    if not shape.num_experts:
-        mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
-        mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
+    mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
+    mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
     if adapters.is_quantized:
-        attention.linear_qkv, attention.linear_proj = map(quantize_spec, (attention.linear_qkv, attention.linear_proj))
-        mlp.linear_fc1, mlp.linear_fc2 = map(quantize_spec, (mlp.linear_fc1, mlp.linear_fc2))
+        attention.linear_qkv = _put_in_front(QuantizedLinear, attention.linear_qkv)
+        attention.linear_proj = _put_in_front(QuantizedLinear, attention.linear_proj)
+        mlp.linear_fc1 = _put_in_front(QuantizedLinear, mlp.linear_fc1)
+        mlp.linear_fc2 = _put_in_front(QuantizedLinear, mlp.linear_fc2)
 
 
 def build_gpt_stages(

@@ -2,7 +2,8 @@
 """Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
 
 The adapters are parameters of the linear itself, beside its weight, which keeps its name; see `weights/adapters.py` for
-what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange.
+what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange; for an
+expert they exchange nothing, since all that it makes of its tokens is added up over them afterwards.
 """
 
 from __future__ import annotations
@@ -91,10 +92,8 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
 
     def _compute_change(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         inner = F.linear(x, self.lora_A)
-        if self.config.sequence_parallel:
-            inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:
-            inner = copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
+        if not self.explicit_expert_comm:
+            inner = self._gather(inner)
         pieces, end = [], 0
         parts = zip(
             self._adapter.parts, inner.split(self._adapter.rank, -1), self.lora_B.split(self._rows), strict=True
@@ -107,6 +106,12 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         if end < output.shape[-1]:
             pieces.append(output.new_zeros(*output.shape[:-1], output.shape[-1] - end))
         return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
+
+    def _gather(self, inner: torch.Tensor) -> torch.Tensor:
+        """[t or t/tp, 1, n r] -> [t, 1, n r]."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
@@ -124,11 +129,15 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         if not self._is_on:
             return output, bias
         inner = F.linear(input_, self.lora_A)  # of this rank's columns
-        if self.config.sequence_parallel:
-            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
-        else:
-            inner = reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
+        if not self.explicit_expert_comm:
+            inner = self._reduce(inner)
         return output + self._adapter.scale * F.linear(inner, self.lora_B), bias
+
+    def _reduce(self, inner: torch.Tensor) -> torch.Tensor:
+        """[t, 1, r] of this rank's columns -> [t or t/tp, 1, r] of all."""
+        if self.config.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
 
 
 def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
@@ -191,6 +200,7 @@ def _make(
     set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)
     if partial:
         vars(parameter)["sequence_parallel"] = True
+    vars(parameter)["allreduce"] = getattr(weight, "allreduce", True)  # false: its replicas are those of an expert
     return parameter
 
 

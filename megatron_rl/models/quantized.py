@@ -6,13 +6,11 @@ The weight is dequantized for the product in the forward, and once more in the b
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import ModuleSpec
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.weights.nf4 import QuantizedMatrix
@@ -45,19 +43,6 @@ class QuantizedLinear(torch.nn.Module):
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         output = _Product.apply(input, weight, tp_group if allreduce_dgrad else None)
         return output if bias is None else output + bias
-
-
-@cache
-def quantize_class(linear: type) -> type:
-    """A linear of megatron-core, or a subclass, with such a weight."""
-    return type(f"Quantized{linear.__name__}", (QuantizedLinear, linear), {})
-
-
-def quantize_spec(spec: Any) -> Any:
-    """The spec of a linear with such a weight."""
-    if isinstance(spec, ModuleSpec):
-        return ModuleSpec(module=quantize_class(spec.module), params=spec.params)
-    return quantize_class(spec)
 
 
 def list_quantized_linears(stages: torch.nn.Module) -> dict[str, QuantizedMatrix]:

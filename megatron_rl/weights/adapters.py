@@ -16,20 +16,13 @@ from typing import Any
 
 from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.shard_box import columns, full_box, rows
 from megatron_rl.weights.tables import BoxPair, PlacementTable, Rows
 
 # Matrix in PEFT -> its kind; the matrices of a fused parameter in its order.
-MATRICES = {
-    "q_proj": "q.weight",
-    "k_proj": "k.weight",
-    "v_proj": "v.weight",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
+_ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}
+_DENSE = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _FUSED = (("q.weight", "k.weight", "v.weight"), ("gate", "up"))
 _CUT_BY_COLUMNS = ("o", "down")
 
@@ -42,7 +35,7 @@ class AdapterShape:
         base: the model.
         rank: of the adapters.
         scale: that the product B A is multiplied by.
-        kinds: of the matrices that have adapters, in the order of `MATRICES`.
+        kinds: of the matrices that have adapters, in the order of `list_matrices`.
         is_quantized: the matrices of the model, with adapters or without, are in NF4 (see `weights/quantization.py`).
     """
 
@@ -55,7 +48,12 @@ class AdapterShape:
     @property
     def modules(self) -> list[str]:
         """Names of the matrices in PEFT."""
-        return [name for name, kind in MATRICES.items() if kind in self.kinds]
+        return [name for name, kind in list_matrices(self.base).items() if kind in self.kinds]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether matrices of experts have adapters."""
+        return self.base.num_experts > 0 and not {*_DENSE.values()}.isdisjoint(self.kinds)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
         """Kind of a tensor -> its shape."""
@@ -83,6 +81,12 @@ class AdapterShape:
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
 
+def list_matrices(shape: ModelShape) -> dict[str, str]:
+    """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
+    names = FAMILIES[shape.family].experts
+    return _ATTENTION | (_DENSE if names is None else {names.gate: "gate", names.up: "up", names.down: "down"})
+
+
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     """The shape that a manifest holds as `dataclasses.asdict` made it."""
     if "base" not in saved:
@@ -102,26 +106,23 @@ def make_adapter_shape(
         is_quantized: the model is in NF4.
 
     Raises:
-        UserError: a matrix that the model does not have, or that of an expert.
+        UserError: a matrix that the model does not have.
     """
     if config is None or not config.rank:
         return None
-    present = {*shape.layer_kinds().values()}
-    known = [name for name, kind in MATRICES.items() if kind in present]
-    asked = config.target_modules
-    names = known if asked == [ALL_LINEAR] else asked
-    wrong = [name for name in names if name not in known]
+    matrices, asked = list_matrices(shape), config.target_modules
+    all_linear = [name for name in matrices if not shape.num_experts or name in _ATTENTION]
+    names = all_linear if asked == [ALL_LINEAR] else asked
+    wrong = [name for name in names if name not in matrices]
     if wrong or not names:
         raise UserError(
             f"{section}.lora.target_modules = {asked!r}: "
             + (f"{wrong[0]!r} is no matrix that can have an adapter" if wrong else "no matrix"),
             source=f"{section}.lora.target_modules",
-            expected=f"{ALL_LINEAR}, or some of {', '.join(known)}",
-            hint="experts have no adapters: name matrices of the attention"
-            if shape.num_experts and wrong and wrong[0] in MATRICES
-            else f"set {section}.lora.target_modules=[{ALL_LINEAR}]",
+            expected=f"{ALL_LINEAR}, or some of {', '.join(matrices)}",
+            hint=f"set {section}.lora.target_modules=[{ALL_LINEAR}]",
         )
-    kinds = tuple(MATRICES[name] for name in known if name in names)
+    kinds = tuple(kind for name, kind in matrices.items() if name in names)
     return AdapterShape(shape, config.rank, config.scale, kinds, is_quantized)
 
 

@@ -28,6 +28,7 @@ NOT_RECORDED = (
     "estimator/",
     "aggregation/",
     "schedule/",
+    "lora/",
     "mismatch/lag",
     "sampling/kept",
     "reward/<data_source>",

@@ -30,6 +30,7 @@ from tiny_models import save_tiny_model
 ZERO_3 = dict(zero_stage=3)
 SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
 LORA = dict(lora=LoraConfig(rank=4, target_modules=["q_proj", "o_proj", "up_proj"]))
+LORA_OF_EXPERTS = dict(lora=LoraConfig(rank=4, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"]))
 CASES = {
     "one": ("qwen2", Case()),
     "one-bf16": ("qwen3", Case(dtype="bfloat16")),
@@ -53,6 +54,7 @@ CASES = {
     "zero3-moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), ZERO_3, dtype="bfloat16")),
     "muon-dp2-bf16": ("qwen2", Case(2, actor=dict(optimizer="muon"), dtype="bfloat16")),
     "muon-moe-ep2-replicated": ("qwen3_moe", Case(2, dict(ep_size=2), REPLICATED | dict(optimizer="muon"))),
+    "lora-experts-ep2": ("qwen3_moe", Case(4, dict(ep_size=2), LORA_OF_EXPERTS, dtype="bfloat16")),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
 ALWAYS = (
@@ -65,6 +67,7 @@ ALWAYS = (
     "qlora-tp2-bf16",
     "zero3-pp2-dp2-tied-bf16",
     "muon-dp2-bf16",
+    "lora-experts-ep2",
 )
 
 

@@ -9,14 +9,18 @@ Not covered: CUDA, Transformer Engine, experts with adapters (there are none).
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from role_setups import make_setup, take_step
+from safetensors.torch import save_file
 from tiny_adapters import adapted, save_adapted, save_dequantized
+from transformers import AutoModelForCausalLM
 
 from actor_runs import (
     ALGORITHM,
@@ -37,6 +41,7 @@ from megatron_rl.roles.reference import BaseOfActor, Reference
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
+from tiny_models import save_tiny_model
 
 SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
 LAYOUTS = {
@@ -114,6 +119,16 @@ def train(case: Case, path: Path) -> Measured:
     )
 
 
+def compare_metrics(found: Measured, expected: Measured) -> None:
+    """Of every update; and the norm that the adapters have after the first, of scale 2."""
+    w = found.weights
+    products = [2.0 * w[name.replace("lora_A", "lora_B")] @ a for name, a in w.items() if "lora_A" in name]
+    norm = torch.stack([product.square().sum() for product in products]).sum().sqrt().item()
+    assert found.metrics[0]["lora/norm"] == pytest.approx(norm, rel=1e-5)
+    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert got == pytest.approx(want | {"lora/norm": got["lora/norm"]}, rel=1e-5, abs=1e-5), f"update {step + 1}"
+
+
 @pytest.fixture(scope="module")
 def trained_by_peft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measured]:
     directory = tmp_path_factory.mktemp("qwen2")
@@ -129,8 +144,7 @@ def test_every_layout_trains_adapters_as_peft_does(layout: str, trained_by_peft:
             (a - b).abs().max().item() for a, b in zip(getattr(found, name), getattr(expected, name), strict=True)
         )
         assert gap <= TOLERANCE, f"logprobs {name}: {gap}"
-    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
-        assert got == pytest.approx(want, rel=1e-5, abs=1e-5), f"update {step + 1}"
+    compare_metrics(found, expected)
     prefix = "base_model.model."
     theirs = {n.removeprefix(prefix).replace(".default", ""): w for n, w in expected.weights.items() if "lora_" in n}
     assert theirs.keys() == found.weights.keys()
@@ -180,6 +194,108 @@ def test_quantized_models_train_as_what_they_stand_for(layout: str, quantizable:
     expected = run_ranks(train_on_rank, plain.world_size, plain, quantizable / "dequantized", timeout=100)
     found = run_ranks(train_on_rank, plain.world_size, quantized, quantizable / "model", timeout=100)
     assert is_equal(found, expected)
+
+
+class LoopedLinear(torch.nn.Module):
+    """A frozen matrix and its adapter, as plainly as it can be written."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        draw = torch.Generator().manual_seed(weight.numel() + int(1e4 * weight.abs().sum()))
+        self.lora_A = torch.nn.Parameter(0.1 * torch.randn(4, weight.shape[1], generator=draw))
+        self.lora_B = torch.nn.Parameter(0.1 * torch.randn(weight.shape[0], 4, generator=draw))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + 2.0 * (x @ self.lora_A.T @ self.lora_B.T)
+
+
+class LoopedExperts(torch.nn.ModuleList):
+    """The experts of transformers, one after the other."""
+
+    def __init__(self, experts: Any, names: dict[str, str]) -> None:
+        super().__init__()
+        self._names = names
+        for fused, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+            matrices = dict(zip(("gate", "up", "down"), (*fused.chunk(2), down), strict=True))
+            self.append(torch.nn.ModuleDict({names[key]: LoopedLinear(x.detach()) for key, x in matrices.items()}))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self):
+            gate, up, down = (expert[self._names[key]] for key in ("gate", "up", "down"))
+            share = (shares * (chosen == number)).sum(-1, keepdim=True)
+            output = output + share * down(torch.nn.functional.silu(gate(x)) * up(x))
+        return output
+
+
+EXPERT_NAMES = {
+    "qwen3_moe": dict(gate="gate_proj", up="up_proj", down="down_proj"),
+    "mixtral": dict(gate="w1", up="w3", down="w2"),
+}
+
+
+def save_looped(directory: Path, family: str) -> tuple[torch.nn.Module, list[str]]:
+    """A mixture with adapters on `o_proj` and on its experts, written as PEFT writes them; and their names."""
+    names = EXPERT_NAMES[family]
+    model: Any = save_tiny_model(directory / "model", family, num_hidden_layers=2)
+    block = "mlp" if family == "qwen3_moe" else "block_sparse_moe"
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.experts = LoopedExperts(layer.mlp.experts, names)
+        layer.self_attn.o_proj = LoopedLinear(layer.self_attn.o_proj.weight.detach())
+    tensors = {name.replace("mlp", block): p.detach() for name, p in model.named_parameters() if "lora_" in name}
+    (directory / "adapter").mkdir()
+    save_file(
+        {f"base_model.model.{name}.weight": p for name, p in tensors.items()},
+        directory / "adapter/adapter_model.safetensors",
+    )
+    modules = ["o_proj", *names.values()]
+    described = dict(peft_type="LORA", task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=modules)
+    (directory / "adapter/adapter_config.json").write_text(json.dumps(described))
+    return model, modules
+
+
+MIXTURES = {
+    "tp1": Case(),
+    "ep2-full": Case(2, dict(ep_size=2), FULL),
+    "tp2-sp": Case(2, dict(tp_size=2), SP),
+    "tp2-ep2-sp-full": Case(4, dict(tp_size=2, ep_size=2), SP | FULL),
+    "pp2-ep2": Case(4, dict(pp_size=2, ep_size=2)),
+}
+
+
+@pytest.mark.parametrize("layout", MIXTURES)
+def test_experts_with_adapters_train_as_a_plain_loop_does(layout: str, mixture: Any) -> None:
+    """In every layout of experts; with an adapter on attention beside them."""
+    directory, modules, expected = mixture
+    found = train(with_lora(MIXTURES[layout], directory, target_modules=modules), directory / "model")
+    for name in ("before", "after"):
+        gap = max(
+            (a - b).abs().max().item() for a, b in zip(getattr(found, name), getattr(expected, name), strict=True)
+        )
+        assert gap <= TOLERANCE, f"logprobs {name}: {gap}"
+    compare_metrics(found, expected)
+    theirs = {f"{name}.weight": p for name, p in expected.weights.items() if "lora_" in name}
+    assert theirs.keys() == found.weights.keys() and len(theirs) == 2 * 2 * (1 + 4 * 3)
+    assert max((found.weights[name] - p).abs().max().item() for name, p in theirs.items()) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], Measured]:
+    directory = tmp_path_factory.mktemp("mixture")
+    model, modules = save_looped(directory, "qwen3_moe")
+    return directory, modules, train_with_transformers(model, UPDATES, ADAM_EPS)
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_peft_reads_adapters_of_experts(tmp_path: Path, family: str) -> None:
+    """Under the names of published checkpoints, which it makes into those of transformers 5."""
+    looped, _ = save_looped(tmp_path, family)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        assert (model.eval()(ids).logits - looped(ids).logits).abs().max() < 1e-5
 
 
 def test_some_matrices_and_other_settings(tmp_path: Path) -> None:
