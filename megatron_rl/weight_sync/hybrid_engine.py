@@ -137,7 +137,10 @@ class HybridEngine:
         self._moves = [Move(cargo, way) for cargo in self._list_cargoes(config, shared)]
         self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*model.layout.ranks}
         # On a GPU an engine that sleeps loses what it has of its own.
-        self._loses_model, self._has_model = process.device.type == "cuda" and not self.is_apart, False
+        # And on a CPU vLLM brings experts into the order of its kernel, in place.
+        packs_experts = process.device.type == "cpu" and self.shape.num_experts > 0
+        self._loses_model = packs_experts or process.device.type == "cuda" and not self.is_apart
+        self._has_model = False
         self.reshard_stats = self._total_stats()
         self.policy_version = -1
         self._certificate_turn = 0
@@ -149,7 +152,7 @@ class HybridEngine:
         self._releasable.append(training)
 
     def _list_cargoes(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[Cargo]:
-        """What the engines get: the model with its adapters in it, or the model and then its adapters."""
+        """What the engines get: first what stays as it is, then the matrices with their adapters in them, or those."""
         model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
         # An engine that shares a matrix with adapters runs the actor's own modules, which add them by themselves.
         merged = model.merged_params.difference(*shared)
@@ -158,7 +161,9 @@ class HybridEngine:
         if shape is None or not merged:
             return [whole]
         if config.lora == "merge":
-            return [replace(whole, params=model.merge(), computed=merged | quantized)]
+            changing = self._list_tensors(merged)
+            changed = replace(whole.only(changing), params=model.merge(), computed=merged | quantized)
+            return [whole.only(frozenset(whole.shapes) - changing), changed]
         adapters = Cargo(
             shape.logical_tensors(),
             model.scale_adapters(),
@@ -167,6 +172,12 @@ class HybridEngine:
         )
         table = adapters.source(model.layout.first_rank)
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
+
+    def _list_tensors(self, params: frozenset[str]) -> frozenset[str]:
+        """The logical tensors of all layers that lie in such parameters."""
+        model = self._actor.model
+        kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
+        return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _find_dtype(self, engines: EngineRanks) -> torch.dtype:
         """Of the engines' parameters, which ranks without an engine ask for; collective then."""
@@ -207,7 +218,7 @@ class HybridEngine:
         self.policy_version = self._find_version()
 
     def _list_moves(self) -> list[Move]:
-        """What has to be moved now: a model under adapters that the engine keeps apart is moved once."""
+        """What has to be moved now: what adapters do not change is moved once."""
         if len(self._moves) > 1 and self._has_model:
             return self._moves[1:]
         self._has_model = not self._loses_model

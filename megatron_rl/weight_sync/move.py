@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,15 @@ class Cargo:
     source: Callable[[int], Sequence[ShardBox]]
     destination: Callable[[int], Sequence[ShardBox]]
     computed: frozenset[str] = frozenset()
+
+    def only(self, names: frozenset[str]) -> Cargo:
+        """The part of it that is these logical tensors."""
+        return replace(
+            self,
+            shapes={name: size for name, size in self.shapes.items() if name in names},
+            source=lambda rank: as_table(self.source(rank)).only(names),
+            destination=lambda rank: as_table(self.destination(rank)).only(names),
+        )
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,10 @@ class PlacementTable(Sequence[ShardBox]):
         """The table but for these parameters; tables that share rows go on sharing them."""
         return PlacementTable(_drop(self.rows, params), self.boxes) if params else self
 
+    def only(self, names: frozenset[str]) -> PlacementTable:
+        """The table of these HF tensors; tables that share rows go on sharing them."""
+        return PlacementTable(_keep(self.rows, names), self.boxes)
+
 
 def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
     """Shard boxes as a table; a table is returned as it is."""
@@ -98,6 +102,11 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
             rows(tp_rank * ffn, (tp_rank + 1) * ffn, sizes[kind]),
         )
     return boxes
+
+
+@lru_cache(maxsize=1)
+def _keep(rows: Rows, names: frozenset[str]) -> Rows:
+    return Rows(row for row in rows if row[1] in names)
 
 
 @lru_cache(maxsize=1)

@@ -284,16 +284,20 @@ def test_engine_speaks_for_an_actor_with_adapters(
     for result in results:
         assert (result["before"], result["after"]) == (before, after)
         assert result["gap"] < (1e-5 if engine == "megatron" else 1e-4) and result["deviation"] == 0.0
-        if mode == "adapter" and rollout_tp == 1:
+        if rollout_tp == 1 and engine != "megatron":
             shape = make_adapter_shape(load_model_shape(tmp_path / "model"), lora, "actor")
-            held = 4 * sum(int(np.prod(size)) for size in shape.logical_tensors().values())
+            adapters, tensors = shape.logical_tensors(), shape.base.logical_tensors()
+            if mode == "merge":  # the matrices with them, no more
+                matrices = {name.replace("lora_A.", "") for name in adapters if "lora_A" in name}
+                adapters = {name: size for name, size in tensors.items() if name in matrices}
+            held = 4 * sum(int(np.prod(size)) for size in adapters.values())
             stats = result["stats"]
             assert stats.bytes_moved + stats.bytes_copied == world * held, "each engine gets the adapters, no more"
         if family != "qwen3_moe" and engine != "megatron":  # B is zero: what is merged is the model itself
             assert result["bit_equal"][0] == result["bit_equal"][1] > 0
 
 
-SABOTAGES = ["stale adapters", "adapters of another layer", "an unbound matrix", "another scale"]
+SABOTAGES = ["stale adapters", "adapters of another layer", "A and B exchanged", "an unbound matrix", "another scale"]
 
 
 def sabotage_resharder(what: str) -> None:
@@ -306,6 +310,11 @@ def sabotage_resharder(what: str) -> None:
             wrong, content = origin, "weight" if isinstance(origin, ScaledParam) else "parts"
             if what == "another scale":
                 wrong = replace(origin, scale=origin.scale / 2)
+            elif what == "A and B exchanged" and content == "weight":
+                others = (x.T for x in self._origins if x.T.shape == origin.weight.shape)
+                wrong = replace(origin, weight=next(others, origin.weight))
+            elif what == "A and B exchanged" and len({*origin.weight.shape}) == 1:
+                wrong = replace(origin, parts=[(rows, b.T, a.T) for rows, a, b in origin.parts])
             elif what == "adapters of another layer":
                 alike = [o for _, o, _ in pieces if o.weight.shape == origin.weight.shape]
                 other = next(o for o in alike if o.weight.data_ptr() != origin.weight.data_ptr())
