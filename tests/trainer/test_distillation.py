@@ -124,6 +124,14 @@ def test_a_teacher_twice_is_the_teacher_once(lesson: Path, tmp_path: Path) -> No
         assert {**after, "samples/bytes_per_rank": 0} == {**before, "samples/bytes_per_rank": 0}
 
 
+@pytest.mark.parametrize("sampling", [[], ["rollout.top_k=3"]])
+def test_the_policy_as_its_own_teacher_has_nothing_to_say(sampling: list[str], lesson: Path, tmp_path: Path) -> None:
+    """Also where tokens were drawn from a few: both are scored over these. Before the first step, to the last bit."""
+    settings = [f"teachers.self.path={lesson}/model", "trainer.total_steps=1", "actor.ppo_mini_batch_size=8"]
+    (record,) = run(lesson, tmp_path / "run", 2, *settings, *sampling)
+    assert record["distill/kl"] == 0 == record["policy/grad_norm"]
+
+
 @pytest.mark.parametrize("kind", ["sampled", "top_k"])
 def test_a_column_chooses_the_teacher(kind: str, lesson: Path, tmp_path: Path) -> None:
     """Two names of one teacher give the numbers of one; other teachers others. A step may have no prompt for one."""
