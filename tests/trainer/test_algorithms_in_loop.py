@@ -289,7 +289,7 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
     for row in rows:
         text = row["response"].removesuffix("=").removesuffix("+1")
         assert "=" not in text and "+1" not in text
-        assert row["reward_components"]["digits"] == sum(character.isdigit() for character in text)
+        assert row["reward_components"]["score"] == sum(character.isdigit() for character in text) / 8
     for key in ("mean@3", "pass@3", "maj@3", "accuracy"):
         assert f"validation/validation/{key}" in before
     assert (tmp_path / "run/checkpoints/latest/huggingface/config.json").is_file()
