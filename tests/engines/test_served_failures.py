@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from aiohttp import web
@@ -281,3 +285,23 @@ def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) ->
     process._process.wait(20)
     assert process.has_ended and process.read_log() == "rank none\nthe server has ended with exit code 3\n"
     process.end()
+
+
+def test_server_ends_with_its_rank(tmp_path: Path) -> None:
+    """Which is killed, and so cannot end anything itself."""
+    program = (
+        "import sys, time; from pathlib import Path; from megatron_rl.engines.server_process import ServerProcess\n"
+        "server = ServerProcess(['sleep', '100'], {}, Path(sys.argv[1]))\n"
+        "print(server._process.pid, flush=True); time.sleep(100)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    watch = psutil.Process(int(rank.stdout.readline()))
+    deadline = time.monotonic() + 60
+    while not (servers := watch.children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rank.kill()
+    rank.communicate()
+    assert not psutil.wait_procs([watch, *servers], timeout=30)[1]
