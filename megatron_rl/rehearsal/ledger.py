@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operations of a rehearsal do: device memory by storage, collectives by group, and visits to the host.
+
+Memory is what tensors on the device hold, each storage rounded up to the allocator's 512 bytes, from the operation
+that makes it until it is released. An allocator's fragments, a driver's context and the workspaces of kernels are not
+in it. Fake tensors have no values: where the host reads one, it gets 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_BLOCK = 512
+_HERE = str(Path(__file__).parent)
+_HOUSE = str(Path(__file__).parents[1])
+_COPIES = ("aten._to_copy.default", "aten.copy_.default")
+_NO_FAKE_KERNEL = ("aten._fused_adam", "aten._foreach_")
+
+
+@dataclass
+class Phase:
+    """What has happened between two moments.
+
+    Attributes:
+        peak: the most bytes that were held at once.
+        at_peak: bytes by the line that made them, at that moment; the largest first.
+        live: bytes at the end.
+        traffic: by (operation, group): calls of collectives, bytes of their whole tensors, and bytes that a rank sends.
+        syncs: by the line that waits for the device.
+        copies: host to device and back, by the line.
+        host_collectives: collectives of tensors on the host, by the line.
+        mixes: operations on tensors of both, by the line.
+        operations: how many.
+    """
+
+    peak: int = 0
+    at_peak: list[tuple[str, int]] = field(default_factory=list)
+    live: int = 0
+    traffic: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    syncs: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    host_collectives: Counter[str] = field(default_factory=Counter)
+    mixes: Counter[str] = field(default_factory=Counter)
+    operations: int = 0
+
+    def count_operation(self) -> None:
+        """One more."""
+        self.operations += 1
+
+    def raise_peak(self, held: int) -> bool:
+        """Whether so many bytes are more than ever."""
+        is_higher = held > self.peak
+        self.peak = max(self.peak, held)
+        return is_higher
+
+    def describe_peak(self, by_line: list[tuple[str, int]]) -> None:
+        """What the peak was made of."""
+        self.at_peak = by_line
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down what runs below it; to be entered inside of a FakeTensorMode.
+
+    Args:
+        count_true: how many elements of a mask are said to be true.
+    """
+
+    def __init__(self, count_true: Callable[[torch.Tensor], int]) -> None:
+        super().__init__()
+        self._count_true = count_true
+        self._live: dict[int, tuple[int, str]] = {}
+        self._now = 0
+        self._names: dict[str, str] = {}
+        self.phase = Phase()
+        self._peak_is_new = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look on, also where a dispatch mode does not: storages that are resized, and lists that the host reads."""
+        resize, tolist = torch.UntypedStorage.resize_, self._wrap_tolist(torch.Tensor.tolist)
+        with (
+            patch.object(torch.UntypedStorage, "resize_", self._wrap_resize(resize)),
+            patch.object(torch.Tensor, "tolist", tolist),
+            patch.object(FakeTensor, "tolist", tolist),
+            self,
+        ):
+            yield
+
+    def name_group(self, group: dist.ProcessGroup, name: str) -> None:
+        """What a group is called; the first name stays."""
+        self._names.setdefault(group.group_name, name)
+
+    def note_wait(self, line: str) -> None:
+        """The host waits for the device there."""
+        self.phase.syncs[line] += 1
+
+    def begin(self) -> None:
+        """A new phase."""
+        self.phase = Phase(peak=self._now, at_peak=self._describe_live())
+
+    def end(self) -> Phase:
+        """The phase that has gone by."""
+        self._settle()
+        found, self.phase = replace(self.phase, live=self._now), Phase(peak=self._now)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.phase.count_operation()
+        name, leaves = str(func), tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if name.startswith("c10d."):
+            self._count_collective(name, leaves, tensors)
+            if "coalesced" in name:
+                return FakeWork().boxed()
+        found = self._stand_in(name, func, args, tensors)
+        if found is not NotImplemented:
+            for tensor in tree_leaves(found):
+                self._watch(tensor)
+            return found
+        self._note_copy(name, args, kwargs)
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            self._watch(leaf)
+        return result
+
+    def _stand_in(self, name: str, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
+        """Operations whose result depends on values, or that have no fake kernel; else NotImplemented."""
+        on_device = any(tensor.device.type == "cuda" for tensor in tensors)
+        if name == "aten._local_scalar_dense.default":
+            return self._read_value(func, args[0])
+        if name == "aten.nonzero.default" and on_device:
+            self.phase.syncs[_find_line()] += 1
+            return args[0].new_empty((self._count_true(args[0]), args[0].dim()), dtype=torch.int64)
+        if name == "aten.masked_select.default" and on_device:
+            self.phase.syncs[_find_line()] += 1
+            return args[0].new_empty(self._count_true(args[1]))
+        if name.startswith(_NO_FAKE_KERNEL) and name.split(".")[1].endswith("_"):
+            if len({tensor.device.type for tensor in tensors if tensor.dim()}) > 1:
+                self.phase.mixes[_find_line()] += 1
+            _check_shapes(func, args)
+            return None
+        return NotImplemented
+
+    def _read_value(self, func: Any, tensor: torch.Tensor) -> Any:
+        if tensor.device.type == "cuda":
+            self.phase.syncs[_find_line()] += 1
+            return _make_value(tensor.dtype)
+        try:
+            return func(tensor)
+        except DataDependentOutputException:
+            return _make_value(tensor.dtype)
+
+    def _note_copy(self, name: str, args: Any, kwargs: Any) -> None:
+        if name not in _COPIES:
+            return
+        source = args[1] if name == "aten.copy_.default" else args[0]
+        to = args[0].device if name == "aten.copy_.default" else kwargs.get("device")
+        if to is None or not isinstance(source, torch.Tensor) or source.device.type == torch.device(to).type:
+            return
+        is_waited = torch.device(to).type == "cpu" and not (kwargs.get("non_blocking") or args[2:3] == (True,))
+        self.phase.copies[f"{source.device.type} to {torch.device(to).type}: {_find_line()}"] += 1
+        if is_waited:
+            self.phase.syncs[_find_line()] += 1
+
+    def _count_collective(self, name: str, leaves: list[Any], tensors: list[torch.Tensor]) -> None:
+        group = next(
+            (x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())), None
+        )
+        if group is None or not tensors:
+            return
+        found = dist.ProcessGroup.unbox(group)
+        if found.size() == 1:
+            return
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            self.phase.host_collectives[_find_line()] += 1
+        sizes = sorted(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = sum(sizes[len(sizes) // 2 :]) if "coalesced" in name else sizes[-1]
+        operation = name.split(".")[1].strip("_")
+        key = operation, self._names.get(found.group_name, f"{found.size()} ranks")
+        counted = self.phase.traffic.setdefault(key, [0, 0, 0.0])
+        counted[0] += 1
+        counted[1] += size
+        counted[2] += size * _find_share(operation, found.size())
+
+    def _watch(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._add(key, storage.nbytes(), _find_line())
+        weakref.finalize(storage, self._remove, key)
+
+    def _add(self, key: int, size: int, line: str) -> None:
+        size = -(-size // _BLOCK) * _BLOCK
+        self._live[key] = size, line
+        self._now += size
+        if self.phase.raise_peak(self._now):
+            self._peak_is_new = True
+
+    def _remove(self, key: int) -> None:
+        self._settle()
+        size, _ = self._live.pop(key, (0, ""))
+        self._now -= size
+
+    def _settle(self) -> None:
+        """Write down what the peak is made of, before less is there."""
+        if self._peak_is_new and self._now == self.phase.peak:
+            self.phase.describe_peak(self._describe_live())
+        self._peak_is_new = False
+
+    def _describe_live(self) -> list[tuple[str, int]]:
+        by_line: Counter[str] = Counter()
+        for size, line in self._live.values():
+            by_line[line] += size
+        return by_line.most_common(12)
+
+    def _wrap_resize(self, real: Any) -> Any:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            key = storage._cdata
+            _, line = self._live.get(key, (0, ""))
+            result = real(storage, size)
+            if line:
+                self._remove(key)
+                self._add(key, size, line)
+            return result
+
+        return resize
+
+    def _wrap_tolist(self, real: Any) -> Any:
+        def tolist(tensor: torch.Tensor) -> Any:
+            if tensor.device.type != "cuda":
+                return real(tensor)
+            self.phase.syncs[_find_line()] += 1
+            return _make_list(tensor.shape, _make_value(tensor.dtype))
+
+        return tolist
+
+
+def _find_share(operation: str, size: int) -> float:
+    """Bytes that one of `size` ranks sends, over those of the whole tensor (rings; see `planning/communication.py`)."""
+    if operation.startswith(("send", "recv")):
+        return float(operation.startswith("send"))
+    return (2 if operation.startswith("allreduce") else 1) * (size - 1) / size
+
+
+def _make_value(dtype: torch.dtype) -> Any:
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def _make_list(shape: Any, value: Any) -> Any:
+    return [_make_list(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _check_shapes(func: Any, args: Any) -> None:
+    """Lists of tensors that are combined element by element have equal shapes."""
+    lists = [x for x in args if isinstance(x, list | tuple) and x and all(isinstance(y, torch.Tensor) for y in x)]
+    for first, *others in zip(*lists, strict=False):
+        for other in others:
+            if other.dim() and other.shape != first.shape:
+                raise RuntimeError(f"{func}: shapes {tuple(first.shape)} and {tuple(other.shape)}")
+
+
+def _find_line() -> str:
+    """The line that called, of ours or of megatron-core's; else the first one outside of torch."""
+    first = "elsewhere"
+    for file, line in _walk():
+        if "/megatron/core/" in file:
+            return f"megatron/core/{file.rpartition('/megatron/core/')[2]}:{line}"
+        if file.startswith(_HOUSE):
+            return f"megatron_rl{file.removeprefix(_HOUSE)}:{line}"
+        if first == "elsewhere":
+            first = f"{Path(file).name}:{line}"
+    return first
+
+
+def _walk() -> Iterator[tuple[str, int]]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.startswith(_HERE):
+            yield file, frame.f_lineno
+        frame = frame.f_back

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs rehearsed without a GPU: a small one agrees with its plan, and planted faults are named.
+
+Each rehearsal is a process of its own. Not covered: what has no shape (kernels, streams, values), and an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.loading import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "launch/recipes/qwen2.5_0.5b_gsm8k.yaml"
+EXPECTED = {
+    "host tensor in a collective": "a collective of a tensor on the host at planted_faults.py:",
+    "item": "the host waits for the device at megatron_rl/training/step.py:",  # which calls the loss
+    "forgotten device": "found at least two devices, cuda:0 and cpu",
+    "second wait": "the host waits for the device at planted_faults.py:",
+    "leak": "32.0 MiB more are held after the second actor update than after the first",
+    "memory that nobody plans": "actor update: ",
+    "bytes that nobody plans": "actor DP: ",
+}
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four layers of a small model, TP 2 with sequence parallelism, DP 2."""
+    file = tmp_path_factory.mktemp("shape") / "config.json"
+    shape = json.loads((ROOT / "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json").read_text())
+    file.write_text(json.dumps(shape | {"num_hidden_layers": 4}))
+    settings = ["actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true"]
+    return [str(RECIPE), "--hf-config", str(file), "--nodes", "1", "--gpus-per-node", "4", *settings]
+
+
+@pytest.fixture(scope="module")
+def problems(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    directory = tmp_path_factory.mktemp("faults")
+    given, found = directory / "arguments.json", directory / "problems.json"
+    given.write_text(json.dumps(arguments))
+    program = [sys.executable, str(Path(__file__).with_name("planted_faults.py")), str(given), str(found)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(found.read_text())
+
+
+def test_what_is_right_has_no_problem(problems: dict[str, list[str]]) -> None:
+    assert problems["none"] == []
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> None:
+    assert any(EXPECTED[fault] in problem for problem in problems[fault]), problems[fault]
+
+
+def test_tool_rehearses_every_class_and_agrees(arguments: list[str], tmp_path: Path) -> None:
+    """The reference keeps the weights it has; two ranks stand for four."""
+    out = tmp_path / "rehearsal.json"
+    command = [sys.executable, "tools/rehearse.py", *arguments, "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    found = json.loads(out.read_text())
+    assert done.returncode == 0 and found["problems"] == [], done.stdout + done.stderr
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 3] and found["world_size"] == 4
+    for rank in found["ranks"]:
+        update = rank["phases"]["actor update"]
+        assert sum(update["syncs"].values()) == 1 + 2, "one in each update, and one per eager microbatch"
+        calls = {(call["operation"], call["group"]): call["calls"] for call in update["traffic"]}
+        assert calls["reduce_scatter_tensor_coalesced", "dp"] == calls["allgather_into_tensor_coalesced", "dp"] == 1
+        assert update["at_peak"] and update["peak"] > update["live"] > 0
+        assert not update["copies"] and not update["mixes"]
+
+
+def test_failed_rank_is_a_problem(arguments: list[str]) -> None:
+    """Status 1 and the error, for what only the run finds; status 2 for what cannot be planned."""
+    assert load_config(RECIPE, []).config.rollout.n == 8
+    command = [sys.executable, "tools/rehearse.py", *arguments, "--rank-class", "9"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "rank 9 of 4" in done.stderr, done.stdout + done.stderr
