@@ -66,11 +66,11 @@ def _plan_of(job: Job, rank: int) -> Any:
 def _compare_traffic(
     job: Job, rank: int, phases: Mapping[str, Any], rows: Mapping[str, float]
 ) -> Iterator[dict[str, Any]]:
+    scoring = {"actor": "log-probs", "critic": "values", "reward_model": "rewards", "reference": "reference"}
     for role in job.spec.laid_out:
-        if role.name not in rows:
+        if role.name not in rows or role.name not in scoring:  # teachers are built, and not asked
             continue
-        scoring = {"actor": "log-probs", "critic": "values", "reward_model": "rewards", "reference": "reference"}
-        layout, passes = job.layout_of(role), job.scoring_passes.get(role.name, int(role.name in scoring))
+        layout, passes = job.layout_of(role), job.scoring_passes.get(role.name, 1)
         work = Workload(layout.dp_size, 0.0, rows[role.name], 1, 1)
         planned: dict[str, float] = defaultdict(float)
         for traffic in list_traffic(job, work):
