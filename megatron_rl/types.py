@@ -77,6 +77,8 @@ class Prompt:
         data_source: name of the data set (picks the scorer with reward.rule=by_data_source).
         extra_info: further columns, handed to the reward function.
         row: all columns but the prompt's.
+        messages: the prompt as chat messages, before the template; None: it is plain text.
+        tools: that the template describes, in the form of OpenAI's API.
     """
 
     prompt_id: int
@@ -86,6 +88,8 @@ class Prompt:
     data_source: str = "default"
     extra_info: dict[str, Any] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +205,9 @@ class Rollout:
         sample_index: position inside the group, 0 <= sample_index < group_size.
         branches: its context windows.
         turns: its exchanges, in their order.
-        finish_reason: "stop" (EOS or stop token) or "length" (cut at the limit).
-        response: the sampled tokens as text.
+        finish_reason: "stop" (EOS or stop token) or "length" (cut at the limit); with an environment also "turns" (cut
+            at their limit), "timeout" or "error" (it failed: the rollout is not learned from).
+        response: the last turn as text.
         reward: filled in by scoring.
         reward_components: name -> value, logged one by one.
     """
@@ -236,6 +241,14 @@ class Rollout:
     def response_tokens(self) -> np.ndarray:
         """[s] int32, all sampled tokens in their order (the EOS token included where it was sampled)."""
         return np.concatenate([branch.tokens[branch.sampled] for branch in self.branches])
+
+    @property
+    def answer_tokens(self) -> np.ndarray:
+        """[s] int32, the tokens of the last turn."""
+        if not self.turns:
+            return np.empty(0, np.int32)
+        turn = self.turns[-1]
+        return self.branches[turn.branch].tokens[turn.start : turn.stop]
 
     @property
     def rollout_logprobs(self) -> np.ndarray:

@@ -35,6 +35,7 @@ ROOMS: dict[str, Room] = {
     "experience": Room(3, "the samples of a step: headers everywhere, tokens where they are, columns by name"),
     "engines": Room(4, "rollout engines; the only room that imports an engine's library"),
     "checkpoint": Room(4, "weights and optimizer states on the disk, conversion"),
+    "agents": Room(4, "episodes: transcripts, environments and their processes"),
     "planning": Room(4, "memory, traffic and time of a job before it starts"),
     "weight_sync": Room(5, "one set of weights, two modes: training and rollout"),
     "training": Room(5, "packed models, heads, optimizers, the step"),

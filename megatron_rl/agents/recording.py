@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an episode was made of: the tokens of its requests as the engine saw them, and what it sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.types import Branch, Prompt, Rollout, Turn
+
+
+class Recording:
+    """The requests and replies of one episode.
+
+    A request that begins with all that was recorded goes on with it; what it has beyond is an observation. Any other
+    one begins a branch, or takes the place of a prompt that nothing was sampled of. So a token is learned if and only
+    if the engine returned it, and only once.
+
+    Args:
+        prompt: the task.
+        sample_index: of the rollout in its group.
+        version: of the weights of all its replies.
+
+    Attributes:
+        prompt: see above.
+        num_turns: replies so far.
+        num_forks: branches beyond the first.
+    """
+
+    def __init__(self, prompt: Prompt, sample_index: int, version: int) -> None:
+        self.prompt, self._sample_index, self._version = prompt, sample_index, version
+        self._contexts = [_Context(prompt.tokens)]
+        self._turns: list[Turn] = []
+
+    @property
+    def num_turns(self) -> int:
+        """Replies so far."""
+        return len(self._turns)
+
+    @property
+    def num_forks(self) -> int:
+        """Branches beyond the first."""
+        return len(self._contexts) - 1
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[s] int32, the context so far."""
+        return np.concatenate(self._contexts[-1].tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the engine returned."""
+        return sum(turn.stop - turn.start for turn in self._turns)
+
+    def ask(self, tokens: np.ndarray) -> None:
+        """A request was made."""
+        known = self.tokens
+        if len(tokens) < len(known) or not np.array_equal(tokens[: len(known)], known):
+            self._contexts = [*self._contexts, _Context(tokens)] if self._turns else [_Context(tokens)]
+        elif len(tokens) > len(known):
+            self._contexts[-1].append(tokens[len(known) :])
+
+    def reply(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """The engine answered it: [s] both."""
+        context = self._contexts[-1]
+        self._turns.append(Turn(self.num_forks, context.length, context.length + len(tokens)))
+        context.append(tokens, logprobs)
+
+    def finish(self, finish_reason: str) -> Rollout:
+        """The rollout, not scored; an observation behind the last reply is left out."""
+        branches = [context.as_branch(self.prompt.tokens, self._version) for context in self._contexts]
+        return Rollout(self.prompt, self._sample_index, branches, list(self._turns), finish_reason)
+
+
+class _Context:
+    """One branch in parts."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens: list[np.ndarray] = []
+        self._sampled: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self.length = 0
+        self.append(tokens)
+
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray | None = None) -> None:
+        """Tokens that were sampled, if there are log-probs."""
+        count = len(tokens)
+        self.tokens.append(np.asarray(tokens, np.int32))
+        self._sampled.append(np.full(count, logprobs is not None))
+        self._logprobs.append(np.zeros(count, np.float32) if logprobs is None else np.asarray(logprobs, np.float32))
+        self.length += count
+
+    def as_branch(self, prompt: np.ndarray, version: int) -> Branch:
+        """The branch, up to its last sampled token; of one without, the prompt's last token is taken for a response."""
+        tokens, sampled = np.concatenate(self.tokens), np.concatenate(self._sampled)
+        stop = int(np.flatnonzero(sampled)[-1]) + 1 if sampled.any() else len(tokens)
+        shared = tokens[: len(prompt)] == prompt[: len(tokens)]
+        num_prompt_tokens = min(len(shared) if shared.all() else int(shared.argmin()), stop - 1)
+        return Branch(
+            tokens[:stop],
+            sampled[:stop],
+            np.concatenate(self._logprobs)[:stop],
+            np.broadcast_to(np.int32(version), stop),
+            num_prompt_tokens,
+        )

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as tokens, with the templates of published models (`chat_templates.py`).
+
+Not covered: templates of other families; those that refuse a tool's message without the call before it raise at their
+first tool call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.agents.recording import Recording
+from megatron_rl.agents.transcript import ChatTranscript, TextTranscript, render_tail, rewrites_history
+from megatron_rl.types import Prompt, Rollout, UserError
+from tests.chat_templates import TEMPLATES, write_chat_tokenizer
+
+QUESTION = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def chat(request, tmp_path_factory):
+    """The name of a template and its tokenizer."""
+    return request.param, write_chat_tokenizer(tmp_path_factory.mktemp("chat"), request.param)
+
+
+def spell(tokenizer, text, closed=True):
+    """A reply letter by letter, as no encoder would write it, and closed by EOS."""
+    return [token for letter in text for token in tokenizer.encode(letter)] + [tokenizer.eos_token_id] * closed
+
+
+def play(tokenizer, replies, answers, **options):
+    """The rollout of a conversation, and its requests; replies are tokens, answers messages."""
+    prompt = np.array(tokenizer.encode(tokenizer.apply_chat_template(QUESTION)), np.int32)
+    recording = Recording(Prompt(0, prompt, "", ""), 0, 3)
+    transcript = ChatTranscript(tokenizer, QUESTION, {}, (tokenizer.eos_token_id,), **options)
+    requests, tail = [], transcript.begin([])
+    for index, reply in enumerate(replies):
+        known = [] if tail.is_fork else recording.tokens.tolist()
+        requests.append(known + tail.tokens)
+        recording.ask(np.array(requests[-1], np.int32))
+        recording.reply(np.array(reply, np.int32), -np.arange(1, len(reply) + 1, dtype=np.float32))
+        if index < len(answers):
+            tail = transcript.extend(reply, answers[index])
+    return recording.finish("stop"), requests
+
+
+def test_a_conversation_reads_as_the_template_writes_it_and_keeps_the_sampled_tokens(chat):
+    _, tokenizer = chat
+    replies = [spell(tokenizer, "hello"), spell(tokenizer, "answer")]
+    answers = [[{"role": "user", "content": "result 12"}]]
+    rollout, requests = play(tokenizer, replies, answers)
+    (branch,) = rollout.branches
+    history = [*QUESTION, {"role": "assistant", "content": "hello"}, *answers[0]]
+    whole = tokenizer.apply_chat_template(history)
+    read = tokenizer._tokenizer.decode(branch.tokens.tolist())  # with special tokens
+    assert read == whole + "answer" + tokenizer._tokenizer.eos_token
+    assert branch.tokens[branch.sampled].tolist() == replies[0] + replies[1]
+    assert len(replies[0]) == 6 and tokenizer.encode("hello") != replies[0][:-1]  # the case of another encoding
+    assert [turn.start for turn in rollout.turns] == [len(request) for request in requests]
+    assert all(branch.tokens[: len(request)].tolist() == request for request in requests)
+    assert branch.logprobs[branch.sampled].tolist() == [*range(-1, -7, -1), *range(-1, -8, -1)]
+    assert not branch.logprobs[~branch.sampled].any()
+    assert set(branch.versions[branch.sampled].tolist()) == {3}
+
+
+def test_a_reply_cut_by_length_gets_the_closer_as_a_token_that_nobody_sampled(chat):
+    _, tokenizer = chat
+    replies = [spell(tokenizer, "hello", closed=False), spell(tokenizer, "answer")]
+    answers = [[{"role": "user", "content": "result"}]]
+    rollout, requests = play(tokenizer, replies, answers)
+    (branch,) = rollout.branches
+    stop = rollout.turns[0].stop
+    assert branch.tokens[stop] == tokenizer.eos_token_id and not branch.sampled[stop]
+    closed, _ = play(tokenizer, [spell(tokenizer, "hello"), replies[1]], answers)
+    assert closed.branches[0].tokens.tolist() == branch.tokens.tolist()  # the same text in both cases
+    assert np.flatnonzero(closed.branches[0].sampled != branch.sampled).tolist() == [stop]
+
+
+def test_another_stop_token_than_the_closer_closes_the_reply(chat):
+    _, tokenizer = chat
+    other = tokenizer._tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    transcript = ChatTranscript(tokenizer, QUESTION, {}, (tokenizer.eos_token_id, other))
+    answer = [{"role": "user", "content": "result"}]
+    tail = transcript.extend([*tokenizer.encode("hello"), other], answer)
+    assert tokenizer.eos_token_id != tail.tokens[0]
+    assert tail == transcript.extend([*tokenizer.encode("hello"), tokenizer.eos_token_id], answer)
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "qwen3"])
+def test_what_tools_say_is_grouped_as_the_template_groups_it(template, tmp_path):
+    tokenizer = write_chat_tokenizer(tmp_path, template)
+    transcript = ChatTranscript(tokenizer, QUESTION, {"tools": TOOLS}, (tokenizer.eos_token_id,))
+    results = [{"role": "tool", "content": "12"}, {"role": "tool", "content": "34"}]
+    tail = transcript.extend(spell(tokenizer, "<tool_call>"), results)
+    assert tokenizer._tokenizer.decode(tail.tokens) == (
+        "\n<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\n34\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_which_templates_rewrite_what_was_said(chat):
+    name, tokenizer = chat
+    assert rewrites_history(tokenizer, {}) == (name == "qwen3")
+
+
+THOUGHT = "<think>\nhello\n</think>\n\nanswer"
+
+
+def test_thoughts_are_kept_by_default_whatever_the_template_does(chat):
+    _, tokenizer = chat
+    replies = [spell(tokenizer, THOUGHT), spell(tokenizer, THOUGHT)]
+    rollout, _ = play(tokenizer, replies, [[{"role": "user", "content": "user"}]])
+    assert len(rollout.branches) == 1 and rollout.branches[0].sampled.sum() == len(replies[0]) + len(replies[1])
+
+
+def test_a_template_that_is_followed_forks_where_it_rewrites_and_nowhere_else(chat):
+    name, tokenizer = chat
+    replies = [spell(tokenizer, THOUGHT) for _ in range(3)]
+    answers = [[{"role": "user", "content": "user"}], [{"role": "user", "content": "result"}]]
+    rollout, requests = play(tokenizer, replies, answers, follows_template=True)
+    assert len(rollout.branches) == (3 if name == "qwen3" else 1)
+    assert [turn.branch for turn in rollout.turns] == ([0, 1, 2] if name == "qwen3" else [0, 0, 0])
+    sampled = [token for branch in rollout.branches for token in branch.tokens[branch.sampled].tolist()]
+    assert sampled == sum(replies, [])  # every token is learned once
+    kept, in_order = play(tokenizer, replies, answers)
+    if name == "qwen3":
+        shown = tokenizer._tokenizer.decode(requests[2])
+        history = [*QUESTION, {"role": "assistant", "content": THOUGHT}, *answers[0]]
+        history += [{"role": "assistant", "content": THOUGHT}, *answers[1]]
+        assert shown == tokenizer.apply_chat_template(history) and "<think>" not in shown
+        assert all(branch.num_prompt_tokens == len(rollout.prompt.tokens) for branch in rollout.branches)
+    else:
+        assert requests == in_order and kept.branches[0].tokens.tolist() == rollout.branches[0].tokens.tolist()
+
+
+def test_thoughts_stay_while_tools_answer_where_the_template_keeps_them(tmp_path):
+    tokenizer = write_chat_tokenizer(tmp_path, "qwen3")
+    replies = [spell(tokenizer, THOUGHT), spell(tokenizer, "answer")]
+    rollout, _ = play(tokenizer, replies, [[{"role": "tool", "content": "12"}]], follows_template=True)
+    assert len(rollout.branches) == 1
+
+
+def test_messages_before_the_first_reply_follow_those_of_the_task(chat):
+    _, tokenizer = chat
+    board = [{"role": "user", "content": "result"}]
+    transcript = ChatTranscript(tokenizer, QUESTION, {}, (tokenizer.eos_token_id,))
+    tail = transcript.begin(board)
+    prompt = np.array(tokenizer.encode(tokenizer.apply_chat_template(QUESTION)), np.int32)
+    recording = Recording(Prompt(0, prompt, "", ""), 0, 0)
+    recording.ask(np.array(tail.tokens, np.int32))
+    recording.reply(np.array([5, 6], np.int32), np.zeros(2, np.float32))
+    (branch,) = recording.finish("stop").branches
+    assert tokenizer._tokenizer.decode(branch.tokens[:-2].tolist()) == tokenizer.apply_chat_template(QUESTION + board)
+    shared = branch.num_prompt_tokens
+    assert 0 < shared < len(prompt) and branch.tokens[:shared].tolist() == prompt[:shared].tolist()
+
+
+def test_a_template_without_contents_is_refused(tmp_path):
+    tokenizer = write_chat_tokenizer(tmp_path, "qwen2.5")
+    tokenizer._tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    with pytest.raises(UserError, match="does not write what the assistant has said"):
+        render_tail(tokenizer, QUESTION, [], {})
+
+
+def test_plain_text_goes_on_as_it_is(tmp_path):
+    tokenizer = write_chat_tokenizer(tmp_path, "qwen2.5")
+    transcript = TextTranscript(tokenizer)
+    assert transcript.begin([]).tokens == []
+    assert tokenizer.decode(transcript.extend([1], [{"role": "tool", "content": "hello 12"}]).tokens) == "hello 12"
+
+
+def record(*parts) -> Rollout:
+    """A rollout of a prompt and of parts, a list of sampled tokens or a tuple of observed ones."""
+    recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0, 0)
+    for part in parts:
+        if isinstance(part, tuple):
+            recording.ask(np.array([*recording.tokens, *part], np.int32))
+        else:
+            recording.ask(recording.tokens)
+            recording.reply(np.array(part, np.int32), np.zeros(len(part), np.float32))
+    return recording.finish("stop")
+
+
+def test_an_observation_behind_the_last_reply_is_left_out():
+    assert record([5, 6], (7,), [8], (9, 9)).branches[0].tokens.tolist() == [1, 2, 5, 6, 7, 8]
+
+
+def test_an_episode_that_failed_before_its_first_reply_has_a_token_behind_its_prompt_and_none_to_learn():
+    (branch,) = record().branches
+    assert (branch.tokens.tolist(), branch.num_prompt_tokens, branch.num_loss_tokens) == ([1, 2], 1, 0)
+    assert record().answer_tokens.tolist() == [] and record([5], (6,), [7, 8]).answer_tokens.tolist() == [7, 8]
+
+
+def test_random_conversations_keep_every_sampled_token_in_its_place(chat):
+    """100 of them: requests are prefixes of the branches, and what was sampled is there once, with its log-probs."""
+    _, tokenizer = chat
+    random = np.random.default_rng(1)
+    for _ in range(100):
+        turns = int(random.integers(1, 6))
+        replies = [random.integers(8, tokenizer.vocab_size, random.integers(1, 9)).tolist() for _ in range(turns)]
+        replies = [reply + [tokenizer.eos_token_id] * bool(random.integers(2)) for reply in replies]
+        answers = [
+            [{"role": "user", "content": tokenizer.decode(random.integers(8, 200, 4).tolist())}] for _ in replies[1:]
+        ]
+        rollout, requests = play(tokenizer, replies, answers, follows_template=bool(random.integers(2)))
+        for turn, request, reply in zip(rollout.turns, requests, replies, strict=True):
+            tokens = rollout.branches[turn.branch].tokens
+            assert tokens[: turn.start].tolist() == request
+            assert tokens[turn.start : turn.stop].tolist() == reply
+        assert rollout.response_tokens.tolist() == sum(replies, [])
+        assert rollout.rollout_logprobs.tolist() == [-float(i + 1) for reply in replies for i in range(len(reply))]
