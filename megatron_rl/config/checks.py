@@ -15,7 +15,7 @@ from megatron_rl.config.adapter_checks import check_quantization
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
-from megatron_rl.config.rollout_checks import check_rollout, check_schedule
+from megatron_rl.config.rollout_checks import check_agents, check_rollout, check_schedule
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.config.teacher_checks import check_reset, check_teachers
 from megatron_rl.config.zero_checks import check_zero_stages
@@ -51,6 +51,9 @@ _AT_LEAST_ONE = (
     "reward.service_concurrency",
     "reward.service_max_answer_bytes",
     "algorithm.max_sampling_rounds",
+    "agents.max_turns",
+    "agents.workers",
+    "agents.episodes_in_flight",
     "schedule.steps_per_update",
     "trainer.total_steps",
     "trainer.total_epochs",
@@ -73,6 +76,8 @@ _POSITIVE = (
     "rollout.gpu_memory_utilization",
     "rollout.server.start_seconds",
     "rollout.server.silent_seconds",
+    "agents.episode_timeout_seconds",
+    "agents.turn_timeout_seconds",
     "reward.timeout_seconds",
     "reward.service_timeout_seconds",
     "hybrid.bucket_bytes",
@@ -155,6 +160,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     check_zero_stages(config)
     check_rollout(config)
     check_schedule(config)
+    check_agents(config)
     _check_reward(config)
     _check_algorithm(config)
     check_teachers(config)

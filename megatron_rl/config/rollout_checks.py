@@ -204,6 +204,29 @@ def check_schedule(config: CheckedConfig) -> None:
     )
 
 
+def check_agents(config: CheckedConfig) -> None:
+    """What episodes with an environment do not work with."""
+    environment = config.get("agents.environment")
+    if environment is None:
+        return
+    config.require(
+        config.get("schedule.max_staleness") == 0,
+        "schedule.max_staleness",
+        f"with agents.environment = {environment!r}: episodes begin and end within a step",
+        expected="0",
+        hint="set schedule.max_staleness=0",
+    )
+    name, most = "agents.turn_timeout_seconds", config.get("trainer.collective_timeout")
+    config.require(
+        config.get(name) < most,
+        name,
+        f"is not below trainer.collective_timeout = {most:g}: the other ranks of an engine wait as long as its "
+        "environments",
+        expected=f"below {most:g}",
+        hint="raise trainer.collective_timeout, or lower this one",
+    )
+
+
 def _check_bitwise(config: CheckedConfig) -> None:
     """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")

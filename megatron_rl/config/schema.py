@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.declaring import MISSING, option
@@ -353,6 +354,7 @@ class RunConfig:
     actor: ActorConfig
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    agents: AgentsConfig = dataclasses.field(default_factory=AgentsConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     hybrid: HybridConfig = dataclasses.field(default_factory=HybridConfig)
     layout: AutoLayoutConfig = dataclasses.field(default_factory=AutoLayoutConfig)

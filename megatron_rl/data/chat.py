@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,24 @@ def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str,
             raise wrong_type(column, message, row.location, _EXPECTED)
         messages.append({**message, "content": content})
     return messages
+
+
+def read_tools(row: Row) -> list[Any]:
+    """The column `tools`, where a row has it: a list of tools in the form of OpenAI's API, or that as JSON text.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = row.columns.get("tools")
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value)
+        except ValueError:
+            tools = value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise wrong_type("tools", value, row.location, "a list of objects, one per tool, or that as JSON text")
+    return tools or []
 
 
 def _join_parts(content: Any) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.chat import keep_tokens, read_messages, shorten_messages
+from megatron_rl.data.chat import keep_tokens, read_messages, read_tools, shorten_messages
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt, Rollout, UserError
@@ -119,6 +119,8 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
                 data_source=row.optional("data_source", str, "default"),
                 extra_info=_extra_info(row, cfg),
                 row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
+                messages=fitted.messages,
+                tools=read_tools(row),
             )
         )
     _refuse_empty(len(prompts), dropped, files, cfg)
@@ -169,6 +171,7 @@ class _Fitted:
     text: str
     tokens: np.ndarray
     is_truncated: bool
+    messages: list[dict[str, Any]] | None
 
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted | None:
@@ -177,6 +180,8 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
     own_options = row.optional(_OPTIONS, dict, {})  # a column of parquet has the names of all rows
     options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
+    if tools := read_tools(row):
+        options["tools"] = tools
     if messages is not None:
         text = tokenizer.apply_chat_template(messages, **options)
     elif isinstance(value, str):
@@ -206,7 +211,7 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted
     elif is_too_long:
         tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
         text = tokenizer.decode(tokens)
-    return _Fitted(text, np.asarray(tokens, dtype=np.int32), is_too_long)
+    return _Fitted(text, np.asarray(tokens, dtype=np.int32), is_too_long, messages)
 
 
 def _ground_truth(row: Row, cfg: DataConfig) -> Any:

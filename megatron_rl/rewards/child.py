@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 # Words of a name, between underscores: WANDB_API_KEY and HF_TOKEN, but not TOKENIZERS_PARALLELISM.
@@ -49,6 +50,12 @@ class ChildProcess:
         if not self._connection.poll(seconds):
             raise TimeoutError
         return self._connection.recv()
+
+    def tell(self, message: Any, descriptor: int | None = None) -> None:
+        """Send, with a file descriptor for the process if one is given; raises OSError when the process is gone."""
+        self._connection.send(message)
+        if descriptor is not None:
+            send_handle(self._connection, descriptor, self._process.pid)
 
     def dismiss(self) -> None:
         """Ask the process to leave; an idle one does so at once."""

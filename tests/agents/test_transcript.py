@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from chat_templates import TEMPLATES, write_chat_tokenizer
 
 from megatron_rl.agents.recording import Recording
 from megatron_rl.agents.transcript import ChatTranscript, TextTranscript, render_tail, rewrites_history
 from megatron_rl.types import Prompt, Rollout, UserError
-from tests.chat_templates import TEMPLATES, write_chat_tokenizer
 
 QUESTION = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment `calculator`: replies that ask for a number get it, any other reply is the answer.
+
+In a chat, a reply asks by a tool call with the function `calculate(expression)` (see `TOOL`). Where the prompt is plain
+text it asks by an expression in brackets: the reply "[12*34]" is followed by "408". The run's reward sources score the
+answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.agents.environment import Done, Observation, Reply, Task
+
+# For the column `tools` of a data file.
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Compute an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "Such as (12 + 3) * 4."}},
+            "required": ["expression"],
+        },
+    },
+}
+_IN_BRACKETS = re.compile(r"\[([^\[\]]*)\]\s*$")
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_LONGEST = 200  # characters of an expression; products of so many digits are small numbers to Python
+
+
+class Calculator:
+    """See the module."""
+
+    def reset(self, task: Task) -> Observation:
+        """The task's own messages say it all."""
+        return Observation([])
+
+    def step(self, reply: Reply) -> Observation | Done:
+        """The results of what the reply asks for, one message each."""
+        results = [
+            calculate(str((call.arguments or {}).get("expression", ""))) if call.name == "calculate" else "error"
+            for call in reply.tool_calls
+        ]
+        asked = _IN_BRACKETS.search(reply.text)
+        if asked and not results:
+            results = [calculate(asked[1])]
+        return Observation([{"role": "tool", "content": result} for result in results]) if results else Done()
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression of numbers, + - * / // % and parentheses; "error" where it has none."""
+    try:
+        if len(expression) > _LONGEST:
+            return "error"
+        return str(_compute(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return "error"
+
+
+def _compute(node: ast.AST) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_compute(left), _compute(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_compute(operand))
+    raise ValueError(f"{type(node).__name__} in an expression")

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One episode as its process runs it, and what that process and the rank tell each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer, read_tool_calls
+from megatron_rl.agents.transcript import ChatTranscript, Message, Tail, TextTranscript, Transcript
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.types import Prompt
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all episodes of a run have in common.
+
+    Attributes:
+        environment: `agents.environment`.
+        tokenizer: its directory or file.
+        options: of the chat template.
+        stop_token_ids: that end a reply.
+        follows_template: `agents.history` is "template".
+        max_turns: replies of an episode.
+        run_seed: of the run.
+    """
+
+    environment: str
+    tokenizer: str
+    options: dict[str, Any]
+    stop_token_ids: tuple[int, ...]
+    follows_template: bool
+    max_turns: int
+    run_seed: int
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What one episode begins with: `messages` and `tools` of a chat; messages None: the prompt is plain text."""
+
+    task: Task
+    messages: list[Message] | None
+    tools: list[Any]
+
+    @classmethod
+    def of(cls, prompt: Prompt, run_seed: int) -> Opening:
+        """An episode on a prompt."""
+        seed = int.from_bytes(blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=4).digest(), "big")
+        task = Task(
+            prompt.text, prompt.ground_truth, prompt.data_source, dict(prompt.extra_info), dict(prompt.row), seed
+        )
+        return cls(task, prompt.messages, prompt.tools)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the process of an episode says to a reply, and first of all.
+
+    Attributes:
+        tail: what the next request has behind the reply; None: the episode is over.
+        reward: of all turns so far; None: the environment has given none.
+        components: of the reward.
+        seconds: that the environment took.
+        finish_reason: where the episode is over for another reason than that the environment says so: "turns", or
+            "timeout" or "error", with which nothing else holds.
+        failure: what went wrong.
+    """
+
+    tail: Tail | None = None
+    reward: float | None = None
+    components: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    finish_reason: str | None = None
+    failure: str = ""
+
+
+class Episode:
+    """An environment and its conversation.
+
+    Args:
+        setup: of the run.
+        environment: of this episode alone.
+        transcript: of its conversation.
+        decode: tokens -> text.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        environment: Environment,
+        transcript: Transcript,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        self._setup, self._environment, self._transcript, self._decode = setup, environment, transcript, decode
+        self._num_turns, self._reward = 0, None
+
+    def begin(self, task: Task) -> Answer:
+        """The first observation."""
+        started = time.monotonic()
+        found = check_answer(self._environment.reset(task))
+        if isinstance(found, Done):
+            raise TypeError("reset returned Done: an episode has at least one reply")
+        return Answer(self._transcript.begin(found.messages), seconds=time.monotonic() - started)
+
+    def step(self, tokens: list[int], finish_reason: str) -> Answer:
+        """The answer to a reply."""
+        text, started = self._decode(tokens), time.monotonic()
+        found = check_answer(self._environment.step(Reply(text, read_tool_calls(text), finish_reason)))
+        seconds = time.monotonic() - started
+        self._num_turns += 1
+        if found.reward is not None:
+            self._reward = (self._reward or 0.0) + float(found.reward)
+        if isinstance(found, Done):
+            components = {name: float(value) for name, value in found.components.items()}
+            return Answer(None, self._reward, components, seconds)
+        if self._num_turns == self._setup.max_turns:
+            return Answer(None, self._reward, seconds=seconds, finish_reason="turns")
+        return Answer(self._transcript.extend(tokens, found.messages), self._reward, seconds=seconds)
+
+
+def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:
+    """The conversation of an episode, as its prompt was made: plain text, or chat messages."""
+    if opening.messages is None:
+        return TextTranscript(tokenizer)
+    return ChatTranscript(
+        tokenizer,
+        opening.messages,
+        setup.options | ({"tools": opening.tools} if opening.tools else {}),
+        setup.stop_token_ids,
+        follows_template=setup.follows_template,
+    )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process from which those of the episodes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
+
+It has imported the environment and read the tokenizer, has one thread and runs nothing of the user's beyond imports.
+Each episode is a fork: a hanging or crashing one concerns no other, and it is killed with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_rl.agents.environment import Environment, find_environment
+from megatron_rl.agents.episode import Answer, Episode, Opening, Setup, build_transcript
+from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.types import UserError
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None)
+_LONGEST_TRACE = 2000
+
+
+def serve(connection: Connection) -> None:
+    """Fork a process per episode until the rank is gone or says None, and end them when it says so."""
+    os.set_inheritable(connection.fileno(), False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        setup: Setup = connection.recv()
+        make_environment, tokenizer = find_environment(setup.environment), load_tokenizer(Path(setup.tokenizer))
+    except UserError as error:
+        connection.send(error)
+        return
+    connection.send(None)
+    gc.collect()
+    gc.freeze()  # the episodes' collections copy nothing of this
+    running: set[int] = set()
+    with contextlib.suppress(EOFError, OSError):
+        while (message := connection.recv()) is not None:
+            if message != "begin":
+                _end(message, running)
+                continue
+            descriptor = recv_handle(connection)
+            pid = os.fork()
+            if not pid:
+                connection.close()
+                _run(Connection(descriptor), setup, make_environment, tokenizer)
+            os.close(descriptor)
+            running.add(pid)
+    for pid in [*running]:
+        _end(pid, running)
+
+
+def _run(
+    connection: Connection, setup: Setup, make_environment: Callable[[], Environment], tokenizer: Tokenizer
+) -> NoReturn:
+    """Be the process of an episode."""
+    try:
+        os.setsid()
+        _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nowhere, standard)
+        connection.send(os.getpid())
+        opening: Opening = connection.recv()
+        random.seed(opening.task.seed)
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(opening.task.seed % 2**32)
+        episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer.decode)
+        connection.send(episode.begin(opening.task))
+        while True:
+            connection.send(episode.step(*connection.recv()))
+    except BaseException:  # whatever an environment can raise
+        with contextlib.suppress(BaseException):
+            connection.send(Answer(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:]))
+    finally:
+        os._exit(0)
+
+
+def _end(pid: int, running: set[int]) -> None:
+    """Kill the process of an episode and all that came of it, and reap them."""
+    if pid in running:
+        running.discard(pid)
+        _kill(pid)
+    # What has lost its parent becomes a child of this process.
+    while orphans := set(_list_children()) - running:
+        for orphan in orphans:
+            _kill(orphan)
+
+
+def _list_children() -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _control_process(option: int, value: int) -> None:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section `agents`: episodes of several turns with an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.declaring import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsConfig:
+    """Episodes: an environment answers the policy's replies until it says that the episode is done."""
+
+    environment: str | None = option(
+        None, "calculator, or a class of yours as path.py:Name; null: one response per prompt and no environment."
+    )
+    max_turns: int = option(8, "Replies of an episode; data.max_response_length bounds its tokens.", "replies")
+    episode_timeout_seconds: float = option(
+        300.0,
+        "Time that an environment may take for all its answers in an episode, set-up included; then it is killed.",
+        "seconds",
+    )
+    turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds")
+    workers: int = option(1, "Processes per engine from which those of its episodes are forked.", "processes")
+    episodes_in_flight: int | None = option(
+        None, "Episodes of one engine that are open at a time; default: all of a step.", "episodes"
+    )
+    history: Literal["keep", "template"] = option(
+        "keep",
+        "A chat template that renders earlier replies in another way than they were sampled (without thoughts): keep "
+        "the tokens as they were sampled, or do as the template does, which forks the episode.",
+    )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in processes of their own: what they answer, how they fail, and what is left of them: nothing.
+
+Not covered: a process that the kernel cannot kill.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.agents.calculator import calculate
+from megatron_rl.agents.environment import find_environment, read_tool_calls
+from megatron_rl.agents.episode import Setup
+from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.types import Prompt, UserError
+from tools.make_toy_task import train_tokenizer
+
+ENVIRONMENT = """
+import os, random, subprocess, sys, time
+from megatron_rl.agents.environment import Done, Observation
+
+class Odd:
+    def reset(self, task):
+        self.kind, self.lucky = task.row["kind"], random.random()
+        if self.kind == "hangs at first":
+            time.sleep(1000)
+        if self.kind == "raises at first":
+            raise RuntimeError("no game today")
+        return Observation([])
+
+    def step(self, reply):
+        if self.kind == "hangs":
+            time.sleep(1000)
+        if self.kind == "exits":
+            os._exit(3)
+        if self.kind == "is killed":
+            os.kill(os.getpid(), 9)
+        if self.kind == "shouts":
+            for _ in range(100):
+                os.write(1, b"x" * (1 << 20))
+                os.write(2, b"x" * (1 << 20))
+        if self.kind == "starts others":
+            subprocess.Popen(["sleep", "4321"], start_new_session=True)
+            subprocess.run("setsid sleep 4321 &", shell=True)
+        if self.kind == "returns nothing":
+            return None
+        if self.kind == "has no number":
+            return Done(float("nan"))
+        if self.kind == "never ends":
+            return Observation([{"role": "tool", "content": "12"}], reward=0.5)
+        return Done(self.lucky, {"length": len(reply.text)})
+"""
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("environment")
+    (directory / "odd.py").write_text(ENVIRONMENT)
+    (directory / "tokenizer.model").write_bytes(train_tokenizer("+"))
+    tokenizer = str(directory / "tokenizer.model")  # read in a moment, other than those of transformers
+    return Setup(f"{directory / 'odd.py'}:Odd", tokenizer, {}, (2,), False, max_turns=3, run_seed=1)
+
+
+@pytest.fixture
+def processes(setup):
+    found = EpisodeProcesses(setup, 1, 30.0, 5.0)
+    yield found
+    found.close_all()
+
+
+def prompt_of(kind, number=0):
+    return Prompt(number, np.array([4, 5], np.int32), "12", "", row={"kind": kind})
+
+
+def run(processes, *kinds):
+    """The last answer of episodes that say the same each time."""
+    found, open_keys = {}, set(range(len(kinds)))
+    for key, kind in enumerate(kinds):
+        processes.open(key, prompt_of(kind))
+    while open_keys:
+        for key, answer in processes.wait().items():
+            if answer.tail is None:
+                found[key] = answer
+                processes.close(key)
+                open_keys.discard(key)
+            else:
+                processes.tell(key, [4, 5, 6], "stop")
+    return [found[key] for key in range(len(kinds))]
+
+
+def sleepers():
+    return subprocess.run(["pgrep", "-f", "sleep 4321"], capture_output=True, text=True).stdout.split()
+
+
+def test_rewards_add_up_over_turns_and_components_come_with_the_last_answer(processes):
+    ends, never = run(processes, "ends", "never ends")
+    assert 0 < ends.reward < 1 and ends.components == {"length": 3.0} and ends.finish_reason is None
+    assert (never.reward, never.finish_reason) == (1.5, "turns")
+
+
+def test_episodes_on_a_prompt_draw_the_same_random_numbers(processes):
+    processes.open(0, prompt_of("ends"))
+    processes.open(1, prompt_of("ends"))
+    processes.open(2, prompt_of("ends", number=1))
+    processes.wait()
+    for key in range(3):
+        processes.tell(key, [4], "stop")
+    rewards = [answer.reward for _, answer in sorted(processes.wait().items())]
+    assert rewards[0] == rewards[1] != rewards[2]
+
+
+def test_every_failure_is_an_answer_and_concerns_no_other_episode(setup):
+    processes = EpisodeProcesses(setup, 1, 30.0, 1.0)
+    started = time.monotonic()
+    kinds = "hangs at first", "raises at first", "hangs", "exits", "is killed", "returns nothing", "has no number"
+    answers = run(processes, "ends", *kinds, "ends")
+    seconds = time.monotonic() - started
+    processes.close_all()
+    assert seconds < 20  # two deadlines of a second, and the start
+    reasons = [None, "timeout", "error", "timeout", "error", "error", "error", "error", None]
+    assert [answer.finish_reason for answer in answers] == reasons
+    said = [answer.failure for answer in answers]
+    assert "agents.turn_timeout_seconds = 1" in said[1] and "agents.turn_timeout_seconds = 1" in said[3]
+    assert "no game today" in said[2] and "odd.py" in said[2]
+    assert "its process has ended" in said[4] and "its process has ended" in said[5]
+    assert "NoneType instead of Observation or Done" in said[6] and "reward = nan" in said[7]
+    assert answers[0].reward == answers[8].reward
+
+
+def test_what_is_shouted_goes_nowhere(processes, capfd):
+    (answer,) = run(processes, "shouts")
+    assert answer.finish_reason is None and answer.reward is not None
+    assert capfd.readouterr().out == ""
+
+
+def test_the_time_of_an_episode_covers_all_its_answers(setup):
+    processes = EpisodeProcesses(setup, 1, 0.5, 10.0)
+    (answer,) = run(processes, "hangs")
+    processes.close_all()
+    assert answer.finish_reason == "timeout" and "agents.episode_timeout_seconds = 0.5" in answer.failure
+
+
+def test_what_an_episode_has_started_ends_with_it(processes):
+    assert not sleepers()
+    processes.open(0, prompt_of("starts others"))
+    processes.wait()
+    processes.tell(0, [4], "stop")
+    assert processes.wait()[0].reward is not None and len(sleepers()) == 2
+    processes.close(0)
+    run(processes, "ends")  # the worker has read that the other is over
+    deadline = time.monotonic() + 10
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+
+
+def test_no_process_outlives_a_rank_that_is_killed(setup, tmp_path):
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import os, sys, pickle, signal\n"
+        "from megatron_rl.agents.processes import EpisodeProcesses\n"
+        f"setup, prompts = pickle.loads(open({str(tmp_path / 'args')!r}, 'rb').read())\n"
+        "processes = EpisodeProcesses(setup, 1, 30.0, 20.0)\n"
+        "[processes.open(key, prompt) for key, prompt in enumerate(prompts)]\n"
+        "processes.wait()\n"
+        "processes.tell(0, [4], 'stop')\n"
+        "print(processes._workers[0]._process.pid, *[r.pid for r in processes._running.values()], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "args").write_bytes(pickle.dumps((setup, [prompt_of("hangs"), prompt_of("ends")])))
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    told = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment, cwd=root).stdout
+    pids = [int(pid) for pid in told.split()]
+    assert len(pids) == 3
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def is_alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_that_is_killed_takes_its_episodes_along_and_is_started_again(processes):
+    processes.open(0, prompt_of("ends"))
+    processes.wait()
+    os.kill(processes._workers[0]._process.pid, 9)
+    time.sleep(0.5)
+    processes.tell(0, [4], "stop")
+    assert processes.wait()[0].finish_reason == "error"
+    assert run(processes, "ends")[0].finish_reason is None
+
+
+def test_an_environment_that_is_not_there_is_named(setup, tmp_path):
+    (tmp_path / "half.py").write_text("class Half:\n    def reset(self, task): ...\n")
+    for name, message in (
+        ("chess", "names no environment"),
+        (f"{tmp_path / 'half.py'}:Half", "has no method step"),
+        (f"{tmp_path / 'half.py'}:Whole", 'defines no "Whole"'),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_environment(name)
+
+
+def test_tool_calls_are_read_from_the_text_of_a_reply():
+    calls = read_tool_calls(
+        'a <tool_call>\n{"name": "calculate", "arguments": {"expression": "1+2"}}\n</tool_call> b '
+        "<tool_call>{broken}</tool_call><tool_call>[1]</tool_call>"
+    )
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("calculate", {"expression": "1+2"}),
+        ("", None),
+        ("", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("12*34", "408"), ("(1 + 2) * -3", "-9"), ("7 / 2", "3.5"), ("7 // 2 + 7 % 4", "6")]
+    + [(bad, "error") for bad in ("", "1/0", "2**3", "x", "abs(1)", "True", "1" * 201, "'a'", "(" * 150)],
+)
+def test_the_calculator_computes_numbers_and_nothing_else(expression, value):
+    assert calculate(expression) == value
