@@ -153,4 +153,5 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     unnamed = {key for record in records for key in record if key != "step" and find_metric(key) is None}
     assert not unnamed, f"{unnamed}: give them rows in tools/_metrics_page.py"
     measured = ("time/", "memory/", "tokens/per_second", "schedule/engine_busy")
+    measured += ("agents/environment_seconds", "agents/wait_share")
     return [{k: v for k, v in record.items() if not k.startswith(measured)} for record in records]

@@ -118,6 +118,17 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("schedule/carried_tokens", "their tokens so far", "tokens"),
         Metric("schedule/engine_busy", "share of the rollout in which an engine has requests", "share"),
     ),
+    "Agents": (
+        Metric("agents/turns", "replies of an episode", "replies"),
+        Metric("agents/forks", "branches of an episode beyond its first (`agents.history: template`)", "branches"),
+        Metric("agents/tokens_sampled", "tokens that the policy has sampled", "tokens"),
+        Metric("agents/tokens_observed", "other tokens behind the prompts", "tokens"),
+        Metric("agents/max_turns", "episodes that were cut at `agents.max_turns`", "share"),
+        Metric("agents/timeouts", "episodes whose environment did not answer in time", "episodes"),
+        Metric("agents/errors", "episodes whose environment raised or ended", "episodes"),
+        Metric("agents/environment_seconds", "of an episode in `reset` and `step`", "s"),
+        Metric("agents/wait_share", "share of the rollout in which engines wait for environments", "share"),
+    ),
     "Loss ledger": (
         Metric("ledger/<term>/numerator", "of a term of the loss: policy, kl, entropy, value"),
         Metric("ledger/<term>/denominator", "what it was divided by; 1 where a plugin aggregates"),

@@ -305,7 +305,7 @@ class Experience:
             reward=float(row["reward"]),
             reward_components=self.headers.reported(index),
         )
-        return replace(rollout, response=decode(rollout.response_tokens.tolist()))
+        return replace(rollout, response=decode(rollout.answer_tokens.tolist()))
 
 
 def replicate(

@@ -197,8 +197,9 @@ def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int
 
 
 def number_prompts(headers: Headers) -> np.ndarray:
-    """[n] a number per run of sequences with the same prompt."""
-    return np.cumsum(np.diff(headers.rows["prompt_id"], prepend=headers.rows["prompt_id"][:1]) != 0)
+    """[n] a number per run of sequences with the same prompt (a branch may have less of it than the others)."""
+    names = ("prompt_id", "num_prompt_tokens")
+    return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
 
 
 def list_replicas(layout: ParallelLayout) -> np.ndarray:

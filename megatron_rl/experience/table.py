@@ -22,7 +22,8 @@ from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.validation import name_answer
 from megatron_rl.types import Rollout
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "turns", "timeout", "error")
+_CUT, _FAILED = ("length", "turns"), ("timeout", "error")
 
 HEADER = np.dtype(
     [
@@ -136,13 +137,13 @@ def build_headers(
     Args:
         rollouts: with the index of their prompt in the step.
         holder: index of the replica that holds their tokens.
-        mask_truncated: keep responses that were cut at the limit out of the loss.
+        mask_truncated: keep responses that were cut at a limit out of the loss; those that failed always are.
         with_answers: note what they answer (see `hash_answer`).
     """
     found, rows = list(rollouts), []
     for group, rollout in found:
         answer = hash_answer(name_answer(rollout.response)) if with_answers else 0
-        in_loss = not (mask_truncated and rollout.finish_reason == "length")
+        in_loss = rollout.finish_reason not in (*_FAILED, *(_CUT if mask_truncated else ()))
         reason = FINISH_REASONS.index(rollout.finish_reason)
         for branch in rollout.branches:
             versions = branch.versions[branch.sampled]

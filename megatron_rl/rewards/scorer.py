@@ -9,6 +9,7 @@ Invariant: what a rollout gets does not depend on whether or when `begin` was ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -102,9 +103,13 @@ class Scorer:
         self._left_behind: set[psutil.Process] = set()
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:
-        """Decode the response and start scoring it, in a step (0: validation); `finish` must get the same object."""
-        decoded = replace(rollout, response=self._decode(rollout.response_tokens.tolist()))
-        waits = [source.begin(decoded, step) for source in self._sources]
+        """Decode the last turn and start scoring it, in a step (0: validation); `finish` must get the same object.
+
+        A rollout that has a reward, from its environment, keeps it.
+        """
+        decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
+        sources = self._sources if math.isnan(rollout.reward) else []
+        waits = [source.begin(decoded, step) for source in sources]
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is of one object only while that exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:

@@ -26,6 +26,7 @@ from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
+from megatron_rl.rollout.episodes import EpisodeGenerator
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.kept import describe_kept
 from megatron_rl.rollout.stream import RolloutStream
@@ -68,7 +69,7 @@ class Collector:
     def __init__(
         self,
         *,
-        generator: RolloutGenerator,
+        generator: RolloutGenerator | EpisodeGenerator,
         stream: RolloutStream,
         rewards: RewardSources,
         config: RunConfig,
@@ -208,7 +209,10 @@ class Collector:
                 on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
             )
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
-        return self._score(prompts, held, [step] * len(prompts), with_answers)
+        samples = self._score(prompts, held, [step] * len(prompts), with_answers)
+        if isinstance(self._generator, EpisodeGenerator):
+            samples.add_metrics(self._generator.metrics)
+        return samples
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
         """How training responses are drawn, at `rollout.temperature` or another one."""
@@ -256,7 +260,8 @@ class Collector:
         """
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
-        if scorer.is_concurrent:  # the engine's first rank has begun already
+        # The engine's first rank has begun already, or it alone knows how episodes ended.
+        if scorer.is_concurrent or isinstance(self._generator, EpisodeGenerator):
             mine = held if place == 0 else []
         else:
             mine = held[place :: engines.width]

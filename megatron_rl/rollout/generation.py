@@ -102,6 +102,24 @@ class RolloutGenerator:
             Exception: what `on_finished` raised, after the generation, on every rank.
             UserError: the engine returned something else than what it was asked for; on every rank.
         """
+        requests = self.build_requests(prompts, group_size=group_size, sampling=sampling, step=step, round=round)
+        stream = _Stream(prompts, group_size, self.policy_version, self.count, on_finished if self.is_first else None)
+        self.serve(
+            requests,
+            close_batch(requests),
+            stream,
+            name=lambda key: name_sample(prompts, group_size, key),
+            total=len(prompts) * group_size,
+        )
+        return stream.rollouts
+
+    def build_requests(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int, round: int
+    ) -> list[Request]:
+        """The requests for the first turns of this rank's engine, in order; arguments as in `generate`.
+
+        The key of each is index of the prompt * group_size + sample_index.
+        """
         engines = assign_engines(
             self._dispatch,
             [len(prompt.tokens) for prompt in prompts],
@@ -121,15 +139,7 @@ class RolloutGenerator:
                     index, prompt.tokens, derive_seed(self._run_seed, step, prompt.prompt_id, sample, round), sampling
                 )
             )
-        stream = _Stream(prompts, group_size, self.policy_version, self.count, on_finished if self.is_first else None)
-        self.serve(
-            requests,
-            close_batch(requests),
-            stream,
-            name=lambda key: f"prompt_id {prompts[key // group_size].prompt_id}, sample {key % group_size}",
-            total=len(engines),
-        )
-        return stream.rollouts
+        return requests
 
     def serve(
         self,
@@ -139,12 +149,13 @@ class RolloutGenerator:
         *,
         name: Callable[[int], str],
         total: int | None,
+        on_requests: Callable[[Sequence[Request]], None] | None = None,
     ) -> None:
         """Serve requests of this rank's engine, and check what it returns; collective.
 
         Args:
-            requests: that are made.
-            take, on_sampled: as in `rollout.serving.serve`.
+            requests: that are made; looked at in the end.
+            take, on_sampled, on_requests: as in `rollout.serving.serve`.
             name: what a message calls the request of a key.
             total: responses of all engines, which the progress counts; None: it does not.
 
@@ -163,7 +174,7 @@ class RolloutGenerator:
         with nullcontext() if total is None else self._progress.follow(total, in_flight):
             error = None
             if self.engine_index >= 0:
-                error = serve(self._engine.requests, take, listen, self._channel)
+                error = serve(self._engine.requests, take, listen, self._channel, on_requests=on_requests)
             if error is None and self.is_first:
                 error = self._find_fault(sampled, requests, name)
             raise_together(error, self._group)
@@ -231,6 +242,11 @@ class _Stream:
         self._count(len(sampled.tokens))
         if self._listener is not None:
             self._listener(rollout)
+
+
+def name_sample(prompts: Sequence[Prompt], group_size: int, index: int) -> str:
+    """What a message calls a sample of a number."""
+    return f"prompt_id {prompts[index // group_size].prompt_id}, sample {index % group_size}"
 
 
 def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:

@@ -17,6 +17,7 @@ def serve(
     on_sampled: Listener,
     channel: Channel | None = None,
     receive_weights: Callable[[int], None] | None = None,
+    on_requests: Callable[[Sequence[Request]], None] | None = None,
 ) -> Exception | None:
     """Step an engine until a message says stop and everything is finished; the same call on every rank of it.
 
@@ -27,6 +28,7 @@ def serve(
         on_sampled: told of everything that is finished or interrupted, in the order of the engine, on every rank.
         channel: to the other ranks of the engine.
         receive_weights: brings the weights of a version into the engine; collective, called on every rank of it.
+        on_requests: told of the requests of each message before they are added, on every rank.
 
     Returns:
         The first exception of `take` or `on_sampled`. The engine has not been left in the middle: raised by `take`, all
@@ -45,6 +47,8 @@ def serve(
             if message.weights is not None:
                 assert receive_weights is not None
                 receive_weights(message.weights)
+            if on_requests is not None:
+                on_requests(message.requests)
             loop.add(message.requests)
             loop.step()
             if message.stop:

@@ -29,6 +29,7 @@ NOT_RECORDED = (
     "aggregation/",
     "schedule/",
     "lora/",
+    "agents/",
     "mismatch/lag",
     "sampling/kept",
     "reward/<data_source>",

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes in the whole program: one turn is the plain run, several are learned exactly, and none that fails stops it.
+
+Not covered: chats in the loop (tests/agents/test_transcript.py has their tokens), and GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distributed import run_ranks
+from megatron_rl.agents.recording import Recording
+from rl_runs import layout_overrides, overrides_for, read_records, train
+
+ENVIRONMENTS = """
+import os, time
+from megatron_rl.agents.environment import Done, Observation
+
+class OneTurn:
+    def reset(self, task):
+        return Observation([])
+
+    def step(self, reply):
+        return Done()
+
+class Echo(OneTurn):
+    def step(self, reply):
+        return Observation([{"role": "tool", "content": "12="}], reward=0.25 * ("1" in reply.text))
+
+class Faulty(Echo):
+    def reset(self, task):
+        self.number = int(task.ground_truth)
+        if self.number % 8 == 3:
+            raise RuntimeError("no game today")
+        return Observation([])
+
+    def step(self, reply):
+        if self.number % 8 == 5:
+            time.sleep(1000)
+        if self.number % 8 == 7:
+            os._exit(1)
+        return super().step(reply)
+"""
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("environments") / "environments.py"
+    file.write_text(ENVIRONMENTS)
+    return file
+
+
+def play(task: Path, run: Path, *overrides: str, world_size: int = 2) -> list[dict[str, Any]]:
+    """The records of a run."""
+    command = overrides_for(task, run, "data.validation_limit=4", "trainer.log_rollouts=-1", *overrides)
+    assert run_ranks(train, world_size, command) == [None] * world_size
+    return read_records(run)
+
+
+def without_agents(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ignored = ("agents/", "samples/bytes_per_rank")
+    return [{k: v for k, v in record.items() if not k.startswith(ignored)} for record in records]
+
+
+def read_rollouts(run: Path) -> list[dict[str, Any]]:
+    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [["rollout.engine=hf"], [], layout_overrides(1, 1, 2)],
+    ids=["hf", "vllm_tp1", "vllm_tp2"],
+)
+def test_an_environment_of_one_turn_is_the_plain_run_bit_for_bit(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, engine: list[str]
+) -> None:
+    plain = play(task, tmp_path / "plain", *engine)
+    turns = play(task, tmp_path / "turns", *engine, f"agents.environment={environments}:OneTurn")
+    assert turns[1]["agents/turns"] == 1.0 and turns[1]["agents/tokens_observed"] == 0.0
+    assert without_agents(turns) == without_agents(plain)
+    assert read_rollouts(tmp_path / "turns") == read_rollouts(tmp_path / "plain")
+    weights = [
+        next((tmp_path / name / "checkpoints/step_2/huggingface").glob("*.safetensors")).read_bytes()
+        for name in ("plain", "turns")
+    ]
+    assert weights[0] == weights[1]
+
+
+MULTI = ["data.max_response_length=24", "actor.max_tokens_per_microbatch=256", "data.validation_files=[]"]
+SHORT = "agents.max_turns=3"
+
+
+def test_episodes_of_several_turns_are_learned_with_the_engines_log_probs(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None
+) -> None:
+    """With few episodes open at a time, too: the same run, as seeds do not depend on it."""
+    echo = f"agents.environment={environments}:Echo"
+    records = play(task, tmp_path / "all", *MULTI, echo, SHORT, "data.max_response_length=64")
+    for record in records:
+        assert record["mismatch/max"] < 1e-5
+        assert record["agents/turns"] > 1 and record["agents/tokens_observed"] > 0
+    few = play(
+        task, tmp_path / "few", *MULTI, echo, SHORT, "data.max_response_length=64", "agents.episodes_in_flight=3"
+    )
+    first, again = read_rollouts(tmp_path / "all"), read_rollouts(tmp_path / "few")
+    assert [row["tokens"] for row in first[:32]] == [row["tokens"] for row in again[:32]]
+    assert few[0]["agents/turns"] == records[0]["agents/turns"]
+    rewards = {row["reward"] for row in first}
+    assert rewards <= {0.0, 0.25, 0.5, 0.75} and len(rewards) > 1  # summed over turns
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """How a recording can be wrong: name -> what stands for `Recording.finish`."""
+    finish = Recording.finish
+
+    def shift_mask(recording: Recording, reason: str) -> Any:
+        rollout = finish(recording, reason)
+        for branch in rollout.branches:
+            branch.sampled[:] = np.roll(branch.sampled, 1)
+        return rollout
+
+    def encode_again(recording: Recording, reason: str) -> Any:
+        rollout = finish(recording, reason)
+        turn = rollout.turns[0]
+        rollout.branches[0].tokens[turn.start : turn.stop] = np.sort(rollout.branches[0].tokens[turn.start : turn.stop])
+        return rollout
+
+    yield {"mask off by one": shift_mask, "a turn encoded again": encode_again}
+
+
+@pytest.mark.parametrize("fault", ["mask off by one", "a turn encoded again"])
+def test_a_recording_that_is_wrong_shows_in_the_mismatch(
+    task: Path,
+    tmp_path: Path,
+    environments: Path,
+    vllm_imported: None,
+    faults: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    monkeypatch.setattr(Recording, "finish", faults[fault])
+    echo = f"agents.environment={environments}:Echo"
+    (record,) = play(task, tmp_path / "run", *MULTI, echo, SHORT, "trainer.total_steps=1", world_size=1)
+    assert record["mismatch/max"] > 1e-3
+
+
+def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_alone(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None
+) -> None:
+    """An engine of two ranks: both go on."""
+    records = play(
+        task,
+        tmp_path / "run",
+        *MULTI,
+        *layout_overrides(1, 1, 2),
+        f"agents.environment={environments}:Faulty",
+        SHORT,
+        "agents.turn_timeout_seconds=1",
+        "agents.episodes_in_flight=16",
+    )
+    rows = read_rollouts(tmp_path / "run")
+    assert len(rows) == 64  # two steps of eight groups of four
+    ends = {3: "error", 5: "timeout", 7: "error"}
+    for row in rows:
+        expected = ends.get(int(row["ground_truth"]) % 8)
+        assert row["finish_reason"] == expected if expected else row["finish_reason"] in ("turns", "length")
+        assert row["reward"] == 0.0 or not expected
+    assert sum(record["agents/errors"] for record in records) == sum(row["finish_reason"] == "error" for row in rows)
+    assert sum(record["agents/timeouts"] for record in records) == sum(
+        row["finish_reason"] == "timeout" for row in rows
+    )
+    assert all(np.isfinite(record["policy/grad_norm"]) for record in records)
