@@ -148,8 +148,9 @@ def _read_tool_call(text: str) -> ToolCall:
     except (ValueError, RecursionError):
         return ToolCall("", None)
     name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
-    is_call = isinstance(name, str) and isinstance(arguments, dict)
-    return ToolCall(name, arguments) if is_call else ToolCall("", None)
+    if isinstance(name, str) and isinstance(arguments, dict):
+        return ToolCall(name, arguments)
+    return ToolCall("", None)
 
 
 def check_answer(answer: Any) -> Observation | Done:

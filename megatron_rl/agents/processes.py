@@ -26,13 +26,31 @@ class _Running:
     """One episode's process, seen from the rank."""
 
     def __init__(self, worker: ChildProcess, seconds: float) -> None:
-        self.worker, self.seconds = worker, seconds
+        self.origin, self.seconds = worker, seconds
         self.pid: int | None = None
-        self.asked = 0.0
+        self._asked = 0.0
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         with theirs:
             worker.tell("begin", theirs.fileno())
+
+    def ask(self, message: object) -> None:
+        """The clock of an answer starts."""
+        self._asked = time.monotonic()
+        self.connection.send(message)
+
+    def receive(self) -> Answer | None:
+        """An answer; the process tells its number before the first one."""
+        message = pickle.loads(self.connection.recv_bytes(_LARGEST_ANSWER))
+        if isinstance(message, int):
+            self.pid = message
+            return None
+        self.seconds -= time.monotonic() - self._asked
+        return message
+
+    def deadline(self, turn_seconds: float) -> float:
+        """When an answer is late."""
+        return self._asked + min(self.seconds, turn_seconds)
 
 
 class EpisodeProcesses:
@@ -77,12 +95,16 @@ class EpisodeProcesses:
         found, self._failed = self._failed, {}
         while self._waited_for:
             of = {self._running[key].connection: key for key in self._waited_for}
-            times = {key: self._deadline(self._running[key]) - time.monotonic() for key in self._waited_for}
+            times = {
+                key: self._running[key].deadline(self._turn_seconds) - time.monotonic() for key in self._waited_for
+            }
             for connection in wait(list(of), max(min(times.values()), 0.0)):
                 assert isinstance(connection, Connection)
                 if (answer := self._receive(of[connection])) is not None:
                     found[of[connection]] = answer
-            for key in [key for key in self._waited_for if time.monotonic() >= self._deadline(self._running[key])]:
+            for key in [
+                key for key in self._waited_for if time.monotonic() >= self._running[key].deadline(self._turn_seconds)
+            ]:
                 found[key] = self._fail(key, "timeout", self._describe_deadline(key))
         return found
 
@@ -94,7 +116,7 @@ class EpisodeProcesses:
             running.connection.close()
             if running.pid is not None:
                 with contextlib.suppress(OSError):  # then its process has ended, too
-                    running.worker.tell(running.pid)
+                    running.origin.tell(running.pid)
 
     def close_all(self) -> None:
         """End all processes."""
@@ -128,32 +150,23 @@ class EpisodeProcesses:
             worker.end(_GRACE_SECONDS)
 
     def _ask(self, key: int, message: object) -> None:
-        running = self._running[key]
-        running.asked = time.monotonic()
         self._waited_for.add(key)
         try:
-            running.connection.send(message)
+            self._running[key].ask(message)
         except OSError:
             self._failed[key] = self._fail(key, "error", "its process has ended")
 
     def _receive(self, key: int) -> Answer | None:
-        """What an episode says, if it is an answer: its process tells its number first."""
-        running = self._running[key]
+        """What an episode says, if it is an answer."""
         try:
-            message = pickle.loads(running.connection.recv_bytes(_LARGEST_ANSWER))
+            answer = self._running[key].receive()
         except (EOFError, OSError):
             return self._fail(key, "error", "its process has ended, or has answered more than 64 MiB")
-        if isinstance(message, int):
-            running.pid = message
-            return None
-        self._waited_for.discard(key)
-        running.seconds -= time.monotonic() - running.asked
-        if message.finish_reason == "error":
-            return self._fail(key, "error", message.failure)
-        return message
-
-    def _deadline(self, running: _Running) -> float:
-        return running.asked + min(running.seconds, self._turn_seconds)
+        if answer is not None:
+            self._waited_for.discard(key)
+            if answer.finish_reason == "error":
+                return self._fail(key, "error", answer.failure)
+        return answer
 
     def _describe_deadline(self, key: int) -> str:
         is_turn = self._turn_seconds < self._running[key].seconds

@@ -216,6 +216,20 @@ def check_agents(config: CheckedConfig) -> None:
         expected="0",
         hint="set schedule.max_staleness=0",
     )
+    config.require(
+        not config.get("rollout.is_truncated"),
+        "agents.environment",
+        "with rollout.top_p, top_k or min_p: an episode does not keep the sets of tokens that replies are drawn from",
+        expected="the whole vocabulary",
+        hint="leave out rollout.top_p, top_k and min_p",
+    )
+    config.require(
+        config.get("trainer.capture_step") is None,
+        "trainer.capture_step",
+        f"with agents.environment = {environment!r}: a capsule holds one turn of each rollout",
+        expected="null",
+        hint="leave it out",
+    )
     name, most = "agents.turn_timeout_seconds", config.get("trainer.collective_timeout")
     config.require(
         config.get(name) < most,

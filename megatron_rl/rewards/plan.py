@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from urllib.parse import urlsplit
 
@@ -121,24 +121,19 @@ def build_reward_plan(
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
     """The reward of one response without the model's part, and what is logged of it.
 
-    What has a reward from its environment keeps that, with its components.
-
     In a sum each source's raw score is logged by the source's name and its components as
     "source/component"; a single source's components keep their names where no metric of ours has them.
 
     Args:
         plan: the sum.
-        scores: one per local source, in the plan's order; none where the environment gave the reward.
+        scores: one per local source, in the plan's order.
         rollout: the response.
 
     Raises:
         UserError: the sum is not finite.
     """
-    is_given = not math.isnan(rollout.reward)
-    reward, components = (rollout.reward if is_given else 0.0), {}
-    for name, value in rollout.reward_components.items():
-        components[f"environment/{name}" if name in _RESERVED else name] = value
-    for source, score in zip(() if is_given else plan.sources, scores, strict=True):
+    reward, components = 0.0, {}
+    for source, score in zip(plan.sources, scores, strict=True):
         reward += source.weight * score.value
         if plan.is_sum:
             components[source.name] = score.value
@@ -154,6 +149,13 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
     if not abs(reward) <= _LARGEST:
         raise _refuse(reward, describe_rollout(rollout))
     return reward, components
+
+
+def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
+    """What `compute_reward` is for a rollout that has a reward and components from its environment."""
+    punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
+    given = {f"environment/{n}" if n in _RESERVED else n: value for n, value in rollout.reward_components.items()}
+    return rollout.reward + punishment, given | components
 
 
 def _refuse(reward: float, what: str) -> UserError:

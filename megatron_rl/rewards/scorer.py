@@ -21,7 +21,7 @@ import psutil
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.functions import RewardFunction
-from megatron_rl.rewards.plan import RewardPlan, compute_reward
+from megatron_rl.rewards.plan import RewardPlan, compute_reward, keep_reward
 from megatron_rl.rewards.rules import RULES
 from megatron_rl.rewards.scoring import Score, compute_score
 from megatron_rl.rewards.service import RewardService
@@ -128,7 +128,10 @@ class Scorer:
         scored = []
         with self._notice_children():
             for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
-                reward, components = compute_reward(self._plan, [wait() for wait in waits], decoded)
+                if math.isnan(decoded.reward):
+                    reward, components = compute_reward(self._plan, [wait() for wait in waits], decoded)
+                else:
+                    reward, components = keep_reward(self._plan, decoded)
                 scored.append(replace(decoded, reward=reward, reward_components=components))
         return scored
 

@@ -55,7 +55,7 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         from megatron_rl.roles import bitwise
 
         bitwise.check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
-    tokenizer = load_tokenizer(find_tokenizer(config))
+    tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
     _check_vocabulary(tokenizer, actor.shape, "model.tokenizer and model.path")
     found = {"actor": actor}
     for name, role in spec.roles.items():
@@ -67,11 +67,6 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         if role.is_teacher:
             check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
     return found, tokenizer
-
-
-def find_tokenizer(config: RunConfig) -> Path:
-    """Where the policy's tokenizer is."""
-    return Path(config.model.tokenizer or find_model_files(config.model.path))
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:

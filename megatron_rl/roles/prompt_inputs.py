@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_rl.agents.environment import find_environment
+from megatron_rl.agents.transcript import render_tail, rewrites_history
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
@@ -43,7 +45,8 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
     check_mixture(data, train.file_sizes)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
-    return PromptInputs(train, validation, notes + check_truths(reward_plan, prompts))
+    notes += check_truths(reward_plan, prompts) + check_agents(config, tokenizer, train)
+    return PromptInputs(train, validation, notes)
 
 
 def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
@@ -56,3 +59,23 @@ def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
             expected="a prompt in each file that has a weight",
             hint="raise data.max_prompt_length, widen data.pass_rate_range, or leave out the file and its weight",
         )
+
+
+def check_agents(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) -> list[str]:
+    """A note where the chat template renders earlier replies in another way than they were sampled.
+
+    Raises:
+        UserError: the environment is not there, or the template does not write contents as they are.
+    """
+    agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
+    if agents.environment is None:
+        return []
+    find_environment(agents.environment)
+    if not chats:
+        return []
+    options = config.data.apply_chat_template_kwargs
+    render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
+    if not rewrites_history(tokenizer, options):
+        return []
+    does = "are kept as they were sampled" if agents.history == "keep" else "are rendered again: an episode forks there"
+    return [f"the chat template leaves thoughts out of earlier replies, which {does} (agents.history={agents.history})"]

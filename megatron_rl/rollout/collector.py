@@ -26,8 +26,7 @@ from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
-from megatron_rl.rollout.episodes import EpisodeGenerator
-from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.generation import Generator
 from megatron_rl.rollout.kept import describe_kept
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.types import Prompt, Rollout, UserError
@@ -69,7 +68,7 @@ class Collector:
     def __init__(
         self,
         *,
-        generator: RolloutGenerator | EpisodeGenerator,
+        generator: Generator,
         stream: RolloutStream,
         rewards: RewardSources,
         config: RunConfig,
@@ -210,8 +209,7 @@ class Collector:
             )
         held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
         samples = self._score(prompts, held, [step] * len(prompts), with_answers)
-        if isinstance(self._generator, EpisodeGenerator):
-            samples.add_metrics(self._generator.metrics)
+        samples.add_metrics(self._generator.metrics)
         return samples
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
@@ -261,7 +259,7 @@ class Collector:
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
         # The engine's first rank has begun already, or it alone knows how episodes ended.
-        if scorer.is_concurrent or isinstance(self._generator, EpisodeGenerator):
+        if scorer.is_concurrent or self._config.agents.environment is not None:
             mine = held if place == 0 else []
         else:
             mine = held[place :: engines.width]

@@ -57,6 +57,7 @@ class EpisodeGenerator:
 
     Attributes:
         engines: the ranks of each.
+        is_first: this rank is the first of its engine.
         metrics: of the last generation, the same on every rank.
     """
 
@@ -65,7 +66,7 @@ class EpisodeGenerator:
     ) -> None:
         self._generator, self._processes, self._group = generator, processes, group
         self._in_flight = config.agents.episodes_in_flight
-        self.engines = generator.engines
+        self.engines, self.is_first = generator.engines, generator.is_first
         self.metrics: dict[str, float] = {}
 
     def generate(
@@ -150,7 +151,7 @@ class _Episodes:
         self._waiting, self._in_flight = deque(self._first), in_flight or len(first)
         self._ends: dict[int, str] = {}  # of the episodes that are open, how their last reply ended
         self.requests: list[Request] = []
-        self.counts = dict.fromkeys(_COUNTED, 0.0)
+        self.counts: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         self._started, self._has_warned = time.monotonic(), False
 
     def take(self, is_idle: bool) -> ControlMessage:

@@ -17,6 +17,7 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import Listener, close_batch, serve
@@ -29,6 +30,30 @@ class HeldWeights(Protocol):
 
     shape: ModelShape
     policy_version: int
+
+
+class Generator(Protocol):
+    """What generates groups of rollouts: responses (`RolloutGenerator`) or episodes (`episodes.EpisodeGenerator`)."""
+
+    engines: EngineRanks
+    is_first: bool  # this rank speaks for its engine
+    metrics: dict[str, float]  # of the last generation, the same on every rank
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingConfig,
+        step: int,
+        round: int = 0,
+        on_finished: Callable[[Rollout], None] | None = None,
+    ) -> dict[int, Rollout]:
+        """See `RolloutGenerator.generate`."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine."""
 
 
 class RolloutGenerator:
@@ -45,6 +70,7 @@ class RolloutGenerator:
 
     Attributes:
         engines: the ranks of each.
+        metrics: of a generation: none.
         engine_index: of this rank's; -1: it has none.
         is_first: this rank is its first, which speaks for it.
     """
@@ -62,7 +88,7 @@ class RolloutGenerator:
     ) -> None:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
         self._group, self._progress, self._dispatch = group, progress, config.dispatch
-        self.engines = engine.ranks
+        self.engines, self.metrics = engine.ranks, dict[str, float]()
         self.engine_index, _ = engine.ranks.find(group.rank())
         self.is_first = self.engine_index >= 0 and channel.is_first
 

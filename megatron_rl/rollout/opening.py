@@ -1,20 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of a run as its settings want it: when phases end, and where that is written or read."""
+"""What generates, and the stream of a run: when its phases end, and where that is written or read."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_rl.agents.episode import Setup
+from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches
 from megatron_rl.parallel.collectives import open_store, world
-from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.episodes import EpisodeGenerator
+from megatron_rl.rollout.generation import Generator, RolloutGenerator
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt
+
+
+def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> Generator:
+    """What generates: episodes where there is an environment, else responses."""
+    agents = config.agents
+    if agents.environment is None:
+        return generator
+    setup = Setup(
+        environment=agents.environment,
+        tokenizer=str(config.model.tokenizer or find_model_files(config.model.path)),
+        options=config.data.apply_chat_template_kwargs,
+        stop_token_ids=stop_token_ids,
+        follows_template=agents.history == "template",
+        max_turns=agents.max_turns,
+        run_seed=config.trainer.seed,
+    )
+    processes = EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
+    return EpisodeGenerator(generator, processes, config, world())
 
 
 def open_stream(

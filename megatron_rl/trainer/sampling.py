@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.agents.episode import Setup
-from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.experience.pack import Packer
@@ -21,34 +19,11 @@ from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.roles.build import group_timeout
 from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.inputs import RlInputs
-from megatron_rl.roles.models import find_tokenizer
 from megatron_rl.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.episodes import EpisodeGenerator
-from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.opening import open_stream
+from megatron_rl.rollout.opening import open_episodes, open_stream
 from megatron_rl.rollout.stream import RolloutStream
-
-
-def _open_episodes(
-    generator: RolloutGenerator, config: RunConfig, inputs: RlInputs
-) -> RolloutGenerator | EpisodeGenerator:
-    """What generates: with an environment, where there is one."""
-    agents = config.agents
-    if agents.environment is None:
-        return generator
-    setup = Setup(
-        environment=agents.environment,
-        tokenizer=str(find_tokenizer(config)),
-        options=config.data.apply_chat_template_kwargs,
-        stop_token_ids=inputs.stop_token_ids,
-        follows_template=agents.history == "template",
-        max_turns=agents.max_turns,
-        run_seed=config.trainer.seed,
-    )
-    processes = EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
-    return EpisodeGenerator(generator, processes, config, world())
 
 
 @dataclass(frozen=True)
@@ -119,7 +94,7 @@ def build_rollout_members(
         trace=run.trace,
     )
     collector = Collector(
-        generator=_open_episodes(generator, config, inputs),
+        generator=open_episodes(generator, config, inputs.stop_token_ids),
         rewards=rewards,
         config=config,
         stop_token_ids=inputs.stop_token_ids,
