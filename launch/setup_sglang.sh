@@ -3,7 +3,7 @@
 # Make the Python environment of SGLang's server on a machine without a GPU (rollout.engine=sglang).
 #
 # It lies beside the project's and uses its torch and transformers; what SGLang brings on top, a torchvision above all,
-# must stay out of the project's. SGLang's kernels have no build for CPUs on PyPI: launch/sglang/sgl_kernel.py stands for
+# must stay out of the project's. SGLang's kernels are published for GPUs only: launch/sglang/sgl_kernel.py stands for
 # them, and SGLang computes with its own torch code. On a GPU install SGLang as its documentation says, in an
 # environment of its own, and name its interpreter in rollout.server.python.
 #

@@ -11,7 +11,7 @@ from megatron_rl.types import Branch, Prompt, Rollout, Turn
 class Recording:
     """The requests and replies of one episode.
 
-    A request that begins with all that was recorded goes on with it; what it has beyond is an observation. Any other
+    A request that begins with all that was recorded continues it; what it has beyond is an observation. Any other
     one begins a branch, or takes the place of a prompt that nothing was sampled of. So a token is learned if and only
     if the engine returned it, and only once.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to exact tokens: a conversation goes on behind the tokens that were sampled, which are never encoded again.
+"""Messages to exact tokens: what was sampled stays as it is and is never encoded again.
 
 Only what is new is rendered: the template is applied to the task's messages, a placeholder for the reply, and the new
 messages, and what it writes behind the placeholder is encoded alone.
