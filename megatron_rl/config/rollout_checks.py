@@ -90,6 +90,13 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
             expected=repr(off),
             hint="leave it out, or set rollout.engine=vllm",
         )
+    config.require(
+        not config.get("rollout.stop"),
+        "rollout.stop",
+        f"with rollout.engine = {engine!r}: stop strings are looked for after each token, in the ranks",
+        expected="[]",
+        hint="leave it out, or set rollout.engine=vllm",
+    )
 
 
 def _check_options(config: CheckedConfig) -> None:
@@ -155,17 +162,6 @@ def _check_truncation(config: CheckedConfig) -> None:
         0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
     )
     is_truncated = config.get("rollout.top_p") < 1 or config.get("rollout.top_k") > 0 or value > 0
-    for name, is_set in (
-        ("rollout.top_p, top_k or min_p", is_truncated),
-        ("rollout.stop", bool(config.get("rollout.stop"))),
-    ):
-        config.require(
-            not is_set or config.get("rollout.engine") not in SERVER_ENGINES,
-            "rollout.engine",
-            f"with {name}: a server does not tell what a token was drawn from, and is not asked after each token",
-            expected="an engine in the ranks",
-            hint="set rollout.engine=vllm",
-        )
     config.require(
         not is_truncated or config.get("actor.step_mode") != "graph",
         "actor.step_mode",

@@ -67,8 +67,11 @@ def test_defaults_pass() -> None:
             "rollout.engine_options",
             "other kernels, with other bits",
         ),
-        (["rollout.top_p=0.9", "rollout.engine=vllm_server"], "rollout.engine", "what a token was drawn from"),
-        (["rollout.stop=[x]", "rollout.engine=vllm_server"], "rollout.engine", "is not asked after each token"),
+        (
+            ["rollout.stop=[x]", "rollout.engine=vllm_server"],
+            "rollout.stop",
+            "stop strings are looked for after each token",
+        ),
         (["rollout.validation_sets={aime: {n: 0}}"], "rollout.validation_sets", "has {'n': 0} for 'aime'"),
         (["rollout.validation_sets={aime: {min_p: 0.1}}"], "rollout.validation_sets", "for 'aime'"),
         (["rollout.validation_sets={aime: {n: true}}"], "rollout.validation_sets", "for 'aime'"),

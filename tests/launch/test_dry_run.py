@@ -126,8 +126,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "ambiguous leaf": (["--tensor-model-parallel-size", "2"], ["actor.tensor_model", "rollout.tensor_model"]),
     "unknown estimator": (["algorithm.adv_estimator=grop"], ['"grop" is not known', 'did you mean "grpo"']),
     "unknown loss": (["algorithm.policy_loss=pppo"], ['"pppo" is not known', 'did you mean "ppo"']),
-    "unknown engine": (["rollout.engine=sglang"], ['"sglang" is not known', "hf, megatron, vllm"]),
-    "unknown engine with a plugin": ([PLUGINS, "rollout.engine=sglang"], ['"sglang" is not known']),
+    "unknown engine": (
+        ["rollout.engine=tensorrt"],
+        ['"tensorrt" is not known', "hf, megatron, openai, sglang, vllm, vllm_server"],
+    ),
+    "unknown engine with a plugin": ([PLUGINS, "rollout.engine=tensorrt"], ['"tensorrt" is not known']),
     "no critic for gae": ([GAE, "critic.enable=false"], ["critic.enable", "contradicts"]),
     "no critic for a plugin": ([PLUGINS, VALUED, "critic.enable=false"], ["contradicts", "'dry_valued'"]),
     "critic of a plugin does not divide": ([PLUGINS, VALUED, "critic.tensor_model_parallel_size=3"], ["critic"]),
