@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
@@ -141,6 +142,7 @@ class Job:
         config: Any = SimpleNamespace(
             schedule=self.schedule,
             rollout=RolloutConfig(n=GROUP, dispatch="samples"),
+            agents=AgentsConfig(),
             trainer=SimpleNamespace(seed=1),
             data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
             algorithm=SimpleNamespace(
