@@ -161,6 +161,7 @@ def run_units(
     workers.agree(_attempt(lambda: _write_all(mine, write, partial, workers.processes, progress), partial))
     finished = [note for unit in units if (note := _read_note(partial, unit)) is not None]
     assert len(finished) == len(units), "every unit left its note"
+    workers.agree(None)  # the first process renames the directory next: until here all read in it
     return finished
 
 

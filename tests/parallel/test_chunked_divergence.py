@@ -151,4 +151,5 @@ def compare_with_itself(rank: int, world_size: int) -> list[torch.Tensor]:
 def test_a_student_that_is_its_teacher_has_no_divergence() -> None:
     """Also where the teacher's k tokens have all of the probability, or are the whole vocabulary."""
     (results,) = run_ranks(compare_with_itself, 1)
-    assert max(float(found.abs().max()) for found in results) < 2e-6
+    # Logits reach 250, where numbers in float32 are 1.5e-5 apart; products of other kernels differ by less than one.
+    assert max(float(found.abs().max()) for found in results) < 1.5e-5

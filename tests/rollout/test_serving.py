@@ -249,8 +249,9 @@ def put_late(inbox: Inbox, num_requests: int, seed: int) -> None:
         for key in rng.sample(range(num_requests), num_requests):
             time.sleep(rng.random() * 0.004)
             inbox.put(ControlMessage(requests=[make_request(turn * num_requests + key, turn)]))
-            if rng.random() < 0.2:
-                inbox.put(ControlMessage(interrupts=[rng.randrange(3 * num_requests)]))
+            if rng.random() < 0.2:  # one that has just begun, or any
+                late = [turn * num_requests + key, rng.randrange(3 * num_requests)]
+                inbox.put(ControlMessage(interrupts=[rng.choice(late)]))
     inbox.put(ControlMessage(stop=True))
 
 
