@@ -69,7 +69,7 @@ class ServerClient:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=silent_seconds, sock_read=silent_seconds)
         self._answers: dict[int, Answer] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._news: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-client", daemon=True).start()
         self._session = self._wait(self._open())
@@ -108,7 +108,7 @@ class ServerClient:
                         read(json.loads(text), answer)
             if answer.finish_reason is None:
                 raise ServerFailure(f"{url} ended its answer too early")
-            self._news.put(answer.request.key)
+            self._news.put(answer)
         except _TROUBLE as error:
             self._news.put(ServerFailure(f"{url}: {type(error).__name__} {error}"))
         except Exception as error:
@@ -125,9 +125,10 @@ class ServerClient:
         with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=seconds)
             while not isinstance(news, Exception):
-                self._tasks.pop(news, None)
-                answer = self._answers.pop(news, None)
-                found += [answer.to_sampled()] if answer is not None else []
+                key = news.request.key
+                if self._answers.get(key) is news:  # else it was ended meanwhile, and its key may have a new request
+                    self._tasks.pop(key, None)
+                    found.append(self._answers.pop(key).to_sampled())
                 news = self._news.get_nowait()
             if not found:
                 raise news

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,22 @@ def test_what_has_come_is_returned_by_an_interruption(endpoint: Endpoint, build:
         (0, draw(100)[:3], "interrupted"),
     ]
     assert not engine.has_requests() and engine.tokens_in_flight() == 0 and left.wait(10)
+
+
+def test_request_with_the_key_of_one_that_was_interrupted_at_its_end_gets_its_own_answer(
+    endpoint: Endpoint, build: Callable[..., ServedEngine]
+) -> None:
+    """The first was finished and nobody had been told of it when it was interrupted."""
+    engine = build()
+    engine.add(REQUESTS[:1])
+    deadline = time.monotonic() + 10
+    while engine._known_server.client._news.empty():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (ended,) = engine.interrupt([0])
+    assert ended.tokens.tolist() == draw(100) and ended.finish_reason == "length"
+    (found,) = generate(engine, [replace(REQUESTS[0], seed=7)])
+    assert found.tokens.tolist() == draw(7) and found.finish_reason == "length"
 
 
 def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) -> None:
