@@ -23,7 +23,7 @@ class AgentsConfig:
         "seconds",
     )
     turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds")
-    workers: int = option(1, "Processes per engine from which those of its episodes are forked.", "processes")
+    workers: int = option(1, "Parent processes per engine; each episode is forked from one of them.", "processes")
     episodes_in_flight: int | None = option(
         None, "Episodes of one engine that are open at a time; default: all of a step.", "episodes"
     )

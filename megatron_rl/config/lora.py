@@ -24,7 +24,7 @@ class LoraConfig:
         [ALL_LINEAR],
         "Matrices that get adapters, by their names in PEFT: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
         "down_proj (Mixtral: w1, w3, w2); all-linear: all of them, in a mixture of experts the first four. The last "
-        "three are those of every expert there.",
+        "three then name matrices of every expert.",
     )
     path: str | None = option(
         None,

@@ -50,7 +50,7 @@ class SamplingSettings:
         "text before it.",
     )
     stop_token_ids: list[int] = option(
-        [], "Tokens that end a response beside the tokenizer's EOS and those of the model's generation_config.json."
+        [], "Tokens that end a response, in addition to the tokenizer's EOS and eos_token_id in generation_config.json."
     )
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
     validation_top_p: float = option(1.0, "top_p of validation responses.")

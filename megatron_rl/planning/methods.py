@@ -122,7 +122,7 @@ def format_methods(methods: list[Method]) -> str:
             lines.append(f"  {method.name:14}{0:>8}{'-':>9}{'-':>10}  {why}{mark}")
             continue
         peak = method.fastest.worst_phase.total / GIB
-        settings = " ".join(method.overrides) or "those of the recipe"
+        settings = " ".join(method.overrides) or "as in the recipe"
         lines.append(
             f"  {method.name:14}{method.num_layouts:>8}{method.fastest.seconds:>9.1f}{peak:>10.1f}  {settings}{mark}"
         )
