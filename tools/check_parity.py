@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 4 tools/check_parity.py --hf DIR --layout tp=2,pp=2 --engine-tp 2 --json F
 
 transformers on the HF directory is the reference. Megatron runs in the given layout with the weights of --checkpoint
-(what convert_hf_to_megatron.py or training wrote) or of the HF directory. vLLM samples responses; all three score them.
-Compared are per-token log-probs, the weights tensor by tensor, and what each layer computes. Exit code: 0 equal,
-1 different, 2 for input that cannot be compared.
+(what convert_hf_to_megatron.py or training wrote) or of the HF directory. An engine (vLLM by default) samples
+responses, and all of them score these. Compared are per-token log-probs, the weights tensor by tensor, and what each
+layer computes. Exit code: 0 equal, 1 different, 2 for input that cannot be compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", default="tp=1", help="of Megatron: tp=2,pp=2 (also vpp, ep; dp is the rest)")
     parser.add_argument("--sequence-parallel", action="store_true", help="Megatron's TP sequence parallelism")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all models (float32)")
-    parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm", help="rollout engine (vllm)")
-    parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="ranks per engine (1)")
+    parser.add_argument(
+        "--engine", choices=("vllm", "hf", "megatron", "none"), default="vllm", help="rollout engine (vllm)"
+    )
+    parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="ranks per vLLM engine (1)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one per line; default: random tokens")
     parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="random prompts (4)")
     parser.add_argument("--prompt-length", type=int, default=32, metavar="N", help="tokens of a random prompt (32)")

@@ -3,13 +3,14 @@
 
 transformers reads the model by itself and is the reference. Megatron holds it in the given layout, from the HF files
 or from a distributed checkpoint. vLLM is filled from the HF files through its placement table; it samples the
-responses that all of them score.
+responses that all of them score. The Megatron engine samples with the modules that are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.scoring import build_policy, score_sequences
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
@@ -48,7 +50,7 @@ class ParityCheck:
         layout: of the Megatron side.
         sequence_parallel: Megatron's TP sequence parallelism.
         dtype: "float32" or "bfloat16", of all models.
-        engine: "vllm", or None for no engine.
+        engine: "vllm", "hf" or "megatron", or None for no engine.
         engine_tp_size: ranks per engine.
         prompts: [s] tokens each.
         response_length: tokens that the engine samples after each prompt.
@@ -78,13 +80,20 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     shape.check_training_layout(
         layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=check.sequence_parallel
     )
+    build = partial(
+        build_policy,
+        check.weights or check.hf,
+        shape,
+        check.dtype,
+        layout,
+        sequence_parallel=check.sequence_parallel,
+    )
     wrong: dict[str, list[WrongTensor]] = {}
     sequences, engine_scores = [*check.prompts], None
+    policy = build() if check.engine == "megatron" else None
     if check.engine is not None:
-        sequences, engine_scores, wrong[check.engine] = _ask_engine(check, reference, process)
-    policy = build_policy(
-        check.weights or check.hf, shape, check.dtype, layout, sequence_parallel=check.sequence_parallel
-    )
+        sequences, engine_scores, wrong[_engine_name(check)] = _ask_engine(check, reference, process, policy)
+    policy = policy or build()
     wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
     skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
     megatron = score_sequences(policy, sequences, skip)
@@ -98,7 +107,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
         model = model.eval().to(process.device)
         scores = {"hf": _score_with_transformers(model, sequences, skip), "megatron": megatron}
         if check.engine is not None and engine_scores:
-            scores[check.engine] = engine_scores
+            scores[_engine_name(check)] = engine_scores
         gaps = measure_gaps(trace_huggingface(model, traced), megatron_trace)
         report = make_report(
             settings=_describe(check),
@@ -126,11 +135,20 @@ def _describe(check: ParityCheck) -> dict[str, Any]:
     }
 
 
+def _engine_name(check: ParityCheck) -> str:
+    """What the engine is called beside transformers ("hf") and Megatron ("megatron")."""
+    return f"{check.engine}_engine" if check.engine in ("hf", "megatron") else str(check.engine)
+
+
 def _ask_engine(
-    check: ParityCheck, shape: ModelShape, process: Process
+    check: ParityCheck, shape: ModelShape, process: Process, policy: PackedModel | None
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
-    """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights."""
+    """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights.
+
+    `policy` is what the Megatron engine runs, with its weights; another engine gets those of the HF files.
+    """
     assert check.engine is not None
+    wrong: list[WrongTensor] = []
     longest = max(map(len, check.prompts))
     shape.check_rollout_layout(check.engine_tp_size)
     engine = build_engine(
@@ -141,6 +159,7 @@ def _ask_engine(
             max_prompt_length=longest,
             max_response_length=check.response_length,
             process=process,
+            model=policy,
             seed=0,
             config=RolloutConfig(
                 engine=check.engine, tensor_model_parallel_size=check.engine_tp_size, max_num_seqs=len(check.prompts)
@@ -150,8 +169,9 @@ def _ask_engine(
     try:
         weights, placements = engine.weights, engine.weights.placements(process.rank)
         weights.begin_weight_update()
-        load_huggingface(check.hf, placements, weights.params)
-        wrong = compare_weights(check.hf, placements, weights.params)
+        if policy is None:
+            load_huggingface(check.hf, placements, weights.params)
+            wrong = compare_weights(check.hf, placements, weights.params)
         weights.end_weight_update()
         sampling = SamplingConfig(temperature=1.0, max_tokens=check.response_length, stop_token_ids=())
         responses = generate(

@@ -107,10 +107,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
     def check_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         process, layout = init_distributed(2), ParallelLayout(world_size, tp_size=2, pp_size=2)
-        return {
+        found = {
             name: run_parity(make_check(hf, weights, layout, sequence_parallel=sequence_parallel), process)
             for name, (hf, weights, sequence_parallel) in cases.items()
         }
+        sampled = make_check(root / "qwen2", None, layout, engine="megatron")
+        return found | {"engine": run_parity(sampled, process)}
 
     found = run_ranks(check_all, 4, timeout=150)
     assert all(other == found[0] for other in found), "the report is the same on every rank"
@@ -124,6 +126,15 @@ def test_equal_models_are_equal(name: str, reports: dict[str, dict[str, Any]]):
     assert report["max_abs_logprob_gap"]["hf-megatron"] < 2e-5
     assert len(report["trace"]) == 4 * 8 + 3 and max(gap["relative_gap"] for gap in report["trace"]) < 1e-5
     assert [len(scores) for scores in report["logprobs"]["megatron"]] == [23, 8, 16]
+
+
+def test_the_megatron_engine_samples(reports: dict[str, dict[str, Any]]):
+    """It runs the modules that are compared; transformers and Megatron score what it sampled."""
+    report = reports["engine"]
+    gaps = report["max_abs_logprob_gap"]
+    assert report["verdict"] == "equal" and max(gaps.values()) < 2e-5
+    assert set(gaps) == {"hf-megatron", "hf-megatron_engine", "megatron-megatron_engine"}
+    assert report["logprob_gaps"]["hf-megatron_engine"]["tokens"] == 8 * len(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +173,7 @@ def test_a_planted_fault_is_named(name: str, first_tensor: str, cause: str, repo
 
 
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_the_engine_agrees(family: str, tmp_path: Path, vllm_imported: None):
+def test_vllm_agrees(family: str, tmp_path: Path, vllm_imported: None):
     """The engine samples with temperature 1; transformers and Megatron score what it sampled."""
     save_tiny_model(tmp_path / "hf", family, **ENGINE_SIZES)
     weights = plant(tmp_path / "hf", None, tmp_path / "checkpoint")
