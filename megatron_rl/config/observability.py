@@ -3,10 +3,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_rl.config.declaring import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """Alarms about the curves of a run; null turns one off."""
+
+    window: int = option(10, "Steps whose mean is looked at.", "steps")
+    entropy_floor: float | None = option(
+        0.1, "Alarm when the policy's entropy is below this share of that of the first steps."
+    )
+    length_growth: float | None = option(
+        1.5, "Alarm when responses are longer by this factor than four windows before and the reward did not rise."
+    )
+    mismatch_growth: float | None = option(
+        10.0, "Alarm when engine and trainer differ by this factor more than in the first steps (and by 1e-3 nats)."
+    )
+    gradient_growth: float | None = option(
+        10.0, "Alarm when the gradient norm is larger by this factor than four windows before."
+    )
+    clip_limit: float | None = option(0.3, "Alarm when a larger share of the tokens is clipped.")
+    truncated_limit: float | None = option(0.5, "Alarm when a larger share of the responses is truncated.")
+    uninformative_limit: float | None = option(0.9, "Alarm when a larger share of the groups has equal rewards.")
+    sample_size_floor: float | None = option(
+        0.5, "Alarm when importance weights leave a smaller effective sample size, as a share."
+    )
+    explained_variance_floor: float | None = option(
+        0.0, "Alarm when the critic explains less of the returns' variance, after two windows."
+    )
+    components: bool = option(True, "Alarm when one component of the reward rises while another falls.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +69,4 @@ class ObservabilityConfig:
         "Serve the page below a random path that is printed at the start, so that only those who see the output "
         "of the run can read it.",
     )
+    health: HealthConfig = field(default_factory=HealthConfig)

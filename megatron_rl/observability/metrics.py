@@ -44,6 +44,9 @@ class Sink:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take some rollouts of a step, as they stand in rollouts/step_<N>.jsonl."""
 
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Take an alarm of `observability.health`: the check that fails, and a sentence about it."""
+
     def close(self) -> None:
         """Write what is left; may be called again."""
 

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from megatron_rl.observability.console import ConsoleLines
 from megatron_rl.observability.curves import plot_curves
 from megatron_rl.observability.durable import replace_text
+from megatron_rl.observability.health import HealthMonitor, HealthSettings
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
@@ -64,6 +65,7 @@ class SinkSettings(Protocol):
     status_port: int | None
     status_host: str
     status_token: bool
+    health: HealthSettings
 
 
 class Run:
@@ -96,6 +98,7 @@ class Run:
         self._pace = Pace(total_steps)
         self._display: ProgressDisplay | None = None
         self._rollout: RolloutCount | None = None
+        self._health = HealthMonitor(settings.health)
         run_dir.mkdir(parents=True, exist_ok=True)
         if self.is_writer:
             _check_room(run_dir)
@@ -142,6 +145,9 @@ class Run:
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
         add(MetricsFile(self.dir))
+        records = read_metrics(self.dir)
+        for record in records:
+            self._health.add(step_of(record), record)
         if settings.status_port is not None:
             page = StatusPage(
                 self.dir.resolve().name,
@@ -150,7 +156,7 @@ class Run:
                 has_token=settings.status_token,
                 now=self._describe_now,
                 positions=positions,
-                records=read_metrics(self.dir),
+                records=records,
             )
             add(page)
             self.log.info("status page: %s", page.url)
@@ -206,6 +212,11 @@ class Run:
         self._pace.mark(step)
         for sink in self._sinks:
             sink.log(step, record)
+        if self.is_writer:
+            for alarm in self._health.add(step, record):
+                self.log.warning("%s", alarm)
+                for sink in self._sinks:
+                    sink.alarm(step, alarm.name, str(alarm))
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rollouts of a step, one JSON object per line."""
@@ -289,7 +300,10 @@ class Run:
         """Close the sinks; write the summary and the curves and say where they are."""
         self._close_sinks()
         if self.is_writer:
-            summary = write_summary(self.dir, {"failed_saves": self.failed_saves})
+            summary = write_summary(
+                self.dir,
+                {"failed_saves": self.failed_saves, "alarms": [asdict(alarm) for alarm in self._health.alarms]},
+            )
             for name, course in json.loads(summary.read_text())["validation"].items():
                 self.log.info(
                     "%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)",

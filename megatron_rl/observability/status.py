@@ -33,6 +33,7 @@ from megatron_rl.types import UserError
 
 _PARTS = Path(__file__).parent / "status_page"
 _MOST_POINTS = 400  # of a curve in one answer
+_MOST_ALARMS = 20
 _LOOK_SECONDS = 1.0  # between two looks at the ranks, however many people watch
 _MOST_CONNECTIONS = 32
 _CONNECTION_SECONDS = 30.0
@@ -101,6 +102,7 @@ class StatusPage(Sink):
         self._name, self._now, self._ranks = name, now, _Ranks(positions)
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
         self._samples: dict[str, Any] = {"step": None, "rows": []}
+        self._alarms: list[dict[str, Any]] = []
         for record in records:
             self._add(step_of(record), record)
         self._path = f"/{secrets.token_urlsafe(16)}/" if has_token else "/"
@@ -134,6 +136,10 @@ class StatusPage(Sink):
                 "rows": [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows],
             }
 
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Show it above the curves, the newest first."""
+        self._alarms.insert(0, {"step": step, "name": name, "text": text})
+
     def status(self) -> dict[str, Any]:
         """What status.json says."""
         charts = [
@@ -145,6 +151,7 @@ class StatusPage(Sink):
             "run": self._name,
             **self._now(),
             "ranks": self._ranks.look(),
+            "alarms": self._alarms[:_MOST_ALARMS],
             "charts": charts,
             "samples": self._samples,
         }

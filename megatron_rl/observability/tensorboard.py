@@ -50,6 +50,10 @@ class TensorBoard(Sink):
             for number, row in enumerate(rows, 1):
                 self._writer.add_text(f"samples/{number}", format_sample(row), step)
 
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Write it as a text of the step."""
+        self._writer.add_text(f"health/{name}", text, step)
+
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()

@@ -86,6 +86,11 @@ class WandbRun(Sink):
             logging.getLogger(__name__).warning("Weights & Biases gets no more metrics of this run: %s", error)
             self._run = None
 
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Send an alert; W&B holds back a second one of the same title for a minute."""
+        if self._run is not None:
+            self._run.alert(title=f"health: {name}", text=f"step {step}: {text}")
+
     def close(self) -> None:
         """Write what is left; online: wait until it is uploaded."""
         run, self._run = self._run, None

@@ -31,7 +31,6 @@ from megatron_rl.parity.report import make_report, measure_gaps
 from megatron_rl.parity.trace import trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.scoring import build_policy, score_sequences
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
@@ -141,7 +140,7 @@ def _engine_name(check: ParityCheck) -> str:
 
 
 def _ask_engine(
-    check: ParityCheck, shape: ModelShape, process: Process, policy: PackedModel | None
+    check: ParityCheck, shape: ModelShape, process: Process, policy: Any | None
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
     """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights.
 

@@ -95,6 +95,9 @@ function show(status) {
     remaining: duration(status.remaining_seconds)};
   byId("facts").replaceChildren(...Object.entries(facts).map(
     ([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  byId("alarms-section").hidden = !status.alarms.length;
+  byId("alarms").replaceChildren(...status.alarms.map(
+    (alarm) => make("li", {}, `step ${alarm.step}: ${alarm.text}`)));
   byId("charts").replaceChildren(...status.charts.map(chart));
   byId("ranks-section").hidden = !status.ranks.length;
   byId("ranks").replaceChildren(...status.ranks.map(rank));

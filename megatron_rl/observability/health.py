@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alarms: what the curves of a run say when it goes wrong, in words and with the numbers that say so.
+
+Every check reads the metrics of the last `window` steps and compares them with the first ones of the run, with those
+four windows before, or with a limit. The sections of docs/health.md have the names of the checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, pvariance
+from typing import Protocol
+
+from megatron_rl.observability.metrics import Record
+
+_EARLIER = 4  # windows between the steps that are compared
+_SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding
+# Standard errors of a change of the reward that counts as a rise, and of one of its components that is an alarm.
+_RISES, _PARTS = 2.0, 6.0
+# What stands beside the components of a reward under reward/.
+_NO_COMPONENTS = ("mean", "uninformative_groups", "model")
+
+
+class HealthSettings(Protocol):
+    """What is read of the config section `observability.health`; see HealthConfig. None: no such alarm."""
+
+    window: int
+    entropy_floor: float | None
+    length_growth: float | None
+    mismatch_growth: float | None
+    gradient_growth: float | None
+    clip_limit: float | None
+    truncated_limit: float | None
+    uninformative_limit: float | None
+    sample_size_floor: float | None
+    explained_variance_floor: float | None
+    components: bool
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One check that has begun to fail.
+
+    Attributes:
+        name: of the check.
+        step: of the main loop.
+        evidence: a sentence with the numbers.
+    """
+
+    name: str
+    step: int
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"health: {self.evidence} (docs/health.md#{self.name})"
+
+
+class _Courses:
+    """The values of each metric so far, and windows of them."""
+
+    def __init__(self, window: int) -> None:
+        self.window, self.series = window, dict[str, list[float]]()
+
+    def add(self, record: Record) -> None:
+        for key, value in record.items():
+            if value is not None and math.isfinite(value):
+                self.series.setdefault(key, []).append(value)
+
+    def now(self, key: str) -> list[float]:
+        """The last window; empty while the metric has fewer values."""
+        return self.series.get(key, [])[-self.window :] if len(self.series.get(key, ())) >= self.window else []
+
+    def mean(self, key: str) -> float | None:
+        """Of the last window."""
+        return fmean(self.now(key)) if self.now(key) else None
+
+    def first(self, key: str) -> list[float]:
+        """The first window; empty while it overlaps the last."""
+        values = self.series.get(key, [])
+        return values[: self.window] if len(values) >= 2 * self.window else []
+
+    def earlier(self, key: str) -> list[float]:
+        """The window that ended `_EARLIER` windows ago, or the first one; empty while it overlaps the last."""
+        values, end = self.series.get(key, []), -_EARLIER * self.window
+        return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
+
+    def trend(self, key: str, errors: float) -> int:
+        """1 where the metric has risen since `earlier` by more than so many standard errors, -1 where it fell."""
+        then, now = self.earlier(key), self.now(key)
+        if not then:
+            return 0
+        noise = errors * math.sqrt((pvariance(then) + pvariance(now)) / self.window)
+        change = fmean(now) - fmean(then)
+        return (change > noise) - (change < -noise)
+
+
+def _entropy(courses: _Courses, settings: HealthSettings) -> str | None:
+    first, now = courses.first("policy/entropy"), courses.mean("policy/entropy")
+    if not first or now is None or settings.entropy_floor is None or now >= settings.entropy_floor * fmean(first):
+        return None
+    return f"the policy's entropy is {now:.2g} nats; it was {fmean(first):.2g} in the first {courses.window} steps."
+
+
+def _length(courses: _Courses, settings: HealthSettings) -> str | None:
+    then, now = courses.earlier("tokens/response"), courses.mean("tokens/response")
+    reward = courses.earlier("reward/mean")
+    if not then or not reward or now is None or settings.length_growth is None:
+        return None
+    if now <= settings.length_growth * fmean(then) or courses.trend("reward/mean", _RISES) > 0:
+        return None
+    return (
+        f"the responses of a step grew from {fmean(then):,.0f} to {now:,.0f} tokens, and the reward did not rise "
+        f"({fmean(reward):.3g}, now {courses.mean('reward/mean'):.3g})."
+    )
+
+
+def _mismatch(courses: _Courses, settings: HealthSettings) -> str | None:
+    key = "mismatch/lag0" if courses.series.get("mismatch/lag0") else "mismatch/mean"
+    first, now = courses.first(key), courses.mean(key)
+    if not first or now is None or settings.mismatch_growth is None:
+        return None
+    if now <= max(settings.mismatch_growth * fmean(first), _SMALLEST_MISMATCH):
+        return None
+    return (
+        f"engine and trainer differ by {now:.2g} nats per token on the same weights; it was {fmean(first):.2g} in the "
+        f"first {courses.window} steps."
+    )
+
+
+def _gradient(courses: _Courses, settings: HealthSettings) -> str | None:
+    then, now = courses.earlier("policy/grad_norm"), courses.mean("policy/grad_norm")
+    if not then or now is None or settings.gradient_growth is None or now <= settings.gradient_growth * median(then):
+        return None
+    return f"the gradient norm is {now:.3g}; it was {median(then):.3g}."
+
+
+def _components(courses: _Courses, settings: HealthSettings) -> str | None:
+    """One component of the reward rises while another falls."""
+    names = [key.removeprefix("reward/") for key in courses.series if key.startswith("reward/")]
+    trends = {
+        name: courses.trend(f"reward/{name}", _PARTS)
+        for name in names
+        if "/" not in name and name not in _NO_COMPONENTS
+    }
+    rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
+    if not settings.components or not rising or not falling:
+        return None
+    return f"components of the reward part: {', '.join(rising)} rises while {', '.join(falling)} falls."
+
+
+def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
+    value = courses.mean("value/explained_variance")
+    # The critic begins at zero or at random.
+    is_young = not courses.first("value/explained_variance")
+    if is_young or value is None or settings.explained_variance_floor is None:
+        return None
+    if value >= settings.explained_variance_floor:
+        return None
+    return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
+
+
+def _above(key: str, setting: str, sentence: str) -> Callable[[_Courses, HealthSettings], str | None]:
+    def check(courses: _Courses, settings: HealthSettings) -> str | None:
+        value, limit = courses.mean(key), getattr(settings, setting)
+        return None if value is None or limit is None or value <= limit else sentence.format(value)
+
+    return check
+
+
+def _sample_size(courses: _Courses, settings: HealthSettings) -> str | None:
+    value, floor = courses.mean("mismatch/effective_sample_size"), settings.sample_size_floor
+    if value is None or floor is None or value >= floor:
+        return None
+    return f"the importance weights leave {value:.0%} of the samples' worth: few tokens carry the gradient."
+
+
+CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
+    "entropy": _entropy,
+    "length": _length,
+    "mismatch": _mismatch,
+    "sample-size": _sample_size,
+    "gradient": _gradient,
+    "clipping": _above("policy/clip_fraction", "clip_limit", "{:.0%} of the tokens are clipped."),
+    "truncated": _above("response/truncated", "truncated_limit", "{:.0%} of the responses reach the length limit."),
+    "no-signal": _above(
+        "reward/uninformative_groups",
+        "uninformative_limit",
+        "{:.0%} of the groups have equal rewards and teach nothing.",
+    ),
+    "components": _components,
+    "critic": _critic,
+}
+
+
+class HealthMonitor:
+    """Looks at the record of every step; a check that fails is told once, and again after a window without it.
+
+    Args:
+        settings: window and thresholds.
+
+    Attributes:
+        alarms: so far.
+    """
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self.alarms: list[Alarm] = []
+        self._settings, self._courses = settings, _Courses(settings.window)
+        self._seen: dict[str, int] = {}  # number of the record in which a check failed last
+        self._count = 0
+
+    def add(self, step: int, record: Record) -> Sequence[Alarm]:
+        """Take a record; returns the alarms that begin with it."""
+        self._courses.add(record)
+        self._count += 1
+        new = []
+        for name, check in CHECKS.items():
+            evidence = check(self._courses, self._settings)
+            if evidence is not None:
+                if name not in self._seen or self._count - self._seen[name] > self._settings.window:
+                    new.append(Alarm(name, step, evidence))
+                self._seen[name] = self._count
+        self.alarms += new
+        return new

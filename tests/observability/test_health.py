@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each alarm fires in the step that the numbers say and not before, once; healthy curves raise none.
+
+The curves here are made up, with noise; `test_planted_runs.py` has real runs. Not covered: what a good threshold is for
+a model of billions of parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.observability import HealthConfig, ObservabilityConfig
+from megatron_rl.observability.health import CHECKS, Alarm, HealthMonitor
+from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
+from megatron_rl.observability.run import Run
+
+SETTINGS = HealthConfig()
+STEPS = 200
+HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value after this share of the run
+    "policy/entropy": lambda t: 0.6 - 0.4 * t,
+    "tokens/response": lambda t: 1500 * (1 + 3 * t),
+    "reward/mean": lambda t: 0.3 + 0.5 * t,
+    "reward/accuracy": lambda t: 0.3 + 0.4 * t,
+    "reward/format": lambda t: 0.8,
+    "reward/uninformative_groups": lambda t: 0.2 + 0.5 * t,
+    "mismatch/mean": lambda t: 0.02 + 0.01 * t,
+    "mismatch/effective_sample_size": lambda t: 0.95,
+    "policy/grad_norm": lambda t: 2 - t,
+    "policy/clip_fraction": lambda t: 0.02,
+    "response/truncated": lambda t: 0.3 * t,
+    "value/explained_variance": lambda t: min(0.9, 10 * t - 0.5),
+}
+# The curve of a run that goes wrong from its half on.
+WRONG: dict[str, dict[str, Callable[[float], float]]] = {
+    "entropy": {"policy/entropy": lambda t: 0.6 if t < 0.5 else 0.01},
+    "length": {
+        "tokens/response": lambda t: 1500 if t < 0.5 else 4000,
+        "reward/mean": lambda t: 0.5,
+        "reward/accuracy": lambda t: 0.5,
+    },
+    "mismatch": {"mismatch/mean": lambda t: 0.02 if t < 0.5 else 0.5},
+    "sample-size": {"mismatch/effective_sample_size": lambda t: 0.9 if t < 0.5 else 0.3},
+    "gradient": {"policy/grad_norm": lambda t: 1.0 if t < 0.5 else 30.0},
+    "clipping": {"policy/clip_fraction": lambda t: 0.02 if t < 0.5 else 0.6},
+    "truncated": {"response/truncated": lambda t: 0.1 if t < 0.5 else 0.9},
+    "no-signal": {"reward/uninformative_groups": lambda t: 0.2 if t < 0.5 else 1.0},
+    "components": {
+        "reward/accuracy": lambda t: 0.5 if t < 0.5 else 0.1,
+        "reward/format": lambda t: 0.5 if t < 0.5 else 0.9,
+    },
+    "critic": {"value/explained_variance": lambda t: 0.8 if t < 0.5 else -0.5},
+}
+
+
+def make_records(changes: dict[str, Callable[[float], float]], seed: int = 0) -> list[dict[str, float | None]]:
+    """A record per step, each number with five percent of noise."""
+    noise = np.random.default_rng(seed)
+    curves = HEALTHY | changes
+    return [
+        {name: float(curve(step / STEPS) * (1 + 0.05 * noise.standard_normal())) for name, curve in curves.items()}
+        for step in range(1, STEPS + 1)
+    ]
+
+
+def watch(records: list[dict[str, float | None]], settings: HealthConfig = SETTINGS) -> list[Alarm]:
+    monitor = HealthMonitor(settings)
+    for step, record in enumerate(records, 1):
+        monitor.add(step, record)
+    return monitor.alarms
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_healthy_curves_raise_no_alarm(seed: int) -> None:
+    assert watch(make_records({}, seed)) == []
+
+
+def test_every_check_is_planted_and_has_a_section() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/health.md").read_text()
+    assert set(WRONG) == set(CHECKS) == set(re.findall(r"^## (.*)$", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_alarm_fires_once_and_soon(name: str) -> None:
+    """At most a window after the curve went wrong, with its numbers."""
+    found = [alarm for alarm in watch(make_records(WRONG[name])) if alarm.name == name]
+    assert len(found) == 1 and STEPS // 2 <= found[0].step <= STEPS // 2 + SETTINGS.window
+    assert str(found[0]).startswith("health: ") and str(found[0]).endswith(f"(docs/health.md#{name})")
+    assert any(character.isdigit() for character in found[0].evidence) or name == "components"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_alarm_can_be_turned_off(name: str) -> None:
+    setting = {
+        "entropy": "entropy_floor",
+        "length": "length_growth",
+        "mismatch": "mismatch_growth",
+        "sample-size": "sample_size_floor",
+        "gradient": "gradient_growth",
+        "clipping": "clip_limit",
+        "truncated": "truncated_limit",
+        "no-signal": "uninformative_limit",
+        "components": "components",
+        "critic": "explained_variance_floor",
+    }[name]
+    off = replace(SETTINGS, **{setting: False if name == "components" else None})
+    assert name not in {alarm.name for alarm in watch(make_records(WRONG[name]), off)}
+
+
+def test_what_comes_back_is_told_again() -> None:
+    """An alarm that was clear for more than a window; not one that flickers."""
+
+    def truncated(t: float) -> float:
+        step = round(t * STEPS)
+        return 1.0 if 40 <= step < 60 or 120 <= step < 140 else 0.0
+
+    steps = [alarm.step for alarm in watch(make_records({"response/truncated": truncated}))]
+    assert len(steps) == 2 and 40 <= steps[0] < 60 and 120 <= steps[1] < 140
+    flicker = make_records({"response/truncated": lambda t: 1.0 if round(t * STEPS) % 8 < 5 else 0.1})
+    assert len(watch(flicker)) == 1
+
+
+def test_numbers_that_are_missing_are_passed_over() -> None:
+    """Of a run without KL, critic or components; null stands for a number that is not finite."""
+    assert watch([{"reward/mean": None, "policy/entropy": float("nan")}] * STEPS) == []
+
+
+def test_a_run_tells_its_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the console, in the summary and in TensorBoard; a resumed run knows what it has told."""
+    settings = ObservabilityConfig(health=replace(SETTINGS, window=3), progress_bar=False)
+    for first, last in ((1, 6), (7, 8)):
+        run = Run(tmp_path, "", 8, settings, 0)
+        run.start(first - 1 if first > 1 else None)
+        for step in range(first, last + 1):
+            run.count({"response/truncated": 0.8 if step > 2 else 0.0})
+            run.record(step)
+        if last == 8:
+            run.finish()
+        run.close()
+    close_rank_log(logging.getLogger(LOGGER_NAME))
+    said = "53% of the responses reach the length limit."
+    assert capsys.readouterr().out.count(said) == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["alarms"] == [
+        {"name": "truncated", "step": 4, "evidence": said}
+    ]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "health/truncated/text_summary" in events.Tags()["tensors"]
