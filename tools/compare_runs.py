@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the curves of several runs over each other.
+"""Say what several runs differ in, and draw their curves over each other.
 
-python tools/compare_runs.py grpo=RUN_DIR ppo=RUN_DIR --metrics reward/mean policy/entropy --out F.png
+    python tools/compare_runs.py RUN_DIR RUN_DIR
+    python tools/compare_runs.py grpo=RUN_DIR grpo=RUN_DIR ppo=RUN_DIR --metrics reward/mean policy/entropy --out F.png
+
+Printed are the settings that differ, and the first step in which a run differs from the first one. In the picture, runs
+of one label are seeds: a line for their mean, a band for their range.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.observability.comparison import plot_comparison
+from megatron_rl.observability.comparison import describe_comparison, plot_comparison
 from megatron_rl.types import UserError
 
 
@@ -21,18 +25,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="LABEL=RUN_DIR", help="runs; without a label, the directory's name")
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="keys of metrics.jsonl, one panel each")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write")
+    parser.add_argument("--out", type=Path, help="picture to write")
     options = parser.parse_args(arguments)
-    runs = {}
+    runs: dict[str, list[Path]] = {}
     for text in options.runs:
         label, _, directory = text.rpartition("=")
-        runs[label or Path(directory).name] = Path(directory)
+        runs.setdefault(label or Path(directory).name, []).append(Path(directory))
     try:
-        plot_comparison(runs, options.metrics, options.out)
+        print(describe_comparison(runs))
+        if options.out:
+            plot_comparison(runs, options.metrics, options.out)
+            print(options.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(options.out)
     return 0
 
 

@@ -1,25 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs in one picture: a panel per metric, a line per run. Drawn from the runs' metrics.jsonl."""
+"""Several runs beside each other: what their configs and numbers differ in, and their curves in one picture.
+
+Read from the run directories: config.yaml and metrics.jsonl. Runs of one label are seeds of one thing.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
 
 from megatron_rl.observability.curves import STYLE, read_points
-from megatron_rl.observability.metrics import read_metrics
+from megatron_rl.observability.metrics import CONFIG_FILE, Record, read_metrics, step_of
 from megatron_rl.types import UserError
 
 _COLOURS = ("#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#8d6e63", "#5b6472", "#d3739a")
 _COLUMNS = 2
+# Metrics that differ between two equal runs: clocks, and what the machine gives.
+_OF_THE_MACHINE = ("time/", "memory/", "tokens/per_second", "agents/environment_seconds", "agents/wait_share")
+_WHERE = "trainer.run_dir"
+Runs = Mapping[str, Sequence[Path]]  # label -> run directories
 
 
-def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path) -> None:
-    """Draw runs over each other.
+def describe_comparison(runs: Runs) -> str:
+    """A table of the settings that differ, and for each further run the first step that differs from the first run's.
+
+    Raises:
+        UserError: a run without metrics.
+    """
+    names = [
+        label if len(directories) == 1 else f"{label}[{number}]"
+        for label, directories in runs.items()
+        for number in range(len(directories))
+    ]
+    found = [directory for directories in runs.values() for directory in directories]
+    configs = [dict(_read_settings(directory)) for directory in found]
+    keys = sorted({key for config in configs for key in config} - {_WHERE})
+    lines = []
+    for key in keys:
+        values = [config.get(key, "-") for config in configs]
+        if any(value != values[0] for value in values):
+            lines.append(f"{key}: " + ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True)))
+    lines = ["settings that differ:", *(f"  {line}" for line in lines or ["none"])]
+    records = [read_metrics(directory) for directory in found]
+    for name, other in zip(names[1:], records[1:], strict=True):
+        lines.append(f"{name} against {names[0]}: {_describe_difference(records[0], other)}")
+    return "\n".join(lines)
+
+
+def _read_settings(directory: Path) -> Iterator[tuple[str, Any]]:
+    """`section.key` and value of a run's config.yaml; nothing where there is none."""
+    path = directory / CONFIG_FILE
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    yield from _flatten(config or {}, "")
+
+
+def _flatten(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _describe_difference(first: Sequence[Record], other: Sequence[Record]) -> str:
+    """The first step whose numbers differ, and in which metrics; a repeated step counts as last written."""
+    mine, theirs = ({step_of(record): record for record in records} for records in (first, other))
+    common = sorted(mine.keys() & theirs.keys())
+    for step in common:
+        keys = sorted(mine[step].keys() | theirs[step].keys())
+        different = [
+            key for key in keys if not key.startswith(_OF_THE_MACHINE) and mine[step].get(key) != theirs[step].get(key)
+        ]
+        if different:
+            key = different[0]
+            more = f" and {len(different) - 1} more metrics" if len(different) > 1 else ""
+            return f"step {step} is the first that differs: {key} {mine[step].get(key)}, {theirs[step].get(key)}{more}"
+    return f"all {len(common)} common steps are equal to the last bit"
+
+
+def plot_comparison(runs: Runs, metrics: Sequence[str], path: Path) -> None:
+    """Draw runs over each other: of several runs of a label the mean, and the range as a band.
 
     Args:
-        runs: label -> run directory.
+        runs: label -> run directories.
         metrics: keys of metrics.jsonl, one panel each; a run without one has no line there.
         path: the picture to write.
 
@@ -29,8 +97,8 @@ def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path
     import matplotlib
     from matplotlib.figure import Figure
 
-    records = {label: read_metrics(directory) for label, directory in runs.items()}
-    known = sorted({key for run in records.values() for record in run for key in record} - {"step"})
+    records = {label: [read_metrics(directory) for directory in of] for label, of in runs.items()}
+    known = sorted({key for seeds in records.values() for run in seeds for record in run for key in record} - {"step"})
     for key in metrics:
         if key not in known:
             raise UserError(
@@ -46,15 +114,27 @@ def plot_comparison(runs: Mapping[str, Path], metrics: Sequence[str], path: Path
         for axes, key in zip(panels, metrics):
             axes.set_title(key)
             axes.set_xlabel("step")
-            for number, (label, run) in enumerate(records.items()):
-                steps, values = read_points(run, key)
-                if steps:
-                    marker = "o" if len(steps) < 15 else None
-                    axes.plot(
-                        steps, values, color=_COLOURS[number % len(_COLOURS)], lw=1.8, marker=marker, ms=4, label=label
-                    )
+            for number, (label, seeds) in enumerate(records.items()):
+                _draw_label(axes, [read_points(run, key) for run in seeds], _COLOURS[number % len(_COLOURS)], label)
             axes.legend(loc="best")
         for axes in panels:  # what the last row does not need
             axes.set_visible(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
+
+
+def _draw_label(axes: Any, seeds: Sequence[tuple[list[int], list[float]]], colour: str, label: str) -> None:
+    """The mean of the seeds that have a step; the band is where two or more have it."""
+    at: dict[int, list[float]] = {}
+    for steps, values in seeds:
+        for step, value in zip(steps, values, strict=True):
+            at.setdefault(step, []).append(value)
+    if not at:
+        return
+    steps, found = zip(*sorted(at.items()), strict=True)
+    name = label if len(seeds) == 1 else f"{label} ({len(seeds)} runs)"
+    marker = "o" if len(steps) < 15 else None
+    axes.plot(steps, [fmean(values) for values in found], color=colour, lw=1.8, marker=marker, ms=4, label=name)
+    if len(seeds) > 1:
+        low, high = [min(values) for values in found], [max(values) for values in found]
+        axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)

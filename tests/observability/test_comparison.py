@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is drawn is not looked at, only that every run and metric is there and that bad input is refused."""
+"""What runs differ in, in words; of what is drawn only the lines and bands.
+
+Not covered: how the picture looks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observability.comparison import plot_comparison
+from megatron_rl.observability.comparison import describe_comparison, plot_comparison
 from megatron_rl.types import UserError
 
 
@@ -20,15 +23,53 @@ def write_run(directory: Path, **metrics: float) -> Path:
 
 
 def test_picture_of_two_runs(tmp_path: Path) -> None:
-    runs = {"a": write_run(tmp_path / "a", reward=1.0), "b": write_run(tmp_path / "b", reward=2.0, loss=1.0)}
+    runs = {"a": [write_run(tmp_path / "a", reward=1.0)], "b": [write_run(tmp_path / "b", reward=2.0, loss=1.0)]}
     plot_comparison(runs, ["reward", "loss", "reward"], tmp_path / "new" / "out.png")
     assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unknown_metric_and_missing_run(tmp_path: Path) -> None:
-    runs = {"a": write_run(tmp_path / "a", reward=1.0)}
+    runs = {"a": [write_run(tmp_path / "a", reward=1.0)]}
     with pytest.raises(UserError, match="no run has the metric 'lost'"):
         plot_comparison(runs, ["lost"], tmp_path / "out.png")
     with pytest.raises(UserError, match="there is no"):
-        plot_comparison({"b": tmp_path / "b"}, ["reward"], tmp_path / "out.png")
+        plot_comparison({"b": [tmp_path / "b"]}, ["reward"], tmp_path / "out.png")
     assert not (tmp_path / "out.png").exists()
+
+
+def test_seeds_are_a_mean_and_a_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    drawn: dict[str, list[object]] = {}
+    for name in ("plot", "fill_between"):
+        monkeypatch.setattr(
+            Axes, name, lambda axes, *values, at=name, **style: drawn.setdefault(at, []).append((values, style))
+        )
+    seeds = [write_run(tmp_path / "a", reward=1.0), write_run(tmp_path / "b", reward=4.0)]
+    plot_comparison({"grpo": seeds}, ["reward"], tmp_path / "out.png")
+    [((steps, means), style)], [((_, low, high), _)] = drawn["plot"], drawn["fill_between"]
+    assert (steps, means, style["label"]) == ((0, 1, 2), [0.0, 2.5, 5.0], "grpo (2 runs)")
+    assert (low, high) == ([0.0, 1.0, 2.0], [0.0, 4.0, 8.0])
+
+
+def test_what_differs(tmp_path: Path) -> None:
+    runs = {"a": [write_run(tmp_path / "a", reward=1.0)], "b": [write_run(tmp_path / "b", reward=2.0)]}
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        text = f"actor:\n  lr: {rate}\n  lora:\n    rank: 8\ntrainer:\n  run_dir: {name}\n"
+        (tmp_path / name / "config.yaml").write_text(text)
+    assert describe_comparison(runs).splitlines() == [
+        "settings that differ:",
+        "  actor.lr: a 0.1, b 0.2",
+        "b against a: step 1 is the first that differs: reward 1.0, 2.0",
+    ]
+
+
+def test_equal_runs(tmp_path: Path) -> None:
+    """But for what the clock says; seeds are told apart by their number."""
+    runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0})]}
+    runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0}))
+    assert describe_comparison(runs).splitlines() == [
+        "settings that differ:",
+        "  none",
+        "a[1] against a[0]: all 3 common steps are equal to the last bit",
+    ]
