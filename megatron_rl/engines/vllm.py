@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -300,6 +301,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         from vllm.model_executor.layers import utils
 
         import_module("vllm.v1.worker.cpu_worker")
+        _pack_reloaded_experts()
 
         def use_plain_linear(layer: Any, remove_weight: bool = False) -> None:
             layer.cpu_linear = F.linear
@@ -308,6 +310,24 @@ def prepare_vllm(device: torch.device) -> ModuleType:
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         vars(torch.ops._C)["init_cpu_memory_env"] = lambda nodes: None
     return vllm
+
+
+def _pack_reloaded_experts() -> None:
+    """Servers load weights again by vLLM's own loader, which packs fused experts at the first time only."""
+    methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    method = methods.UnquantizedFusedMoEMethod
+    set_up = method._setup_kernel
+    if hasattr(set_up, "__wrapped__"):
+        return
+
+    @wraps(set_up)
+    def set_up_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_first = self.moe_kernel is None
+        set_up(self, layer, w13, w2)
+        if not is_first:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = set_up_and_pack
 
 
 def _take_adapters(worker: Any, spec: EngineSpec) -> Any:

@@ -59,6 +59,7 @@ PATCHED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.logging_utils.dump_input": ("logger",),
     "vllm.distributed.parallel_state": ("init_world_group", "init_model_parallel_group"),
 }
+EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
 
@@ -80,6 +81,7 @@ def test_reached_names_exist(vllm_imported: None) -> None:
     assert "self._registered_adapters" in manager and "def activate_adapter(" in manager
     assert hasattr(importlib.import_module("vllm._custom_ops"), "cpu_prepack_moe_weight")
     assert hasattr(importlib.import_module(CPU_EXPERTS).CPUUnquantizedExperts, "isa")
+    assert hasattr(importlib.import_module(EXPERTS).UnquantizedFusedMoEMethod, "_setup_kernel")
     assert "init_cpu_memory_env" in vars(torch.ops._C), "cpu_worker calls it by this name; ours does nothing"
     assert "init_cpu_memory_env" in Path(importlib.import_module("vllm.v1.worker.cpu_worker").__file__).read_text()
 
