@@ -8,7 +8,6 @@ from megatron_rl.config.engine_options import REFUSED
 from megatron_rl.config.server import SERVER_ENGINES
 
 _BITWISE_ENGINES = ("hf", "vllm", "megatron")
-_WHOLE_VOCABULARY = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "validation_top_p": 1.0, "validation_top_k": -1}
 
 
 def check_rollout(config: CheckedConfig) -> None:
@@ -82,20 +81,12 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
         expected="an engine in the ranks",
         hint="set schedule.steps_per_update=null and schedule.replay=null, or rollout.engine=vllm",
     )
-    for leaf, off in _WHOLE_VOCABULARY.items():
-        config.require(
-            config.get(f"rollout.{leaf}") == off,
-            f"rollout.{leaf}",
-            f"with rollout.engine = {engine!r}: servers do not tell what they draw from, and training must know it",
-            expected=repr(off),
-            hint="leave it out, or set rollout.engine=vllm",
-        )
     config.require(
-        not config.get("rollout.stop"),
-        "rollout.stop",
-        f"with rollout.engine = {engine!r}: stop strings are looked for after each token, in the ranks",
-        expected="[]",
-        hint="leave it out, or set rollout.engine=vllm",
+        engine == "vllm_server" or not config.get("rollout.is_ever_truncated"),
+        "rollout.engine",
+        "with top_p, top_k or min_p: its server does not tell what it draws from, and training must know it",
+        expected="vllm or vllm_server",
+        hint="leave them out, those of validation too, or set rollout.engine=vllm_server",
     )
 
 
@@ -161,16 +152,17 @@ def _check_truncation(config: CheckedConfig) -> None:
     config.require(
         0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
     )
-    is_truncated = config.get("rollout.top_p") < 1 or config.get("rollout.top_k") > 0 or value > 0
     config.require(
-        not is_truncated or config.get("actor.step_mode") != "graph",
+        not config.get("rollout.is_truncated") or config.get("actor.step_mode") != "graph",
         "actor.step_mode",
         "with rollout.top_p, top_k or min_p: the sets of tokens have no fixed size, which a graph needs",
         expected="eager or static",
         hint="set actor.step_mode=static: the same step without capture",
     )
     config.require(
-        not is_truncated or config.get("rollout.engine") != "vllm" or config.get("rollout.model_runner") == "v1",
+        not config.get("rollout.is_ever_truncated")
+        or not config.get("rollout.engine").startswith("vllm")
+        or config.get("rollout.model_runner") == "v1",
         "rollout.model_runner",
         "with rollout.top_p, top_k or min_p: its sampler does not tell what it draws from",
         expected="v1",

@@ -65,6 +65,12 @@ class SamplingSettings:
         """True if rollouts are drawn from a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
+    @property
+    def is_ever_truncated(self) -> bool:
+        """True if rollouts or responses of validation are."""
+        sets = (self.for_validation(name) for name in (*self.validation_sets, ""))
+        return self.is_truncated or any(one.top_p < 1.0 or one.top_k > 0 for one in sets)
+
     def for_validation(self, name: str) -> ValidationSampling:
         """How responses to the prompts of a validation set are drawn."""
         common = ValidationSampling(

@@ -143,7 +143,7 @@ class Server:
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
         self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
-        self.client = ServerClient(self._config.silent_seconds)
+        self.client = ServerClient(self._config.silent_seconds, spec.stop)
         self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
         self._process: ServerProcess | None = None
         self._is_open, self._failures = False, 0
@@ -168,7 +168,7 @@ class Server:
 
     def step(self) -> list[Sampled]:
         """What is finished, after waiting a moment for it."""
-        finished = self._try(partial(self.client.take, _STEP_SECONDS))
+        finished = self._try(lambda: self._api.complete(self._ask, self.client.take(_STEP_SECONDS)))
         for one in finished:
             self._running.pop(one.key)
             self._failures = 0
@@ -178,7 +178,12 @@ class Server:
         """What has come of requests, which end."""
         for key in keys:
             self._running.pop(key)
-        return [answer.to_sampled() for answer in self.client.cancel(keys)]
+        partial = [answer.to_sampled() for answer in self.client.cancel(keys)]
+        try:
+            return self._api.complete(self._ask, partial)
+        except ServerFailure as failure:
+            self._fail(failure)
+            return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
         """Ask for two continuations of a fixed prompt; it is long enough to be in a prefix cache the next time."""

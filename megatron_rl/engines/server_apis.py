@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.engines.protocol import EngineSpec, Request
+import numpy as np
+
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.server_client import Answer, ServerFailure
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, UserError
 
 Ask = Callable[..., Any]  # (path, body=None, method="POST") -> JSON; ServerFailure, UserError
 _NAME = "policy"
@@ -58,6 +63,10 @@ class ServerApi(Protocol):
             ServerFailure: it did not.
         """
 
+    def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
+        """Add what the streams of finished or interrupted requests do not bring; ServerFailure if it is lost."""
+        ...
+
 
 class VllmServer:
     """vLLM's server with its routes for reinforcement learning, and for tokens in and out (0.32)."""
@@ -66,6 +75,7 @@ class VllmServer:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._version = spec, ""
+        self._truncated: dict[int, tuple[str, Request]] = {}  # key -> the server's name for its sets
 
     def make_command(self, directory: Path, port: int) -> list[str]:
         """The arguments are those of the engine in the process, which therefore samples the same."""
@@ -102,8 +112,12 @@ class VllmServer:
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Nothing of it is text."""
-        sampling = request.sampling
+        """Nothing of it is text. A request that is sent again has another name: the first one may still run."""
+        from megatron_rl.engines.vllm_truncation import list_extra_args
+
+        sampling, name = request.sampling, uuid.uuid4().hex
+        if sampling.is_truncated:
+            self._truncated[request.key] = name, request
         return {
             "model": _NAME,
             "token_ids": request.tokens.tolist(),
@@ -116,6 +130,7 @@ class VllmServer:
                 "logprobs": 0,
                 "ignore_eos": True,
                 "detokenize": False,
+                "extra_args": list_extra_args(name, sampling),
             },
         }
 
@@ -131,11 +146,36 @@ class VllmServer:
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
         """vLLM keeps the prefix cache of older weights unless it is told not to."""
+        from megatron_rl.engines.vllm_arguments import records_kept_sets
+
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         if not ask("/reset_prefix_cache")["success"]:
             raise ServerFailure("the server did not reset its prefix cache: somebody else's requests are running")
         ask("/update_weight_version", {"new_version": version})
+        if records_kept_sets(self._spec):
+            ask("/collective_rpc", {"method": "record_kept_sets"})
         self._version = version
+
+    def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
+        """Ask what the tokens were drawn from."""
+        known = [(one, *self._truncated.pop(one.key)) for one in sampled if one.key in self._truncated]
+        if not known:
+            return sampled
+        wanted = [(name, len(request.tokens), len(one.tokens)) for one, name, request in known]
+        answer = ask("/collective_rpc", {"method": "take_kept_sets", "args": [wanted]})["results"][0]
+        kept = {one.key: read_kept_sets(text) for (one, *_), text in zip(known, answer, strict=True)}
+        return [replace(one, kept=kept.get(one.key)) for one in sampled]
+
+
+def write_kept_sets(kept: KeptSets) -> list[str]:
+    """As a server answers: base64 of their ids and counts."""
+    return [base64.b64encode(array.astype("<i4").tobytes()).decode() for array in (kept.ids, kept.counts)]
+
+
+def read_kept_sets(texts: Sequence[str]) -> KeptSets:
+    """The inverse of `write_kept_sets`."""
+    ids, counts = (np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32) for text in texts)
+    return KeptSets(ids, counts)
 
 
 class OpenAiServer:
@@ -153,6 +193,10 @@ class OpenAiServer:
     def list_environment(self) -> dict[str, str]:
         """As above."""
         return {}
+
+    def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
+        """All has come."""
+        return sampled
 
     def make_body(self, request: Request) -> dict[str, Any]:
         """What is not OpenAI's own is vLLM's and SGLang's."""

@@ -20,6 +20,7 @@ import aiohttp
 import numpy as np
 
 from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.types import UserError
 
 T = TypeVar("T")
@@ -52,6 +53,15 @@ class Answer:
         self.logprobs += logprobs
         self.finish_reason = finish_reason
 
+    def completes_text(self, stop: StopStrings, first: int) -> bool:
+        """True if a token from place `first` on ends the answer; what came behind it is dropped."""
+        for end in range(first + 1, len(self.tokens) + 1):
+            if stop.ends(self.request.response(self.tokens[:end])):
+                del self.tokens[end:], self.logprobs[end:]
+                self.finish_reason = "stop"
+                return True
+        return False
+
     def to_sampled(self) -> Sampled:
         """As an engine returns it."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
@@ -63,9 +73,11 @@ class ServerClient:
 
     Args:
         silent_seconds: a server that says nothing for so long has failed.
+        stop: strings that end a response.
     """
 
-    def __init__(self, silent_seconds: float) -> None:
+    def __init__(self, silent_seconds: float, stop: StopStrings | None = None) -> None:
+        self._stop = stop
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=silent_seconds, sock_read=silent_seconds)
         self._answers: dict[int, Answer] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -104,8 +116,13 @@ class ServerClient:
                 await _check(response, url)
                 async for line in response.content:
                     text = line.removeprefix(b"data:").strip()
-                    if line.startswith(b"data:") and text != b"[DONE]":
-                        read(json.loads(text), answer)
+                    if not line.startswith(b"data:") or text == b"[DONE]":
+                        continue
+                    first = len(answer.tokens)
+                    read(json.loads(text), answer)
+                    if self._stop is not None and answer.completes_text(self._stop, first):
+                        response.close()  # at which the server stops
+                        break
             if answer.finish_reason is None:
                 raise ServerFailure(f"{url} ended its answer too early")
             self._news.put(answer)

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.engines.protocol import EngineSpec, Request
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.served import ServedEngine
 from megatron_rl.engines.server_apis import Ask, check_event
 from megatron_rl.engines.server_client import Answer, ServerFailure
@@ -77,6 +77,10 @@ class SglangServer:
         scored = meta["output_token_logprobs"][-new:] if new else []
         tokens = event["output_ids"][-new:] if new else []
         answer.extend(tokens, [entry[0] for entry in scored], reason and reason["type"])
+
+    def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
+        """All has come."""
+        return sampled
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
         """It drops its cache of prefixes when it is told to."""

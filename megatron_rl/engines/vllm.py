@@ -39,11 +39,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
-from megatron_rl.engines.vllm_arguments import LOAD_FORMAT, list_engine_arguments, list_engine_environment
+from megatron_rl.engines.vllm_arguments import (
+    LOAD_FORMAT,
+    list_engine_arguments,
+    list_engine_environment,
+    records_kept_sets,
+)
 from megatron_rl.engines.vllm_bitwise import make_batch_invariant
 from megatron_rl.engines.vllm_limits import check_device_limits, check_options
 from megatron_rl.engines.vllm_lora import list_adapter_params, take_slot
-from megatron_rl.engines.vllm_truncation import KeptSetRecorder
+from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
 from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.weights.experts import split_experts
@@ -103,7 +108,7 @@ class VllmEngine:
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
-        self._kept = KeptSetRecorder(worker.model_runner)
+        self._kept = KeptSetRecorder(worker.model_runner) if records_kept_sets(spec) else None
         self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank),
@@ -176,6 +181,7 @@ class VllmEngine:
                 ignore_eos=True,
                 detokenize=False,
                 skip_clone=True,  # it serves this request only
+                extra_args=list_extra_args(str(request.key), request.sampling),
             )
             for request in requests
         ]
@@ -189,7 +195,6 @@ class VllmEngine:
         for request, name in zip(requests, names, strict=True):
             self._names[request.key], self._keys[_short(name)] = name, request.key
             self._requests[request.key] = request
-            self._kept.expect(name, request.sampling)
 
     def step(self) -> list[Sampled]:
         """One forward for everything that runs; a response is returned by the step that samples its last token."""
@@ -231,7 +236,10 @@ class VllmEngine:
         """What a request has, which is forgotten here."""
         name, request = self._names.pop(key), self._requests.pop(key)
         del self._keys[_short(name)]
-        kept = self._kept.take(name, len(request.tokens), len(token_ids))
+        kept = None
+        if request.sampling.is_truncated:
+            assert self._kept is not None, "config.rollout_checks refuses it"
+            kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
         if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
             picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
@@ -257,7 +265,8 @@ class VllmEngine:
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
         self._names, self._keys, self._requests = {}, {}, {}
-        self._kept.clear()
+        if self._kept is not None:
+            self._kept.clear()
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for responses that are not finished."""

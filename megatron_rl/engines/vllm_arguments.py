@@ -21,6 +21,11 @@ def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
     return {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
 
 
+def records_kept_sets(spec: EngineSpec) -> bool:
+    """Whether its model runner lets us see what it draws from."""
+    return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
+
+
 def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of `vllm.LLM`: what the engine needs, and `rollout.engine_options`."""
     config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank

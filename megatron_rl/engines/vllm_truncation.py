@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Truncated sampling in vLLM: the tokens among which it draws are cut by our definition, and remembered.
 
-vLLM itself samples from what is left, and its log-probs are of that. Sets are kept by request and by the place of the
+vLLM itself samples from what is left, and its log-probs are of that. A request says how it is cut in its
+`SamplingParams.extra_args`, and so it may come from another process. Sets are kept by request and by the place of the
 token: where a step computes only a part of a prompt, or a prompt again after a preemption, the set of a token that is
 thrown away is written over by that of the token which counts.
 """
@@ -17,6 +18,15 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.types import KeptSets
 
+_KEY = "kept_sets"
+
+
+def list_extra_args(name: str, sampling: SamplingConfig) -> dict[str, Any]:
+    """What a request brings, as JSON: the name by which its sets are taken, and how they are cut."""
+    if not sampling.is_truncated:
+        return {}
+    return {_KEY: [name, sampling.top_p, sampling.top_k, sampling.min_p, sampling.max_kept_tokens]}
+
 
 class KeptSetRecorder:
     """Stands before the sampler of a model runner (vLLM's v1).
@@ -26,31 +36,23 @@ class KeptSetRecorder:
     """
 
     def __init__(self, runner: Any) -> None:
-        self._batch = runner.input_batch
-        self._sampling: dict[str, SamplingConfig] = {}
+        self._requests, self._batch = runner.requests, runner.input_batch
         self._sets: dict[str, dict[int, KeptSets]] = {}
         sampler = runner.sampler.topk_topp_sampler
         sampler.forward = self._before(sampler.forward)
 
-    def expect(self, name: str, sampling: SamplingConfig) -> None:
-        """A request, by vLLM's name for it."""
-        if sampling.is_truncated:
-            self._sampling[name], self._sets[name] = sampling, {}
-
-    def take(self, name: str, first: int, count: int) -> KeptSets | None:
+    def take(self, name: str, first: int, count: int) -> KeptSets:
         """What so many tokens of a request were drawn from, the first of them at place `first`; it is forgotten."""
-        if self._sampling.pop(name, None) is None:
-            return None
-        sets = self._sets.pop(name)
+        sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._sampling, self._sets = {}, {}
+        self._sets = {}
 
     def _before(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def cut_and_sample(logits: torch.Tensor, *arguments: Any) -> Any:
-            return sample(self._cut(logits) if self._sampling else logits, *arguments)
+            return sample(self._cut(logits), *arguments)
 
         return cut_and_sample
 
@@ -58,13 +60,14 @@ class KeptSetRecorder:
         """[b, v] over the temperature -> the same, without probability outside of the sets."""
         names = self._batch.req_ids
         assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
-        rows_of: dict[SamplingConfig, list[int]] = {}
+        rows_of: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
         for row, name in enumerate(names):
-            if name in self._sampling:
-                rows_of.setdefault(self._sampling[name], []).append(row)
-        for sampling, rows in rows_of.items():
-            index = torch.tensor(rows, device=logits.device)
-            logits[index], kept = truncate(logits[index], sampling)
-            for row, kept_set in zip(rows, kept.split(), strict=True):
-                self._sets[names[row]][int(self._batch.num_tokens_no_spec[row])] = kept_set
+            told = (self._requests[name].sampling_params.extra_args or {}).get(_KEY)
+            if told is not None:
+                rows_of.setdefault(tuple(told[1:]), []).append((row, told[0]))
+        for limits, rows in rows_of.items():
+            index = torch.tensor([row for row, _ in rows], device=logits.device)
+            logits[index], kept = truncate(logits[index], SamplingConfig(1.0, 1, (), *limits))
+            for (row, name), kept_set in zip(rows, kept.split(), strict=True):
+                self._sets.setdefault(name, {})[int(self._batch.num_tokens_no_spec[row])] = kept_set
         return logits

@@ -17,6 +17,7 @@ MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batc
 PP = "actor.pipeline_model_parallel_size"
 STATIC = "actor.step_mode=static"
 OPENAI, VLLM = "rollout.engine=openai", "rollout.engine=vllm_server"
+HOOKED = ["rollout.server.endpoints=[http://a]", "rollout.server.directory=w", "rollout.server.on_update=ls"]
 TRUNCATE = "algorithm.importance_sampling=token-truncate"
 VPP = "actor.virtual_pipeline_model_parallel_size"
 
@@ -67,11 +68,6 @@ def test_defaults_pass() -> None:
             "rollout.engine_options",
             "other kernels, with other bits",
         ),
-        (
-            ["rollout.stop=[x]", "rollout.engine=vllm_server"],
-            "rollout.stop",
-            "stop strings are looked for after each token",
-        ),
         (["rollout.validation_sets={aime: {n: 0}}"], "rollout.validation_sets", "has {'n': 0} for 'aime'"),
         (["rollout.validation_sets={aime: {min_p: 0.1}}"], "rollout.validation_sets", "for 'aime'"),
         (["rollout.validation_sets={aime: {n: true}}"], "rollout.validation_sets", "for 'aime'"),
@@ -99,8 +95,18 @@ def test_defaults_pass() -> None:
         ),
         ([VLLM, "rollout.server.restarts=-1"], "rollout.server.restarts", "is negative"),
         ([VLLM, "rollout.bitwise=true", "model.dtype=float32"], "rollout.engine", "computes in its own way"),
-        ([VLLM, "rollout.top_p=0.9"], "rollout.top_p", "servers do not tell what they draw from"),
-        ([VLLM, "rollout.validation_top_k=20"], "rollout.validation_top_k", "servers do not tell what they draw from"),
+        ([OPENAI, *HOOKED, "rollout.top_p=0.9"], "rollout.engine", "does not tell what it draws from"),
+        ([OPENAI, *HOOKED, "rollout.validation_top_k=20"], "rollout.engine", "does not tell what it draws from"),
+        (
+            [OPENAI, *HOOKED, "rollout.validation_sets={a: {top_p: 0.9}}"],
+            "rollout.engine",
+            "does not tell what it draws from",
+        ),
+        (
+            [VLLM, "rollout.validation_top_k=20", "rollout.model_runner=v2"],
+            "rollout.model_runner",
+            "does not tell what it draws from",
+        ),
         ([VLLM, "hybrid.lora=adapter"], "hybrid.lora", "which has no place for adapters"),
         (["rollout.bitwise=true", "model.dtype=bfloat16"], "model.dtype", "only float32 is computed in the same order"),
         (

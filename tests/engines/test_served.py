@@ -33,6 +33,7 @@ from tiny_models import ENGINE_SIZES, save_tiny_model
 HOT = SamplingConfig(temperature=1.0, max_tokens=24, stop_token_ids=(2, 7))
 COLD = SamplingConfig(temperature=0.6, max_tokens=24, stop_token_ids=(2, 7))
 LONG = SamplingConfig(temperature=1.0, max_tokens=1500, stop_token_ids=())
+CUT = [replace(HOT, top_k=20, top_p=0.9), replace(COLD, min_p=0.02), replace(HOT, top_p=0.95, max_kept_tokens=7)]
 # A server that loads weights for `openai`: its three calls are the user's hook.
 HOOK = (
     "python -c \"import requests, sys; url, path = sys.argv[1:]; requests.post(url + '/collective_rpc', json=dict("
@@ -86,6 +87,27 @@ def to_lists(sampled: list[Sampled]) -> list[tuple[list[int], list[float], str]]
     return [(one.tokens.tolist(), one.logprobs.tolist(), one.finish_reason) for one in sampled]
 
 
+def make_cut_requests(*samplings: SamplingConfig) -> list[Request]:
+    """Each with one of several ways of drawing, the last ones with the whole vocabulary."""
+    kinds = [*samplings, HOT]
+    return [replace(one, sampling=kinds[one.key % len(kinds)]) for one in make_requests(HOT)]
+
+
+def list_kept(sampled: list[Sampled]) -> list[list[list[int]] | None]:
+    return [one.kept and [part.ids.tolist() for part in one.kept.split()] for one in sampled]
+
+
+def interrupt_cut(engine: ServedEngine) -> tuple[list[int], list[list[list[int]] | None]]:
+    """Numbers of tokens at an early end, and the sets that come with them."""
+    engine.add([replace(one, sampling=replace(one.sampling, max_tokens=1500)) for one in make_cut_requests(*CUT)])
+    deadline = time.monotonic() + 60
+    while engine.tokens_in_flight() < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    partial = engine.interrupt(range(12))
+    return [len(one.tokens) for one in partial], list_kept(partial)
+
+
 def interrupt(engine: ServedEngine) -> list[Any]:
     """What twelve long responses have at about their first tokens, and whether anything is left then."""
     engine.add(make_requests(LONG))
@@ -106,6 +128,9 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     draw_weights(served, engine, 1)
     result["ours"] = [to_lists(generate(engine, make_requests(sampling))) for sampling in (HOT, COLD)]
     result["theirs"] = [to_lists(generate(served, make_requests(sampling))) for sampling in (HOT, COLD)]
+    cut = [generate(one, make_cut_requests(*CUT)) for one in (engine, served)]
+    result["cut"], result["kept"] = [to_lists(one) for one in cut], [list_kept(one) for one in cut]
+    result["cut short"] = interrupt_cut(served)
     result["whole"] = to_lists(generate(served, make_requests(LONG, 3)))
     result["interrupted"] = interrupt(served)
     draw_weights(served, engine, 2)
@@ -143,6 +168,21 @@ def test_equal_seeds_give_the_samples_of_the_engine_in_the_process(found: dict[s
     assert {reason for _, _, reason in theirs} <= {"stop", "length"}
     for (_, expected, _), (_, logprobs, _) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_truncated_sampling_brings_its_sets(found: dict[str, Any]) -> None:
+    """As in the process, in one batch of several kinds; also of what was interrupted."""
+    ours, theirs = found["cut"]
+    assert [one[0] for one in ours] == [one[0] for one in theirs]
+    for (_, expected, _), (_, logprobs, _) in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    ours, theirs = found["kept"]
+    assert [[{*part} for part in sets or []] for sets in ours] == [[{*part} for part in sets or []] for sets in theirs]
+    assert [sets is None for sets in theirs] == [key % 4 == 3 for key in range(12)]
+    assert max(len(part) for part in theirs[0]) <= 20 and max(len(part) for part in theirs[2]) == 7
+    lengths, sets = found["cut short"]
+    assert [len(one) for one in sets if one is not None] == [n for key, n in enumerate(lengths) if key % 4 != 3]
+    assert sum(lengths) >= 30
 
 
 def test_stop_tokens_are_part_of_the_response(found: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.served import ServedEngine, build_openai_server
 from megatron_rl.engines.server_process import ServerProcess
+from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
@@ -135,7 +136,7 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "model" / "config.json").write_text("{}")
     engines = []
 
-    def make(**server: Any) -> ServedEngine:
+    def make(stop: StopStrings | None = None, **server: Any) -> ServedEngine:
         settings = {"on_update": f"{endpoint.url}/update", "start_seconds": 5.0, **server}
         config = ServerConfig(endpoints=[endpoint.url + "/"], directory=str(tmp_path / "weights"), **settings)
         engines.append(
@@ -149,6 +150,7 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                     config=RolloutConfig(engine="openai", server=config),
                     process=Process(0, 1, 0, 1, torch.device("cpu")),
                     seed=0,
+                    stop=stop,
                 )
             )
         )
@@ -277,6 +279,41 @@ def test_what_has_come_is_returned_by_an_interruption(endpoint: Endpoint, build:
         (0, draw(100)[:3], "interrupted"),
     ]
     assert not engine.has_requests() and engine.tokens_in_flight() == 0 and left.wait(10)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_stop_strings_end_an_answer(endpoint: Endpoint, build: Callable[..., ServedEngine], parts: int) -> None:
+    """With the token that completes one, however many tokens come at a time; the connection is closed, if it must."""
+    left = threading.Event()
+
+    async def send_parts(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        tokens = draw(body["seed"])
+        for i in range(0, 5, parts):
+            await response.write(make_event(tokens[i : i + parts], "length" if i + parts >= 5 else None))
+        try:
+            while body["seed"] == 100:
+                await asyncio.sleep(0.05)
+                await response.write(b": still here\n\n")
+        finally:
+            left.set()
+
+    first, wanted = draw(100), "".join(f"<{token}>" for token in draw(100)[1:4])[1:-1]
+    engine = build(stop=StopStrings([wanted], lambda tokens: "".join(f"<{token}>" for token in tokens)))
+    endpoint.answer = send_parts
+    ended, whole = generate(engine, REQUESTS[:2])
+    assert (ended.tokens.tolist(), len(ended.logprobs), ended.finish_reason) == (first[:4], 4, "stop")
+    assert (whole.tokens.tolist(), whole.finish_reason) == (draw(101), "length") and left.wait(10)
+    continued = Request(5, np.array([9, *first[:3]], np.int32), 100, SAMPLING, num_sampled=3)
+    endpoint.answer = answer_with(first[3:])
+    (found,) = generate(engine, [continued])
+    assert (found.tokens.tolist(), found.finish_reason) == (first[3:4], "stop"), "it began before the interruption"
+
+
+def answer_with(tokens: list[int]) -> Answer:
+    async def answer(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
+        await response.write(make_event(tokens, "length"))
+
+    return answer
 
 
 def test_request_with_the_key_of_one_that_was_interrupted_at_its_end_gets_its_own_answer(

@@ -19,7 +19,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import truncate
-from megatron_rl.engines.vllm_truncation import KeptSetRecorder
+from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
 
 VOCAB_SIZE = 40
 
@@ -119,15 +119,19 @@ def test_the_last_set_of_a_place_counts() -> None:
     """A step that computes a part of a prompt draws a token that is thrown away; so does one after a preemption."""
     sampler = SimpleNamespace(forward=lambda logits, *_: logits)
     batch = SimpleNamespace(req_ids=["0-a", "1-b"], num_tokens_no_spec=np.array([3, 5]))
-    recorder = KeptSetRecorder(SimpleNamespace(input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=sampler)))
-    recorder.expect("0-a", make_sampling(top_k=2))
-    recorder.expect("1-b", make_sampling())  # whole: its row stays as it is
+    samplings = {"0-a": make_sampling(top_k=2), "1-b": make_sampling()}  # whole: its row stays as it is
+    requests = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=list_extra_args(name[0], sampling)))
+        for name, sampling in samplings.items()
+    }
+    runner = dict(requests=requests, input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=sampler))
+    recorder = KeptSetRecorder(SimpleNamespace(**runner))
     steps = [draw_logits(seed, 1.0, rows=2) for seed in range(4)]
     for place, logits in zip((3, 3, 4, 4), steps, strict=True):
         batch.num_tokens_no_spec[0] = place
         left = sampler.forward(logits.clone(), {}, None, None)
         assert torch.equal(left[1], logits[1]) and int((left[0] == logits[0]).sum()) == 2
-    kept = recorder.take("0-a", 3, 2)
-    assert kept is not None and kept.counts.tolist() == [2, 2]
+    kept = recorder.take("0", 3, 2)
+    assert kept.counts.tolist() == [2, 2]
     assert kept.ids.tolist() == [*steps[1][0].topk(2).indices.tolist(), *steps[3][0].topk(2).indices.tolist()]
-    assert recorder.take("0-a", 3, 2) is None and recorder.take("1-b", 5, 1) is None
+    assert not recorder._sets
