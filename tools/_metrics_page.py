@@ -39,6 +39,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("response/truncated", "responses cut at data.max_response_length", "share"),
         Metric("tokens/prompt", "of all rollouts of the step", "tokens"),
         Metric("tokens/response", "of all rollouts of the step", "tokens"),
+        Metric("rollout/prefix_cache_hits", "of what engines were asked to continue, what their caches had", "share"),
         Metric("tokens/per_second", "both over time/step", "tokens/s"),
         Metric("sampling/rounds", "generation rounds (algorithm.dynamic_sampling, as the four below)", "rounds"),
         Metric("sampling/generated_groups", "in all rounds", "groups"),

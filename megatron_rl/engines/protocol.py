@@ -67,6 +67,7 @@ class Sampled:
         logprobs: [s] float32 of the distribution that was sampled from (temperature applied).
         finish_reason: "stop", "length", or "interrupted" before either.
         kept: [s] what the tokens were drawn from, where `sampling.is_truncated`.
+        num_cached: tokens of the request that a prefix cache had; None: the engine does not say.
     """
 
     key: int
@@ -74,6 +75,7 @@ class Sampled:
     logprobs: np.ndarray
     finish_reason: str
     kept: KeptSets | None = None
+    num_cached: int | None = None
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class VllmServer:
             host="127.0.0.1",
             port=port,
             enable_scale_out=True,
+            enable_prompt_tokens_details=True,
             worker_extension_cls="megatron_rl.engines.vllm_worker.ServedWorker",
         )
         python = self._spec.config.server.python or sys.executable
@@ -122,6 +123,7 @@ class VllmServer:
             "model": _NAME,
             "token_ids": request.tokens.tolist(),
             "stream": True,
+            "stream_options": {"include_usage": True},
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_tokens": sampling.max_tokens,
@@ -135,8 +137,11 @@ class VllmServer:
         }
 
     def read(self, event: Any, answer: Answer) -> None:
-        """Tokens, their log-probs, and the version of the weights that made them."""
+        """Tokens, their log-probs, and the version of the weights that made them; last, what was in the cache."""
         check_event(event)
+        if not event["choices"]:
+            answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
+            return
         choice = event["choices"][0]
         for span in choice.get("weight_versions") or ():
             if span["version"] != self._version:

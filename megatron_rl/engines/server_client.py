@@ -40,18 +40,24 @@ class Answer:
         request: that is answered.
         tokens, logprobs: sampled so far, [s].
         finish_reason: "stop" or "length"; None: more is to come.
+        num_cached: as in `Sampled`.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    num_cached: int | None = None
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> None:
         """More has come, maybe the last of it."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.finish_reason = finish_reason
+
+    def count_cached(self, num_tokens: int | None) -> None:
+        """How many tokens of the request the server had in its cache."""
+        self.num_cached = num_tokens
 
     def completes_text(self, stop: StopStrings, first: int) -> bool:
         """True if a token from place `first` on ends the answer; what came behind it is dropped."""
@@ -65,7 +71,8 @@ class Answer:
     def to_sampled(self) -> Sampled:
         """As an engine returns it."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
-        return Sampled(self.request.key, tokens, logprobs, self.finish_reason or "interrupted")
+        reason = self.finish_reason or "interrupted"
+        return Sampled(self.request.key, tokens, logprobs, reason, num_cached=self.num_cached)
 
 
 class ServerClient:

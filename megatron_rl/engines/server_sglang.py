@@ -73,6 +73,7 @@ class SglangServer:
             raise ServerFailure(f"a response of weights {meta['weight_version']!r} instead of {self._version!r}")
         if reason is not None and reason["type"] == "abort":
             raise ServerFailure(f"the server gave a request up: {reason}")
+        answer.count_cached(meta.get("cached_tokens"))
         new = meta["completion_tokens"] - len(answer.tokens)
         scored = meta["output_token_logprobs"][-new:] if new else []
         tokens = event["output_ids"][-new:] if new else []

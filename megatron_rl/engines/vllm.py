@@ -204,7 +204,7 @@ class VllmEngine:
         for output in outputs:
             key, last = self._keys[output.request_id], output.outputs[0]
             reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
-            finished.append(self._end(key, last.token_ids, last.logprobs, reason))
+            finished.append(self._end(key, last.token_ids, last.logprobs, reason, output.num_cached_tokens))
         return finished + (self._stop_early() if self._stop else [])
 
     def _stop_early(self) -> list[Sampled]:
@@ -226,13 +226,14 @@ class VllmEngine:
         names = {key: self._names[key] for key in keys if key in self._names}
         for key, name in names.items():  # vLLM itself says nothing of what it aborts
             state = engine.output_processor.request_states[name]
-            partial.append(
-                self._end(key, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "interrupted")
-            )
+            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            partial.append(self._end(key, tokens, logprobs, "interrupted", state.num_cached_tokens))
         engine.abort_request(list(names.values()), internal=True)
         return partial
 
-    def _end(self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str) -> Sampled:
+    def _end(
+        self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str, num_cached: int | None
+    ) -> Sampled:
         """What a request has, which is forgotten here."""
         name, request = self._names.pop(key), self._requests.pop(key)
         del self._keys[_short(name)]
@@ -243,7 +244,7 @@ class VllmEngine:
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
         if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
             picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
-        return Sampled(key, tokens, picked, finish_reason, kept)
+        return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None)
 
     def has_requests(self) -> bool:
         """True if something runs or waits."""

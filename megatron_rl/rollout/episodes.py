@@ -108,9 +108,8 @@ class EpisodeGenerator:
             )
         finally:
             episodes.close()
-        self.metrics = describe_episodes(
-            reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
-        )
+        counts = reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+        self.metrics = describe_episodes(counts) | generator.metrics
         if generator.is_first:
             return rollouts
         return {index: recording.finish("stop") for index, recording in recordings.items()}

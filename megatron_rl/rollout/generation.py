@@ -18,6 +18,7 @@ from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.rollout.cache_use import CacheUse
 from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import Listener, close_batch, serve
@@ -70,7 +71,7 @@ class RolloutGenerator:
 
     Attributes:
         engines: the ranks of each.
-        metrics: of a generation: none.
+        metrics: of the last generation, the same on every rank.
         engine_index: of this rank's; -1: it has none.
         is_first: this rank is its first, which speaks for it.
     """
@@ -190,20 +191,28 @@ class RolloutGenerator:
             UserError: the engine returned something else than what it was asked for; on every rank.
         """
         sampled: dict[int, Sampled] = {}
+        cache = CacheUse()
 
         def listen(one: Sampled) -> None:
             sampled[one.key] = one
+            cache.hear(one)
             on_sampled(one)
+
+        def tell(asked: Sequence[Request]) -> None:
+            cache.ask(asked)
+            if on_requests is not None:
+                on_requests(asked)
 
         is_watching = self.is_first or self.engine_index < 0  # rank 0 shows the progress wherever the engines are
         in_flight = self._engine.requests.tokens_in_flight if is_watching else None
         with nullcontext() if total is None else self._progress.follow(total, in_flight):
             error = None
             if self.engine_index >= 0:
-                error = serve(self._engine.requests, take, listen, self._channel, on_requests=on_requests)
+                error = serve(self._engine.requests, take, listen, self._channel, on_requests=tell)
             if error is None and self.is_first:
                 error = self._find_fault(sampled, requests, name)
             raise_together(error, self._group)
+        self.metrics = cache.describe(self.is_first, self._group)
 
     def _find_fault(
         self, sampled: Mapping[int, Sampled], requests: Sequence[Request], name: Callable[[int], str]

@@ -23,6 +23,7 @@ NOT_RECORDED = (
     "time/",
     "memory/",
     "tokens/per_second",
+    "rollout/prefix_cache_hits",
     "samples/bytes_per_rank",
     "loss/",
     "estimator/",

@@ -128,6 +128,7 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     draw_weights(served, engine, 1)
     result["ours"] = [to_lists(generate(engine, make_requests(sampling))) for sampling in (HOT, COLD)]
     result["theirs"] = [to_lists(generate(served, make_requests(sampling))) for sampling in (HOT, COLD)]
+    result["cached"] = [[one.num_cached for one in generate(e, make_requests(HOT))] for e in (engine, served)]
     cut = [generate(one, make_cut_requests(*CUT)) for one in (engine, served)]
     result["cut"], result["kept"] = [to_lists(one) for one in cut], [list_kept(one) for one in cut]
     result["cut short"] = interrupt_cut(served)
@@ -183,6 +184,11 @@ def test_truncated_sampling_brings_its_sets(found: dict[str, Any]) -> None:
     lengths, sets = found["cut short"]
     assert [len(one) for one in sets if one is not None] == [n for key, n in enumerate(lengths) if key % 4 != 3]
     assert sum(lengths) >= 30
+
+
+def test_tokens_in_the_prefix_cache_are_counted(found: dict[str, Any]) -> None:
+    """A block of 32 of the 40 that the prompts share, which were asked for before."""
+    assert found["cached"] == [[32] * 12] * 2
 
 
 def test_stop_tokens_are_part_of_the_response(found: dict[str, Any]) -> None:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The share of prefix caches; that engines count what they had is in tests/engines/test_served.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distributed import run_ranks
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.parallel.collectives import init_distributed, world
+from megatron_rl.rollout.cache_use import CacheUse
+
+
+def work(rank: int, world_size: int, counts: list[list[int | None]]) -> dict[str, float]:
+    """Requests of 10 tokens; rank 1 does not speak for its engine."""
+    init_distributed(2)
+    use, sampling = CacheUse(), SamplingConfig(1.0, 4, ())
+    use.ask([Request(key, np.zeros(10, np.int32), 0, sampling) for key in range(len(counts[rank]))])
+    for key, count in enumerate(counts[rank]):
+        use.hear(Sampled(key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", num_cached=count))
+    return use.describe(rank != 1, world())
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([[8, 0, None], [10], [4]], {"rollout/prefix_cache_hits": 0.4}),  # 12 of 30
+        ([[None], [10], [None]], {}),  # engines without a cache, or that do not say
+    ],
+)
+def test_share_of_what_engines_say(counts: list[list[int | None]], expected: dict[str, float]) -> None:
+    assert run_ranks(work, 3, counts) == [pytest.approx(expected)] * 3
