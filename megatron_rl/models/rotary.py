@@ -8,12 +8,13 @@ Here a token's position is given: that serves contiguous shards and responses be
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.weights.families import RopeScaling
+from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, RopeScaling, YarnScaling
 
 
 def compute_rotary_table(
@@ -31,20 +32,63 @@ def compute_rotary_table(
     Returns:
         cosine and sine, [t, 1, d] each; both numbers of a pair get their angle's, the first sine negative.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = _scale(frequencies, scaling)
+    frequencies, growth = compute_frequencies(head_dim, theta, scaling, position_ids.device)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
-    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    cosine, sine = ((x if growth == 1.0 else x * growth).to(dtype) for x in (angles.cos(), angles.sin()))
     return torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
 
 
-def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def compute_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> tuple[torch.Tensor, float]:
+    """Frequencies [d/2] of a head in float32, and what its cosines and sines are multiplied by.
+
+    Args: see `compute_rotary_table`.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    if scaling is None:
+        return 1.0 / theta**exponents, 1.0
+    return _SCALINGS[type(scaling)](theta**exponents, scaling, theta)
+
+
+def _scale_linearly(periods: torch.Tensor, scaling: LinearScaling, theta: float) -> tuple[torch.Tensor, float]:
+    return 1.0 / periods / scaling.factor, 1.0
+
+
+def _scale_as_llama3(periods: torch.Tensor, scaling: Llama3Scaling, theta: float) -> tuple[torch.Tensor, float]:
+    frequencies = 1.0 / periods
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies * (kept + (1 - kept) / scaling.factor), 1.0
+
+
+def _scale_as_yarn(periods: torch.Tensor, scaling: YarnScaling, theta: float) -> tuple[torch.Tensor, float]:
+    def find_number(turns: float) -> float:
+        """Of the frequency that turns so often in the context of pretraining."""
+        period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return len(periods) * math.log(period) / math.log(theta)
+
+    first, last = find_number(scaling.beta_fast), find_number(scaling.beta_slow)
+    if scaling.truncates:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(periods) - 1)
+    numbers = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+    divided = ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided), scaling.attention_factor
+
+
+def _scale_as_longrope(periods: torch.Tensor, scaling: LongropeScaling, theta: float) -> tuple[torch.Tensor, float]:
+    factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=periods.device)
+    return 1.0 / (factors * periods), scaling.attention_factor
+
+
+_SCALINGS: dict[type, Callable[[torch.Tensor, Any, float], tuple[torch.Tensor, float]]] = {
+    LinearScaling: _scale_linearly,
+    Llama3Scaling: _scale_as_llama3,
+    YarnScaling: _scale_as_yarn,
+    LongropeScaling: _scale_as_longrope,
+}
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.rope import RopeScaling
 
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
@@ -35,20 +36,6 @@ class ExpertNames:
     up: str
     down: str
     size_key: str
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Rotary frequencies stretched for long contexts as in Llama 3.1 (`rope_type` "llama3").
-
-    A frequency that turns less than `low_freq_factor` times in the context of pretraining is divided by `factor`, one
-    that turns more than `high_freq_factor` times is kept, and in between the two are mixed.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape, RopeScaling
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape
+from megatron_rl.weights.rope import is_served, read_rope_scaling
 
 _MUST_BE_OFF = (
     "use_bidirectional_attention",
@@ -83,6 +83,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
         num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
         head_dim = (config.get("head_dim") if family.honours_head_dim else None) or hidden // num_heads
         experts = _read_experts(config, family, source)
+        scaling, longest = read_rope_scaling(rope, config)
         size_key = family.experts.size_key if family.experts else "intermediate_size"
         return ModelShape(
             family=config["model_type"],
@@ -99,8 +100,8 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             qk_norm=family.qk_norm,
             rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_scaling=_read_rope_scaling(rope),
+            max_position_embeddings=longest,
+            rope_scaling=scaling,
             **experts,
         )
     except KeyError as error:
@@ -120,7 +121,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         **{name: bool(config.get(name)) for name in _MUST_BE_OFF},
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": family.honours_sliding_window and _cuts_attention(config),
-        "rope_scaling": _rope_type(rope) not in ("default", "llama3"),
+        "rope_scaling": not is_served(rope, config),
     }
     if any(refused.values()):
         names = [name for name, is_set in refused.items() if is_set]
@@ -128,20 +129,10 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
             f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served",
             source=source,
             expected=f"hidden_act={family.activations[0]}, full causal attention, no bias beyond the family's, "
-            "rotary positions unscaled or scaled as in Llama 3.1, experts in every layer of a mixture of "
-            "experts",
+            "rotary positions unscaled, or with linear, llama3, yarn or longrope scaling (of longrope with the factors "
+            "that follow from its lengths), experts in every layer of a mixture of experts",
             hint="training would silently compute another model; use a checkpoint without these options",
         )
-
-
-def _rope_type(rope: dict[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _read_rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
-    if _rope_type(rope) == "default":
-        return None
-    return RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
 
 
 def _cuts_attention(config: dict[str, Any]) -> bool:

@@ -51,6 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
             original_max_position_embeddings=64,
         ),
     ),
+    "llama-yarn": dict(
+        family="llama",
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64),
+    ),
     "qwen2": dict(family="qwen2"),
     "qwen2-rope": dict(family="qwen2", rope_theta=1e6, tie_word_embeddings=False),
     "qwen3": dict(family="qwen3"),
@@ -223,6 +227,7 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
         ("qwen2-rope", dict(rope_theta=1e4)),
         ("llama-tied-eps", dict(rms_norm_eps=1e-6)),
         ("llama-scaled", dict(rope_scaling=None)),
+        ("llama-yarn", dict(rope_scaling=None)),
         ("qwen3_moe", dict(normalizes_shares=False)),
         ("mixtral", dict(experts_per_token=2)),
     ],

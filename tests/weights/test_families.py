@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
-from megatron_rl.weights.families import FAMILIES, RopeScaling
+from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
+from megatron_rl.weights.rope import Llama3Scaling, YarnScaling
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 
@@ -29,6 +30,13 @@ SIZES: dict[str, Any] = dict(
     vocab_size=70,
     max_position_embeddings=48,
     rms_norm_eps=1e-5,
+)
+LONGROPE: dict[str, Any] = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0, 2.0],
+    long_factor=[2.0, 4.0],
+    original_max_position_embeddings=24,
 )
 EXPERT_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
@@ -179,11 +187,29 @@ def test_rope_scaling_of_llama_3(key: str) -> None:
     config = make_config() | {"rope_parameters": None}
     scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     shape = model_shape_from_config(config | {key: scaling | {"rope_type": "llama3"}}, source="here")
-    assert shape.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert shape.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     assert model_shape_from_config(config, source="here").rope_scaling is None
     del scaling["low_freq_factor"]
     with pytest.raises(UserError, match="key 'low_freq_factor' is missing"):
         model_shape_from_config(config | {key: scaling | {"rope_type": "llama3"}}, source="here")
+
+
+def test_positions_that_a_scaling_allows() -> None:
+    """YaRN is added to the config.json of a short model; the short factors of LongRoPE end where pretraining did."""
+
+    def read(rope: dict[str, Any]) -> Any:
+        return model_shape_from_config(make_config() | {"rope_parameters": rope}, source="here")
+
+    yarn = read(dict(rope_type="yarn", rope_theta=1e4, factor=4.0))
+    assert yarn.max_position_embeddings == 4 * 48 and yarn.rope_scaling == YarnScaling(
+        4.0, 48, pytest.approx(1.1386294), 32.0, 1.0, True
+    )
+    mscale = read(dict(rope_type="yarn", rope_theta=1e4, factor=40.0, mscale=0.7, mscale_all_dim=1.0)).rope_scaling
+    assert mscale.attention_factor == pytest.approx(1.2582216 / 1.3688879)
+    longrope = read(LONGROPE)
+    assert longrope.max_position_embeddings == 24 and longrope.rope_scaling.short_factor == (1.0, 2.0)
+    with pytest.raises(UserError, match="key 'factor' is missing"):
+        read(dict(rope_type="linear", rope_theta=1e4))
 
 
 @pytest.mark.parametrize(
@@ -201,8 +227,10 @@ def test_rope_scaling_of_llama_3(key: str) -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}}, "linear"),
-        ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}}, "dynamic"),
+        ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "mrope"),
+        ("llama", {"rope_parameters": LONGROPE | {"attention_factor": 1.5}}, "longrope"),
+        ("llama", {"rope_parameters": LONGROPE | {"factor": 4.0}}, "longrope"),
     ],
 )
 def test_options_that_are_not_served_are_refused(family: str, change: dict[str, Any], named: str) -> None:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary frequencies stretched for long contexts, as config.json describes them (`rope_type`).
+
+Each scaling is a record of numbers that are all resolved; `models/rotary.py` has the formula of each. A scaling whose
+frequencies change with the length of a sequence is served where trainer and engines agree on them: "longrope" up to
+the context of pretraining (its short factors), "dynamic" never, as vLLM takes one base for all lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies are divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """As in Llama 3.1.
+
+    A frequency that turns less than `low_freq_factor` times in the context of pretraining is divided by `factor`, one
+    that turns more than `high_freq_factor` times is kept, and in between the two are mixed.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071).
+
+    A frequency that turns more than `beta_fast` times in the context of pretraining is kept, one that turns less than
+    `beta_slow` times is divided by `factor`, and in between the two are mixed, linearly in their number; the ends of
+    the ramp are whole numbers with `truncates`. Cosines and sines are multiplied by `attention_factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncates: bool
+
+
+@dataclass(frozen=True)
+class LongropeScaling:
+    """Every frequency is divided by a factor of its own (LongRoPE, arXiv 2402.13753), that of short sequences.
+
+    Cosines and sines are multiplied by `attention_factor`.
+    """
+
+    short_factor: tuple[float, ...]
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling
+
+
+def compute_yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """The growth of attention scores for a context that is `factor` times as long: 0.1 mscale ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_type_of(rope: Mapping[str, Any]) -> str:
+    """The kind of scaling that a config.json asks for."""
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling | None, int]:
+    """The scaling, and the positions that may be used with it.
+
+    Args:
+        rope: `rope_parameters` or `rope_scaling` of config.json, for which `is_served` is true.
+        config: config.json.
+
+    Raises:
+        KeyError: a number is missing.
+    """
+    kind, longest = rope_type_of(rope), config["max_position_embeddings"]
+    if kind == "default":
+        return None, longest
+    scaling = _READERS[kind](rope, config)
+    if isinstance(scaling, LongropeScaling):
+        return scaling, min(longest, _read_original_length(rope, config))
+    if isinstance(scaling, YarnScaling):  # whoever adds it to a config.json leaves the old length there
+        longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
+    return scaling, longest
+
+
+def _read_original_length(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    for source in (rope, config):
+        if source.get("original_max_position_embeddings"):
+            return source["original_max_position_embeddings"]
+    return config["max_position_embeddings"]
+
+
+def _read_linear(rope: Mapping[str, Any], config: Mapping[str, Any]) -> LinearScaling:
+    return LinearScaling(float(rope["factor"]))
+
+
+def _read_llama3(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scaling:
+    return Llama3Scaling(
+        rope["factor"],
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+        _read_original_length(rope, config),
+    )
+
+
+def _read_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
+    factor, mscale, mscale_all_dim = float(rope["factor"]), rope.get("mscale"), rope.get("mscale_all_dim")
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = compute_yarn_mscale(factor, mscale) / compute_yarn_mscale(factor, mscale_all_dim)
+    return YarnScaling(
+        factor,
+        _read_original_length(rope, config),
+        float(compute_yarn_mscale(factor) if attention_factor is None else attention_factor),
+        float(rope.get("beta_fast") or 32),
+        float(rope.get("beta_slow") or 1),
+        bool(rope.get("truncate", True)),
+    )
+
+
+def _read_longrope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> LongropeScaling:
+    original = _read_original_length(rope, config)
+    factor = config["max_position_embeddings"] / original
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongropeScaling(tuple(map(float, rope["short_factor"])), attention_factor)
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], RopeScaling]] = {
+    "linear": _read_linear,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+    "su": _read_longrope,  # the first name of the same
+}
+
+
+def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether trainer and engines agree on a scaling: of longrope, vLLM computes both factors and reads neither."""
+    kind = rope_type_of(rope)
+    if kind not in ("longrope", "su"):
+        return kind == "default" or kind in _READERS
+    expected = _read_longrope(rope, config)
+    ratio = config["max_position_embeddings"] / _read_original_length(rope, config)
+    return rope.get("factor") in (None, ratio) and rope.get("attention_factor") in (None, expected.attention_factor)
