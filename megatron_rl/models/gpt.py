@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
@@ -237,6 +238,7 @@ def build_gpt_stages(
         )
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
             _scale_embedding(model, shape.hidden_size**0.5)
+        _forget_routes(model)
         _mark_tensor_parallel_weights(model)
         _place_weights(model, current_device())
         chunks.append(model)
@@ -251,6 +253,17 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
         return output * rounded
 
     model.embedding.register_forward_hook(scale_output)
+
+
+def _forget_routes(model: GPTModel) -> None:
+    """megatron-core's dispatchers keep the shares of the experts, and with them a layer's input and its gradient."""
+
+    def forget(layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        vars(layer.token_dispatcher).update(probs=None)
+
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(forget)
 
 
 def _place_weights(model: GPTModel, device: torch.device) -> None:

@@ -10,6 +10,7 @@ tests/trainer/test_algorithms_in_loop.py have them).
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,25 @@ def test_minibatch_with_fewer_rollouts_than_ranks(layout: str, family: str, path
     expected = train(Case(minibatches=minibatches), paths[family])
     found = train(replace((LAYOUTS | EXPERT_LAYOUTS)[layout], minibatches=minibatches), paths[family])
     assert_same(found, expected)
+
+
+def _count_graphs(rank: int, world_size: int, path: Path) -> list[int]:
+    """Tensors with a graph before and after a step: DDP has one of each parameter."""
+    actor, found = build_actor(Case(), path), []
+    batch = build_batch(actor.model, Case())
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
+    for _ in range(2):
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        found.append(sum(tensor.grad_fn is not None for tensor in tensors))
+        take_step(actor, next(iter(batch.minibatches())), ALGORITHM)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_step_leaves_no_graph(family: str, paths: dict[str, Path]) -> None:
+    """A tensor with a graph would keep activations and gradients of the step in memory."""
+    [(before, after)] = run_ranks(_count_graphs, 1, paths[family])
+    assert before == after
 
 
 def test_same_layout_gives_the_same_bits(paths: dict[str, Path]) -> None:
