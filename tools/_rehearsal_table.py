@@ -3,7 +3,8 @@
 
     python tools/_rehearsal_table.py DIRECTORY [RECIPE ...]
 
-Reports are kept in DIRECTORY as <recipe>.json; one that is there already is not made again.
+Reports are kept in DIRECTORY as <recipe>.json; one that is there already is not made again. What was rehearsed comes
+from them, what is planned from the plan as it is now.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_GIB = 1 << 30
+sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
+
+from megatron_rl.planning.cluster import GIB
+from megatron_rl.rehearsal.report import SMALL, compare_rank
+from tools.rehearse import read_rehearsed_job
 
 
 def find_command(recipe: Path) -> list[str]:
@@ -27,26 +32,22 @@ def find_command(recipe: Path) -> list[str]:
     return shlex.split(line.removeprefix(head))
 
 
-def list_rows(name: str, report: dict[str, Any]) -> Iterator[str]:
-    """Of a recipe: the fullest rank of each phase, and the bytes that the busiest rank of each axis sends."""
-    phases = {row["phase"]: row for rank in report["ranks"] for row in rank["memory"]}
-    for phase in phases:
-        found = [row for rank in report["ranks"] for row in rank["memory"] if row["phase"] == phase]
-        yield _format(name, report, phase, max(found, key=lambda row: row["rehearsed"]))
-    axes = {(row["role"], row["axis"]): row for rank in report["ranks"] for row in rank["traffic"]}
-    for role, axis in axes:
-        found = [
-            row for rank in report["ranks"] for row in rank["traffic"] if (row["role"], row["axis"]) == (role, axis)
-        ]
-        row = max(found, key=lambda row: row["rehearsed"])
-        if row["rehearsed"] > _GIB // 1024:
-            yield _format(name, report, f"{role} {axis}, sent", row)
+def list_rows(name: str, world_size: int, ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """Of a recipe: of each phase and axis the rank that differs most from the plan; at last, what it has taken."""
+    memory = [(row["phase"], row) for rank in ranks for row in rank["memory"]]
+    sent = [(f"{row['role']} {row['axis']}, sent", row) for rank in ranks for row in rank["traffic"]]
+    found = memory + [(what, row) for what, row in sent if max(row["planned"], row["rehearsed"]) > SMALL]
+    for what in dict(found):
+        row = max((row for other, row in found if other == what), key=_find_difference)
+        planned, rehearsed = row["planned"] / GIB, row["rehearsed"] / GIB
+        off = f"{rehearsed / planned - 1:+.1%}" if planned else "-"
+        yield f"| {name} | {world_size} | {what} | {planned:.2f} | {rehearsed:.2f} | {off} |"
+    numbers, longest = ", ".join(str(rank["rank"]) for rank in ranks), max(rank["seconds"] for rank in ranks)
+    yield f"| {name} | {world_size} | ranks {numbers}: {longest:.0f} s at most | | | |"
 
 
-def _format(name: str, report: dict[str, Any], what: str, row: dict[str, Any]) -> str:
-    planned, found = row["planned"] / _GIB, row["rehearsed"] / _GIB
-    off = f"{found / planned - 1:+.1%}" if planned else "-"
-    return f"| {name} | {report['world_size']} | {what} | {planned:.2f} | {found:.2f} | {off} |"
+def _find_difference(row: dict[str, Any]) -> float:
+    return abs(row["rehearsed"] - row["planned"]) / max(row["rehearsed"], row["planned"])
 
 
 def main(directory: Path, recipes: list[Path]) -> None:
@@ -54,11 +55,13 @@ def main(directory: Path, recipes: list[Path]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     print("| recipe | GPUs | | planned GiB | rehearsed GiB | |\n|---|---|---|---|---|---|")
     for recipe in recipes:
-        file = directory / f"{recipe.stem}.json"
+        file, arguments = directory / f"{recipe.stem}.json", find_command(recipe)
         if not file.is_file():
-            command = [sys.executable, "tools/rehearse.py", *find_command(recipe), "--json", str(file)]
+            command = [sys.executable, "tools/rehearse.py", *arguments, "--json", str(file)]
             subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
-        for row in list_rows(recipe.stem, json.loads(file.read_text(encoding="utf-8"))):
+        job, report = read_rehearsed_job(arguments)[0], json.loads(file.read_text(encoding="utf-8"))
+        ranks = [rank | compare_rank(job, rank["rank"], rank["phases"], rank["rows"]) for rank in report["ranks"]]
+        for row in list_rows(recipe.stem, report["world_size"], ranks):
             print(row, flush=True)
 
 

@@ -8,7 +8,8 @@ hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with 
     attention    ((q + 2 kv) + (q + kv) + q) / tp    projected, rotated, attended
                  ((q + 2 kv) + q + q) / tp           with Ulysses: exchanged, attended, exchanged back
     MLP          3 f / tp                            [gate; up], silu(gate) * up
-    experts      k (h + 4 f / tp)                    k experts per token: what they receive and compute
+    experts      k (h + 4 f / tp)                    k experts per token: what they receive and compute; for a moment
+                                                     up to 5 k h more, of the tokens of all TP ranks
     head         h / s + h                           final norm, and what the output layer gathers
 
 Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. On CPU attention
@@ -118,6 +119,8 @@ def compute_activation_bytes(
     stored = in_flight * (h / s if is_full else layer)
     # Gradients of one layer's results while it goes back; with recomputation its own activations as well.
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
+    if shape.num_experts:  # a layer holds the most where it has just been computed
+        transient += shape.experts_per_token * (2 + _count_exchanged(layout)) * h
     return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits)
 
 
@@ -126,9 +129,17 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, k = shape.hidden_size, shape.ffn_hidden_size / tp, shape.experts_per_token
-    if shape.num_experts:  # what k experts receive; then what they compute, or return
-        return k * (2 * h + max(4 * f, 2 * h + 2 * f)) + 6 * h / s
+    if shape.num_experts:
+        return k * (3 + _count_exchanged(layout)) * h + 6 * h / s
     return 3 * f + 4 * h / s + h
+
+
+def _count_exchanged(layout: ParallelLayout) -> float:
+    """Copies of what its experts take that a layer holds besides three of its own: sorted, computed, sorted back.
+
+    As it left its rank; as it came to that of the expert, before TP gathers it; and as it goes back, reduced over TP.
+    """
+    return (1 + (layout.ep_size > 1) + (layout.tp_size > 1)) / layout.tp_size
 
 
 def _count_logits(

@@ -18,7 +18,7 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.gathered import count_gathered
-from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes
+from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes, list_chunks
 
 WITHIN, ACROSS = "within node", "across nodes"
 _FLOAT = 4
@@ -95,12 +95,14 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward after the embedding, and before the head, which other stages do not have.
     ends = (forwards + 2 * trainings) * (2 if pp == 1 else 1)
-    times = 4 * layers * (rounds + extra) + ends
-    yield count("TP", link_of(layout, cluster, "tp"), times * hidden * (tp - 1) / tp)
+    times = (2 if shape.num_experts else 4) * layers * (rounds + extra) + ends
+    # What experts take and give, gathered and reduced: hidden states, and one way the shares of the experts.
+    exchanged = layers * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
+    yield count("TP", link_of(layout, cluster, "tp"), (times * hidden + exchanged) * (tp - 1) / tp)
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
-    exchanged = 2 * shape.experts_per_token * hidden / (tp if section.sequence_parallel else 1)
-    yield count("EP", _expert_link(layout, cluster), layers * rounds * exchanged * (ep - 1) / ep)
+    exchanged /= tp if section.sequence_parallel else 1
+    yield count("EP", _expert_link(layout, cluster), exchanged * (ep - 1) / ep)
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
     yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
@@ -116,11 +118,14 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
             upkeep=Upkeep.of(section),
             adapters=job.adapters_of(role),
         )
-        replicas = layout.dp_size * cp
+        adapters, replicas = job.adapters_of(role), layout.dp_size * cp
+        members = [p for chunk in list_chunks(adapters or shape, layout, layout.first_rank) for p in chunk]
+        experts = sum(p.numel for p in members if p.is_expert) / sum(p.numel for p in members)
+        share = (1 - experts) * (replicas - 1) / replicas + experts * (1 - ep / replicas)
         trained = held.gradients * itemsize // 4  # bytes of the parameters that have gradients, which are float32
-        moved = held.gradients + trained if section.use_distributed_optimizer else 2 * held.gradients
-        link = link_of(layout, cluster, "cp", "dp")
-        yield count("DP", link, work.optimizer_steps * moved * (replicas - 1) / replicas)
+        optimizers = 2 if experts else 1  # each of which gathers all weights
+        moved = held.gradients + optimizers * trained if section.use_distributed_optimizer else 2 * held.gradients
+        yield count("DP", link_of(layout, cluster, "cp", "dp"), work.optimizer_steps * moved * share)
 
 
 def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, trainings: int) -> float:

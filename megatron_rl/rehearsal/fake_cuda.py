@@ -40,6 +40,7 @@ def _answer(value: Any) -> Any:
 
 
 _nothing = _answer(None)
+_KERNELS = torch.library.Library("aten", "IMPL")
 
 
 class Stream:
@@ -145,10 +146,17 @@ def _patch_torch() -> None:
         torch.UntypedStorage: {"data_ptr": lambda storage: storage._cdata},
         FakeTensorMode: {"avoid_device_init": property(lambda mode: True)},
     }
+    # On a GPU autograd keeps what this kernel returns; in a build without it, what its parts make.
+    for kernel in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+        _KERNELS.impl(kernel, _refuse, "CUDA")
     torch._C.__dict__["_cuda_getDevice"] = _answer(0)
     for owner, members in replaced.items():
         for name, value in members.items():
             type.__setattr__(owner, name, value)
+
+
+def _refuse(*args: Any, **options: Any) -> Any:
+    raise AssertionError("tensors without memory come to no kernel")
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
         name, leaves = str(func), tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if name.startswith("c10d."):
-            self._count_collective(name, leaves, tensors)
+            self._count_collective(name, args, tensors)
             if "coalesced" in name:
                 return FakeWork().boxed()
         found = self._stand_in(name, func, args, tensors)
@@ -150,6 +150,11 @@ class Ledger(TorchDispatchMode):
         if name == "aten.masked_select.default" and on_device:
             self.phase.syncs[_find_line()] += 1
             return args[0].new_empty(self._count_true(args[1]))
+        if name == "aten._fused_rms_norm.default" and on_device:
+            factor = args[0].new_empty((*args[0].shape[: -len(args[1])], *[1] * len(args[1])), dtype=torch.float32)
+            return torch.empty_like(args[0]), factor
+        if name == "aten._fused_rms_norm_backward.default" and on_device:
+            return torch.empty_like(args[1]), torch.empty_like(args[4])
         if name.startswith(_NO_FAKE_KERNEL) and name.split(".")[1].endswith("_"):
             if len({tensor.device.type for tensor in tensors if tensor.dim()}) > 1:
                 self.phase.mixes[_find_line()] += 1
@@ -178,9 +183,10 @@ class Ledger(TorchDispatchMode):
         if is_waited:
             self.phase.syncs[_find_line()] += 1
 
-    def _count_collective(self, name: str, leaves: list[Any], tensors: list[torch.Tensor]) -> None:
+    def _count_collective(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
         group = next(
-            (x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())), None
+            (x for x in tree_leaves(args) if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())),
+            None,
         )
         if group is None or not tensors:
             return
@@ -189,9 +195,8 @@ class Ledger(TorchDispatchMode):
             return
         if any(tensor.device.type == "cpu" for tensor in tensors):
             self.phase.host_collectives[_find_line()] += 1
-        sizes = sorted(tensor.numel() * tensor.element_size() for tensor in tensors)
-        size = sum(sizes[len(sizes) // 2 :]) if "coalesced" in name else sizes[-1]
         operation = name.split(".")[1].strip("_")
+        size = _find_whole(operation, args, tensors)
         key = operation, self._names.get(found.group_name, f"{found.size()} ranks")
         counted = self.phase.traffic.setdefault(key, [0, 0, 0.0])
         counted[0] += 1
@@ -252,6 +257,18 @@ class Ledger(TorchDispatchMode):
             return _make_list(tensor.shape, _make_value(tensor.dtype))
 
         return tolist
+
+
+def _find_whole(operation: str, args: Any, tensors: list[torch.Tensor]) -> int:
+    """Bytes of the whole tensor of a collective, or of all that are reduced or gathered in one call."""
+    if operation in (
+        "allgather",
+        "reduce_scatter",
+    ):  # outputs, inputs; of one rank there is a list, of the other a piece
+        tensors = tree_leaves(args[operation == "reduce_scatter"])
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    sizes = sorted(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(sizes[len(sizes) // 2 :]) if "coalesced" in operation else sizes[-1]
 
 
 def _find_share(operation: str, size: int) -> float:

@@ -52,7 +52,7 @@ class Rehearsal:
 
     Attributes:
         ledger: of its operations.
-        phases, seconds: by name, as they came; those of the first step are called "first ...".
+        phases, seconds: by name, as they came (of a processor); those of the first step are called "first ...".
         rows: tokens of a step on one rank, by role.
     """
 
@@ -118,11 +118,11 @@ class Rehearsal:
     def _phase(self, name: str, role: str | None = None) -> Iterator[None]:
         if role is not None:
             self._share_in_loss = find_share_in_loss(self._job, self._job.spec.roles[role])
-        begun = time.monotonic()
+        begun = time.process_time()
         self.ledger.begin()
         yield
         self.phases[name] = self.ledger.end()
-        self.seconds[name] = time.monotonic() - begun
+        self.seconds[name] = time.process_time() - begun
 
     def _build(self) -> None:
         for name, spec in self._job.spec.roles.items():
@@ -213,7 +213,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def rehearse_rank(job: Job, rank: int) -> dict[str, Any]:
     """The report of one rank (`report.py`); in a process of its own, whose torch pretends to have GPUs."""
-    begun, rehearsal = time.monotonic(), Rehearsal(job, rank)
+    begun, rehearsal = time.process_time(), Rehearsal(job, rank)
     rehearsal.run()
     phases = {
         name: vars(phase)
@@ -226,4 +226,4 @@ def rehearse_rank(job: Job, rank: int) -> dict[str, Any]:
         }
         for name, phase in rehearsal.phases.items()
     }
-    return compare_rank(job, rank, phases, rehearsal.rows) | {"seconds": time.monotonic() - begun}
+    return compare_rank(job, rank, phases, rehearsal.rows) | {"seconds": time.process_time() - begun}

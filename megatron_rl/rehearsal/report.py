@@ -16,7 +16,7 @@ from megatron_rl.planning.communication import Workload, list_traffic
 from megatron_rl.planning.memory import compute_memory
 
 TOLERANCE = 0.05
-_SMALL = 1 << 20  # bytes of a step that nobody plans: sums of metrics, norms
+SMALL = 1 << 20  # bytes of a step that nobody plans: sums of metrics, norms
 # Phases of a rehearsal by the planner's name of them; the reference scores in the same phase as the actor.
 PHASES = {
     "log-probs": ("log-probs", "reference"),
@@ -54,7 +54,7 @@ def compare_rank(job: Job, rank: int, phases: Mapping[str, Any], rows: Mapping[s
                 {"phase": name, "planned": planned[name].total, "rehearsed": max(found), "parts": planned[name].parts}
             )
     traffic = [*_compare_traffic(job, rank, phases, rows)]
-    return {"rank": rank, "memory": memory, "traffic": traffic, "phases": dict(phases)}
+    return {"rank": rank, "memory": memory, "traffic": traffic, "phases": dict(phases), "rows": dict(rows)}
 
 
 def _plan_of(job: Job, rank: int) -> Any:
@@ -109,7 +109,7 @@ def find_problems(rank: Mapping[str, Any], step_modes: Mapping[str, str]) -> Ite
             found, planned = row["rehearsed"] / GIB, row["planned"] / GIB
             yield f"{where}, {row['phase']}: {found:.2f} GiB rehearsed, {planned:.2f} planned"
     for row in rank["traffic"]:
-        if max(row["planned"], row["rehearsed"]) > _SMALL and _differs(row["planned"], row["rehearsed"]):
+        if max(row["planned"], row["rehearsed"]) > SMALL and _differs(row["planned"], row["rehearsed"]):
             yield (
                 f"{where}, {row['role']} {row['axis']}: {row['rehearsed'] / GIB:.3f} GiB sent, "
                 f"{row['planned'] / GIB:.3f} planned"
@@ -164,7 +164,7 @@ def format_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
             )
         lines.append(f"  {'sent by a rank':<16}{'planned GiB':>12}{'rehearsed':>12}")
         for row in rank["traffic"]:
-            if max(row["planned"], row["rehearsed"]) > _SMALL:
+            if max(row["planned"], row["rehearsed"]) > SMALL:
                 label = f"{row['role']} {row['axis']}"
                 lines.append(f"  {label:<16}{row['planned'] / GIB:>12.3f}{row['rehearsed'] / GIB:>12.3f}")
         for name, phase in rank["phases"].items():

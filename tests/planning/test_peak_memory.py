@@ -85,6 +85,7 @@ LAYOUTS = {
     "cp2": Layout(2, dict(cp_size=2)),
     "dp2": Layout(2),
     "experts ep2": Layout(2, dict(ep_size=2), family="qwen3_moe"),
+    "experts tp2 ep2": Layout(4, dict(tp_size=2, ep_size=2), SP, family="qwen3_moe"),
     "zero 3 dp2": Layout(2, actor=ZERO_3),
     "zero 3 dp2 full recomputation": Layout(2, actor=ZERO_3 | dict(recompute_granularity="full")),
     "zero 3 pp2 dp2": Layout(4, dict(pp_size=2), ZERO_3),

@@ -94,7 +94,17 @@ def test_context_and_expert_exchanges() -> None:
         model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True
     )
     job = make_job(experts, "actor.expert_model_parallel_size=4", RECOMPUTE)
-    assert traffic(job)["actor EP"].bytes_per_rank == LAYERS * 3 * 2 * 2 * TOKENS / 8 * HIDDEN * BYTES * 3 / 4
+    exchanged = LAYERS * 3 * 2 * TOKENS / 8 * (2 * HIDDEN + 1) * BYTES  # two experts each, with their shares
+    assert traffic(job)["actor EP"].bytes_per_rank == exchanged * 3 / 4
+    # Under TP the tokens of the neighbors come along. Experts have one replica here, and an optimizer of their own,
+    # which gathers the other weights once more.
+    settings = ("actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true")
+    job = make_job(experts, "actor.expert_model_parallel_size=4", *settings, RECOMPUTE)
+    attention = (2 * LAYERS * 3.5 + 6) * TOKENS / 4 * HIDDEN * BYTES
+    assert traffic(job)["actor TP"].bytes_per_rank == (attention + 2 * exchanged) / 2
+    assert traffic(job)["actor EP"].bytes_per_rank == exchanged * 3 / 4
+    whole = sum(p.numel for p in list_chunks(experts, job.layout, 0)[0] if not p.is_expert)
+    assert traffic(job)["actor DP"].bytes_per_rank == pytest.approx(whole * (4 + 2 * BYTES) * 3 / 4, rel=1e-2)
 
 
 @pytest.mark.parametrize(
