@@ -22,6 +22,7 @@ import io
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,8 @@ def _expressions(larger: int, smaller: int, operations: str) -> list[tuple[str, 
     return list(found.items())
 
 
-def train_tokenizer(operations: str) -> bytes:
+def train_tokenizer(alphabet: str) -> bytes:
     """A sentencepiece model with one piece per character and no normalisation; round trips exactly."""
-    alphabet = "0123456789=" + "".join(sorted(operations))
     model = io.BytesIO()  # no file names inside the model: its bytes depend on the alphabet only
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([alphabet]),
@@ -256,15 +256,22 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def write_policy(out: Path, task: dict[str, Any], alphabet: str) -> int:
+    """Write the tokenizer and the model, and remove `task.json` before; returns the number of parameters."""
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    (out / ARGUMENTS_FILE).unlink(missing_ok=True)
+    proto = train_tokenizer(alphabet)
+    for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
+        file.write_bytes(proto)
+    vocab_size = sentencepiece.SentencePieceProcessor(model_proto=proto).vocab_size()
+    return write_model(out / "model", task, vocab_size)
+
+
 def write_task(out: Path, task: dict[str, Any]) -> int:
     """Write every file of the task, `task.json` last; returns the number of parameters."""
     train, validation = make_prompts(task)
     mixed_train, mixed_validation = mix_in_long_prompts(task, train, validation)
-    (out / "model").mkdir(parents=True, exist_ok=True)
-    (out / ARGUMENTS_FILE).unlink(missing_ok=True)
-    proto = train_tokenizer(task["operations"])
-    for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
-        file.write_bytes(proto)
+    parameters = write_policy(out, task, "0123456789=" + "".join(sorted(task["operations"])))
     for name, rows in (
         ("train", train),
         ("validation", validation),
@@ -273,14 +280,12 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
     ):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    vocab_size = sentencepiece.SentencePieceProcessor(model_proto=proto).vocab_size()
-    parameters = write_model(out / "model", task, vocab_size)
     (out / ARGUMENTS_FILE).write_text(json.dumps(task, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return parameters
 
 
-def already_made(out: Path, task: dict[str, Any]) -> bool:
-    """Whether `out` holds the task with these arguments.
+def already_made(out: Path, task: dict[str, Any], files: Sequence[str] = FILES) -> bool:
+    """Whether `out` holds these files of the task with these arguments.
 
     Raises:
         UserError: it holds something else.
@@ -294,7 +299,7 @@ def already_made(out: Path, task: dict[str, Any]) -> bool:
         made = json.loads((out / ARGUMENTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         made = None
-    missing = [name for name in FILES if not (out / name).is_file()]
+    missing = [name for name in files if not (out / name).is_file()]
     if not isinstance(made, dict) or missing:
         raise UserError(
             f"{out} is not empty and holds no complete task (missing: {', '.join(missing) or 'arguments'})",

@@ -2,8 +2,8 @@
 """The environment `calculator`: replies that ask for a number get it, any other reply is the answer.
 
 In a chat, a reply asks by a tool call with the function `calculate(expression)` (see `TOOL`). Where the prompt is plain
-text it asks by an expression in brackets: the reply "[12*34]" is followed by "408". The run's reward sources score the
-answer.
+text it asks by an expression in brackets: the reply "[12*34]" is followed by "[408]". The run's reward sources score
+the answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Calculator:
         ]
         asked = _IN_BRACKETS.search(reply.text)
         if asked and not results:
-            results = [calculate(asked[1])]
+            results = [f"[{calculate(asked[1])}]"]
         return Observation([{"role": "tool", "content": result} for result in results]) if results else Done()
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.agents.calculator import calculate
-from megatron_rl.agents.environment import find_environment, read_tool_calls
+from megatron_rl.agents.calculator import Calculator, calculate
+from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, find_environment, read_tool_calls
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.types import Prompt, UserError
@@ -64,7 +64,7 @@ class Odd:
 def setup(tmp_path_factory):
     directory = tmp_path_factory.mktemp("environment")
     (directory / "odd.py").write_text(ENVIRONMENT)
-    (directory / "tokenizer.model").write_bytes(train_tokenizer("+"))
+    (directory / "tokenizer.model").write_bytes(train_tokenizer("0123456789=+"))
     tokenizer = str(directory / "tokenizer.model")  # read in a moment, other than those of transformers
     return Setup(f"{directory / 'odd.py'}:Odd", tokenizer, {}, (2,), False, max_turns=3, run_seed=1)
 
@@ -234,3 +234,10 @@ def test_tool_calls_are_read_from_the_text_of_a_reply():
 )
 def test_the_calculator_computes_numbers_and_nothing_else(expression, value):
     assert calculate(expression) == value
+
+
+def test_the_calculator_answers_calls_and_brackets_and_ends_with_any_other_reply():
+    asked = Reply("", [ToolCall("calculate", {"expression": "6*7"}), ToolCall("search", {})], "stop")
+    assert Calculator().step(asked) == Observation([{"role": "tool", "content": x} for x in ("42", "error")])
+    assert Calculator().step(Reply("so [12*34]", [], "stop")) == Observation([{"role": "tool", "content": "[408]"}])
+    assert Calculator().step(Reply("[12*34] is 408", [], "stop")) == Done()
