@@ -138,6 +138,7 @@ class Branch:
         versions: [s] int32, optimizer steps behind the weights that sampled the token; without meaning elsewhere.
         num_prompt_tokens: length of the task's prompt, with which the branch begins.
         kept: [s] what each token was drawn from; None: all of them from the whole vocabulary.
+        rewards: [s] float32, of turns, at the last token of each; None: no turn has a reward of its own.
     """
 
     tokens: np.ndarray
@@ -146,6 +147,7 @@ class Branch:
     versions: np.ndarray
     num_prompt_tokens: int
     kept: KeptSets | None = None
+    rewards: np.ndarray | None = None
 
     @classmethod
     def of_response(

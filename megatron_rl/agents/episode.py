@@ -62,7 +62,7 @@ class Answer:
 
     Attributes:
         tail: what the next request has behind the reply; None: the episode is over.
-        reward: of all turns so far; None: the environment has given none.
+        reward: of the reply; None: the environment has given none.
         components: of the reward.
         seconds: that the environment took.
         finish_reason: where the episode is over for another reason than that the environment says so: "turns", or
@@ -96,7 +96,7 @@ class Episode:
         decode: Callable[[list[int]], str],
     ) -> None:
         self._setup, self._environment, self._transcript, self._decode = setup, environment, transcript, decode
-        self._num_turns, self._reward = 0, None
+        self._num_turns = 0
 
     def begin(self, task: Task) -> Answer:
         """The first observation."""
@@ -112,14 +112,13 @@ class Episode:
         found = check_answer(self._environment.step(Reply(text, read_tool_calls(text), finish_reason)))
         seconds = time.monotonic() - started
         self._num_turns += 1
-        if found.reward is not None:
-            self._reward = (self._reward or 0.0) + float(found.reward)
+        reward = None if found.reward is None else float(found.reward)
         if isinstance(found, Done):
             components = {name: float(value) for name, value in found.components.items()}
-            return Answer(None, self._reward, components, seconds)
+            return Answer(None, reward, components, seconds)
         if self._num_turns == self._setup.max_turns:
-            return Answer(None, self._reward, seconds=seconds, finish_reason="turns")
-        return Answer(self._transcript.extend(tokens, found.messages), self._reward, seconds=seconds)
+            return Answer(None, reward, seconds=seconds, finish_reason="turns")
+        return Answer(self._transcript.extend(tokens, found.messages), reward, seconds=seconds)
 
 
 def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:

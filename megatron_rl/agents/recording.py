@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.types import Branch, Prompt, Rollout, Turn
+from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn
 
 
 class Recording:
@@ -24,12 +24,14 @@ class Recording:
         prompt: see above.
         num_turns: replies so far.
         num_forks: branches beyond the first.
+        reward: sum over turns; None: no turn has one.
     """
 
     def __init__(self, prompt: Prompt, sample_index: int, version: int) -> None:
         self.prompt, self._sample_index, self._version = prompt, sample_index, version
         self._contexts = [_Context(prompt.tokens)]
         self._turns: list[Turn] = []
+        self.reward: float | None = None
 
     @property
     def num_turns(self) -> int:
@@ -59,11 +61,16 @@ class Recording:
         elif len(tokens) > len(known):
             self._contexts[-1].append(tokens[len(known) :])
 
-    def reply(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """The engine answered it: [s] both."""
+    def reply(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None = None) -> None:
+        """The engine answered it: [s] all three."""
         context = self._contexts[-1]
         self._turns.append(Turn(self.num_forks, context.length, context.length + len(tokens)))
-        context.append(tokens, logprobs)
+        context.append(tokens, logprobs, kept)
+
+    def judge(self, reward: float) -> None:
+        """The last reply is worth so much."""
+        self.reward = (self.reward or 0.0) + reward
+        self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward
 
     def finish(self, finish_reason: str) -> Rollout:
         """The rollout, not scored; an observation behind the last reply is left out."""
@@ -78,15 +85,18 @@ class _Context:
         self.tokens: list[np.ndarray] = []
         self._sampled: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
+        self._kept: list[KeptSets | None] = []
+        self.rewards: dict[int, float] = {}  # by the place of a token
         self.length = 0
         self.append(tokens)
 
-    def append(self, tokens: np.ndarray, logprobs: np.ndarray | None = None) -> None:
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray | None = None, kept: KeptSets | None = None) -> None:
         """Tokens that were sampled, if there are log-probs."""
         count = len(tokens)
         self.tokens.append(np.asarray(tokens, np.int32))
         self._sampled.append(np.full(count, logprobs is not None))
         self._logprobs.append(np.zeros(count, np.float32) if logprobs is None else np.asarray(logprobs, np.float32))
+        self._kept.append(kept)
         self.length += count
 
     def as_branch(self, prompt: np.ndarray, version: int) -> Branch:
@@ -101,4 +111,19 @@ class _Context:
             np.concatenate(self._logprobs)[:stop],
             np.broadcast_to(np.int32(version), stop),
             num_prompt_tokens,
+            self._join_kept(stop),
+            self._place_rewards(stop),
         )
+
+    def _join_kept(self, stop: int) -> KeptSets | None:
+        if all(kept is None for kept in self._kept):
+            return None
+        parts = zip(self._kept, self.tokens, strict=True)
+        return KeptSets.join([kept or KeptSets.whole(len(tokens)) for kept, tokens in parts]).cut(stop)
+
+    def _place_rewards(self, stop: int) -> np.ndarray | None:
+        if not self.rewards:
+            return None
+        rewards = np.zeros(stop, np.float32)
+        rewards[[*self.rewards]] = [*self.rewards.values()]
+        return rewards

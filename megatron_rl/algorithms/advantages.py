@@ -93,15 +93,20 @@ def compute_token_rewards(
     kl_coef: float,
     loss_mask: torch.Tensor,
     sequence_ids: torch.Tensor,
+    turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reward of each token (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
 
+    A turn with a reward of its own has it on its last token. A branch of an episode has on its last token all that
+    the episode gets from there on, also for turns in later branches: so its tokens learn of what they led to.
+
     Args:
-        rewards: [num_sequences].
+        rewards: [num_sequences] from the last turn of the sequence on.
         kl: [t] from `compute_kl_penalty`, or None when the KL term is not in the reward.
         kl_coef: its weight.
         loss_mask: [t] bool, response tokens in the loss.
-        sequence_ids: [t] int64, index of the rollout; -1 on padding.
+        sequence_ids: [t] int64, index of the sequence; -1 on padding.
+        turn_rewards: [t] of turns, at the last token of each; those of the last turn of a sequence are in `rewards`.
 
     Returns:
         [t] float32; 0 outside the mask.
@@ -110,7 +115,8 @@ def compute_token_rewards(
     positions = torch.where(loss_mask, torch.arange(len(loss_mask), device=loss_mask.device), -1)
     last = torch.full_like(positions, -1).scatter_reduce(0, segments, positions, "amax")[segments]
     table = torch.tensor([*rewards, 0.0], dtype=torch.float32, device=loss_mask.device)
-    token_rewards = torch.where(loss_mask & (positions == last), table[sequence_ids], 0.0)
+    earlier = torch.zeros_like(table[:1]) if turn_rewards is None else torch.where(loss_mask, turn_rewards, 0.0)
+    token_rewards = torch.where(loss_mask & (positions == last), table[sequence_ids], earlier)
     if kl is not None:
         token_rewards = token_rewards - kl_coef * torch.where(loss_mask, kl, 0.0)
     return token_rewards

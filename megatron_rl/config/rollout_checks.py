@@ -205,13 +205,6 @@ def check_agents(config: CheckedConfig) -> None:
         hint="set schedule.max_staleness=0",
     )
     config.require(
-        not config.get("rollout.is_truncated"),
-        "agents.environment",
-        "with rollout.top_p, top_k or min_p: an episode does not keep the sets of tokens that replies are drawn from",
-        expected="the whole vocabulary",
-        hint="leave out rollout.top_p, top_k and min_p",
-    )
-    config.require(
         config.get("trainer.capture_step") is None,
         "trainer.capture_step",
         f"with agents.environment = {environment!r}: a capsule holds one turn of each rollout",

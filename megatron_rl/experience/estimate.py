@@ -57,7 +57,11 @@ def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
 
 
 def compute_advantages(
-    samples: Experience, batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
+    samples: Experience,
+    batch: TrainBatch,
+    algorithm: AlgorithmConfig,
+    group: dist.ProcessGroup,
+    turn_rewards: torch.Tensor | None = None,
 ) -> estimation.Advantages:
     """Advantages (and returns, with a critic) of this rank's tokens; collective over `group`.
 
@@ -66,6 +70,7 @@ def compute_advantages(
         batch: old log-probs, reference log-probs and values where there are any.
         algorithm: the estimator, with the current KL coefficient.
         group: the actor's DP group.
+        turn_rewards: of the batch's packing.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -78,7 +83,12 @@ def compute_advantages(
         group_sizes=headers.group_sizes,
         baselines=samples.baselines,
         token_rewards=estimation.compute_token_rewards(
-            _place_rewards(headers), kl, algorithm.kl_coef, batch.loss_mask, batch.sequence_ids
+            headers["reward"] - headers["earlier_reward"],
+            kl,
+            algorithm.kl_coef,
+            batch.loss_mask,
+            batch.sequence_ids,
+            turn_rewards,
         ),
         values=batch.values,
         loss_mask=batch.loss_mask,
@@ -96,12 +106,6 @@ def compute_advantages(
         batch.teacher_logprobs, batch.column("old_logprobs"), batch.loss_mask, algorithm.distillation.coef
     )
     return replace(found, advantages=found.advantages + lesson)
-
-
-def _place_rewards(headers: Headers) -> np.ndarray:
-    """The reward of each rollout at its last sequence, 0 at its others: [n]."""
-    is_last = np.append(np.diff(headers.rows["rollout"]) != 0, True)
-    return np.where(is_last, headers.rows["reward"], 0.0)
 
 
 def correct_mismatch(

@@ -50,6 +50,7 @@ class Packing:
         starts: [n] row of the first token behind the prompt; 0 for sequences that are elsewhere.
         lengths: [n] tokens behind the prompt.
         versions: [t] int32, optimizer steps behind the weights that sampled a token; without meaning elsewhere.
+        turn_rewards: [t] float32, of turns, at the last token of each; None: no turn here has a reward of its own.
         metrics: how good the plan is, averaged over minibatches (padding by bucket: over the whole step).
     """
 
@@ -58,6 +59,7 @@ class Packing:
     starts: np.ndarray
     lengths: np.ndarray
     versions: torch.Tensor
+    turn_rewards: torch.Tensor | None
     metrics: dict[str, float]
 
     def rows(self, sequences: np.ndarray) -> torch.Tensor:
@@ -130,12 +132,14 @@ class Packer:
         )
         batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
         starts = _find_starts(headers, batch)
+        versions = _place(branches, "versions", starts, batch)
         return Packing(
             batch,
             holders,
             starts,
             headers.num_response_tokens,
-            _place_versions(branches, starts, batch),
+            torch.zeros_like(batch.tokens, dtype=torch.int32) if versions is None else versions,
+            _place(branches, "rewards", starts, batch),
             self._measure(minibatches),
         )
 
@@ -217,10 +221,14 @@ def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
     return starts
 
 
-def _place_versions(branches: Mapping[int, Branch], starts: np.ndarray, batch: TrainBatch) -> torch.Tensor:
-    """The versions of the tokens behind the prompts, where they are packed."""
-    versions = np.zeros(len(batch.tokens), np.int32)
+def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
+    """What the tokens behind the prompts have, where they are packed, 0 elsewhere; None where no branch has any."""
+    values: np.ndarray | None = None
     for index, branch in branches.items():
-        found = branch.versions[branch.num_prompt_tokens :]
-        versions[starts[index] : starts[index] + len(found)] = found
-    return torch.from_numpy(versions).to(batch.tokens.device)
+        found = getattr(branch, name)
+        if found is None:
+            continue
+        found = found[branch.num_prompt_tokens :]
+        values = np.zeros(len(batch.tokens), found.dtype) if values is None else values
+        values[starts[index] : starts[index] + len(found)] = found
+    return None if values is None else torch.from_numpy(values).to(batch.tokens.device)

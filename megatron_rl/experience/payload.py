@@ -77,9 +77,12 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch) -> dict[int
     dtypes = dict(_PAYLOAD)
     if (rows["first_version"] != rows["last_version"]).any():
         dtypes["versions"] = torch.int32
+    if rows["has_turn_rewards"].any():
+        dtypes["rewards"] = torch.float32
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
-        arrays = [getattr(payload.branches[i], name) for i in sequences.tolist()]
+        found = [(i, getattr(payload.branches[i], name)) for i in sequences.tolist()]
+        arrays = [np.zeros(lengths[i], np.float32) if array is None else array for i, array in found]
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
 
     lengths = headers["num_tokens"]
@@ -95,6 +98,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch) -> dict[int
             columns["versions"][i] if "versions" in columns else of_version[int(rows["last_version"][i])][: lengths[i]],
             int(rows["num_prompt_tokens"][i]),
             kept.get(i),
+            columns["rewards"][i] if rows["has_turn_rewards"][i] else None,
         )
         for i in found.sequences.tolist()
     }

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.validation import name_answer
-from megatron_rl.types import Rollout
+from megatron_rl.types import Branch, Rollout
 
 FINISH_REASONS = ("stop", "length", "turns", "timeout", "error")
 _CUT, _FAILED = ("length", "turns"), ("timeout", "error")
@@ -30,6 +30,7 @@ HEADER = np.dtype(
         ("prompt_id", np.int64),
         ("answer", np.uint64),  # see `hash_answer`; 0 where nobody asked
         ("reward", np.float64),
+        ("earlier_reward", np.float64),  # of it, what turns before the last one of this sequence have got
         ("sample_index", np.int32),
         ("group", np.int32),  # index of the prompt in the step
         ("rollout", np.int32),  # index of the rollout in the step
@@ -41,6 +42,7 @@ HEADER = np.dtype(
         ("last_version", np.int32),
         ("finish_reason", np.int8),  # index in FINISH_REASONS
         ("in_loss", np.bool_),
+        ("has_turn_rewards", np.bool_),
     ]
 )
 
@@ -145,7 +147,9 @@ def build_headers(
         answer = hash_answer(name_answer(rollout.response)) if with_answers else 0
         in_loss = rollout.finish_reason not in (*_FAILED, *(_CUT if mask_truncated else ()))
         reason = FINISH_REASONS.index(rollout.finish_reason)
+        earlier = 0.0
         for branch in rollout.branches:
+            earlier, before = earlier + _sum_rewards(branch), earlier + _sum_rewards(branch, len(branch.tokens) - 1)
             versions = branch.versions[branch.sampled]
             first, last = (versions.min(), versions.max()) if len(versions) else (0, 0)
             rows.append(
@@ -153,6 +157,7 @@ def build_headers(
                     rollout.prompt.prompt_id,
                     answer,
                     rollout.reward,
+                    before,
                     rollout.sample_index,
                     group,
                     0,
@@ -164,6 +169,7 @@ def build_headers(
                     last,
                     reason,
                     in_loss,
+                    branch.rewards is not None,
                 )
             )
     names = merge_names(rollout.reward_components for _, rollout in found)
@@ -174,6 +180,10 @@ def build_headers(
     ]
     headers = Headers(np.array(rows, HEADER), names, np.array(table, np.float64).reshape(len(rows), len(names)))
     return _sort(headers)
+
+
+def _sum_rewards(branch: Branch, stop: int | None = None) -> float:
+    return 0.0 if branch.rewards is None else float(branch.rewards[:stop].sum(dtype=np.float64))
 
 
 def join_headers(parts: Sequence[Headers]) -> Headers:

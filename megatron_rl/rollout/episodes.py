@@ -182,7 +182,7 @@ class _Episodes:
         if sampled.key < 0 or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
             self._ends.pop(index, None)  # what is wrong is said in the end
             return
-        self._recordings[index].reply(sampled.tokens, sampled.logprobs)
+        self._recordings[index].reply(sampled.tokens, sampled.logprobs, sampled.kept)
         if self._processes is not None:
             self._ends[index] = sampled.finish_reason
             self._processes.tell(index, sampled.tokens.tolist(), sampled.finish_reason)
@@ -199,6 +199,8 @@ class _Episodes:
         """The request that follows an answer; none where the episode is over."""
         first, recording = self._first[index], self._recordings[index]
         self.counts["environment_seconds"] += answer.seconds
+        if answer.reward is not None:
+            recording.judge(answer.reward)
         if answer.tail is None:
             self._end(index, answer, answer.finish_reason or self._ends[index])
             return []
@@ -229,7 +231,7 @@ class _Episodes:
         self._count(rollout, recording)
         if has_failed:
             self._warn(rollout, answer.failure)
-        reward = 0.0 if has_failed else float("nan") if answer.reward is None else answer.reward
+        reward = 0.0 if has_failed else float("nan") if recording.reward is None else recording.reward
         self._on_end(index, replace(rollout, reward=reward, reward_components=answer.components))
 
     def _count(self, rollout: Rollout, recording: Recording) -> None:

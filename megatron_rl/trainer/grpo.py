@@ -171,7 +171,8 @@ class Trainer(Session):
         if not self.policy.is_here:
             nothing = Column(torch.empty_like(batch.loss_weights), samples.pack(self.policy.packer))
             return nothing, nothing if self.critic else None
-        found = compute_advantages(samples, batch, self.algorithm_now(), self.policy.model.groups.dp)
+        turn_rewards = samples.pack(self.policy.packer).turn_rewards
+        found = compute_advantages(samples, batch, self.algorithm_now(), self.policy.model.groups.dp, turn_rewards)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
         return Column(found.advantages, samples.pack(self.policy.packer)), self.policy.as_column(samples, found.returns)
 

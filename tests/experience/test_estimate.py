@@ -19,10 +19,11 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.experience.describe import describe_rollouts, describe_sources
 from megatron_rl.experience.estimate import compute_advantages, measure_kl
-from megatron_rl.experience.experience import Column, replicate
-from megatron_rl.experience.pack import Packer
+from megatron_rl.experience.experience import Column, Experience, replicate
+from megatron_rl.experience.pack import Packer, Packing
+from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.types import Rollout
+from megatron_rl.types import Branch, Rollout
 
 PROMPTS = [make_prompt(5), make_prompt(3)]
 WHOLE = [(0, make_rollout(PROMPTS[0], i, 4, reward, digits=1.0)) for i, reward in enumerate([1.0, 1.0, 1.0, 0.0])]
@@ -36,10 +37,11 @@ CUT = [
     WHOLE[5],
 ]
 ESTIMATORS = ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "remax", "reinforce_plus_plus_baseline"]
+ESTIMATORS += ["reinforce_plus_plus", "gae"]  # of which the latter's values are 0 here, and its lambda is 1
 
 
-def _estimate(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -> dict[str, object]:
-    samples = replicate(rollouts, PROMPTS, dist.group.WORLD, baselines=np.array([0.25, 0.5]))
+def _pack(samples: Experience) -> tuple[TrainBatch, Packing]:
+    """On one rank, with log-probs and values of 0."""
     model = SimpleNamespace(
         layout=ParallelLayout(1),
         dp_rank=0,
@@ -50,18 +52,22 @@ def _estimate(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -
     )
     plan = SimpleNamespace(rollouts_per_minibatch=6, max_response_length=8, longest_sequence=20)
     packing = samples.pack(Packer(model, ActorConfig(), plan, AlgorithmConfig(), torch.device("cpu")))
-    batch = packing.batch
+    zeros = torch.zeros_like(packing.batch.rollout_logprobs)
+    return replace(packing.batch, old_logprobs=zeros, ref_logprobs=zeros, values=zeros), packing
+
+
+def _estimate(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -> dict[str, object]:
+    samples = replicate(rollouts, PROMPTS, dist.group.WORLD, baselines=np.array([0.25, 0.5]))
+    batch, packing = _pack(samples)
     samples.old_logprobs = Column(torch.where(batch.loss_mask, -0.5, 0.0), packing)
-    batch = replace(
-        batch, old_logprobs=samples.old_logprobs.values, ref_logprobs=torch.zeros_like(batch.rollout_logprobs)
-    )
+    batch = replace(batch, old_logprobs=samples.old_logprobs.values)
     rollout_of = torch.from_numpy(samples.headers["rollout"])[batch.sequence_ids]
     found: dict[str, object] = {}
     for name in ESTIMATORS:
         advantages = compute_advantages(
-            samples, batch, AlgorithmConfig(adv_estimator=name), dist.group.WORLD
+            samples, batch, AlgorithmConfig(adv_estimator=name, gae_lambda=1.0), dist.group.WORLD
         ).advantages
-        found[name] = [advantages[batch.loss_mask & (rollout_of == i)].tolist() for i in range(6)]
+        found[name] = [advantages[batch.loss_mask & (rollout_of == i)].tolist() for i in range(len(rollouts))]
     found["kl"] = measure_kl(samples.headers, batch, "k1", dist.group.WORLD).tolist()
     assert describe_sources(samples.headers, ["a", "a"]) == {}, "one source is the mean of all"
     return found | describe_rollouts(samples.headers) | describe_sources(samples.headers, ["b", "a"])
@@ -74,11 +80,64 @@ def test_branches_change_no_baseline_and_no_metric() -> None:
     assert whole["kl"] == pytest.approx([-0.5 * n for n in (4, 4, 4, 4, 3, 4)])
     assert whole["reward/b/mean"] == 0.75 and whole["reward/a/mean"] == 1.0
     assert whole.keys() == cut.keys()
-    for name in whole.keys() - {"reinforce_plus_plus_baseline", "kl"}:
+    whitened = {"reinforce_plus_plus_baseline", "reinforce_plus_plus", "gae"}
+    for name in whole.keys() - whitened - {"kl"}:
         assert cut[name] == whole[name], name
     assert cut["kl"] == pytest.approx(whole["kl"])
-    np.testing.assert_allclose(
-        np.concatenate(cut["reinforce_plus_plus_baseline"]),
-        np.concatenate(whole["reinforce_plus_plus_baseline"]),
-        rtol=1e-6,
-    )
+    for name in whitened:
+        np.testing.assert_allclose(np.concatenate(cut[name]), np.concatenate(whole[name]), rtol=1e-6)
+
+
+def test_episodes_of_one_to_five_branches_with_equal_rewards_have_equal_advantages() -> None:
+    """As one branch each has; a baseline over sequences would say that the rollouts of more branches are worse."""
+    rewards = [1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+    whole = [(0, make_rollout(PROMPTS[0], i, 5, reward)) for i, reward in enumerate(rewards)]
+    sizes = [(5,), (4, 1), (1, 3, 1), (1, 2, 1, 1), (1, 1, 1, 1, 1), (5,)]
+    cut = [(0, split(rollout, parts)) for (_, rollout), parts in zip(whole, sizes, strict=True)]
+    (expected,), (found,) = run_ranks(_estimate, 1, [*whole, *WHOLE[4:]]), run_ranks(_estimate, 1, [*cut, *WHOLE[4:]])
+    for name in ("grpo", "rloo", "dr_grpo", "remax"):
+        assert found[name] == expected[name]
+        assert [len(set(values)) for values in found[name][:6]] == [1] * 6
+        assert found[name][0] == found[name][1] == found[name][2] == found[name][4] > found[name][3]
+
+
+def _returns(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], gamma: float) -> list[float]:
+    """What GAE says that each sampled token led to, with lambda 1, where values are 0."""
+    samples = replicate(rollouts, PROMPTS[:1], dist.group.WORLD)
+    batch, packing = _pack(samples)
+    algorithm = AlgorithmConfig(adv_estimator="gae", gamma=gamma, gae_lambda=1.0)
+    found = compute_advantages(samples, batch, algorithm, dist.group.WORLD, packing.turn_rewards)
+    assert found.returns is not None
+    return found.returns[batch.loss_mask].tolist()
+
+
+def make_episode(rewards: list[float | None], reward: float, branches: int = 1) -> tuple[int, Rollout]:
+    """Turns of two tokens, with an observation of three in between, in so many branches of as many turns."""
+    found, per_branch = [], len(rewards) // branches
+    for first in range(0, len(rewards), per_branch):
+        sampled, placed = [False] * 7, [0.0] * 7
+        for worth in rewards[first : first + per_branch]:
+            sampled += [True, True, False, False, False]
+            placed += [0.0, worth or 0.0, 0.0, 0.0, 0.0]
+        has_any = any(worth is not None for worth in rewards[first : first + per_branch])
+        length = len(sampled) - 3
+        whole = Branch.of_response(np.arange(length, dtype=np.int32), 7)
+        placed_here = np.array(placed[:length], np.float32) if has_any else None
+        found.append(replace(whole, sampled=np.array(sampled[:length]), rewards=placed_here))
+    return 0, replace(make_rollout(PROMPTS[0], 0, 4, reward), branches=found)
+
+
+def test_a_turn_has_its_reward_at_its_end_and_learns_of_later_ones() -> None:
+    """Time counts sampled tokens; what the reward has beyond the turns' own, a punishment say, comes at the end."""
+    episode = make_episode([1.0, None, 2.0], 2.5)
+    assert run_ranks(_returns, 1, [episode], 1.0) == [[2.5, 2.5, 1.5, 1.5, 1.5, 1.5]]
+    (discounted,) = run_ranks(_returns, 1, [episode], 0.5)
+    ends = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 1.5])  # the rewards without the observations in between
+    compact = [sum(0.5**k * reward for k, reward in enumerate(ends[i:])) for i in range(6)]
+    assert discounted == pytest.approx(compact)
+
+
+def test_a_branch_learns_of_the_turns_in_later_branches() -> None:
+    forked = make_episode([1.0, 0.5, 2.0, -1.0], 2.25, branches=2)
+    assert run_ranks(_returns, 1, [forked], 1.0) == [[2.25, 2.25, 1.25, 1.25, 0.75, 0.75, -1.25, -1.25]]
+    assert run_ranks(_returns, 1, [make_episode([None] * 4, 2.0, branches=4)], 1.0) == [[2.0] * 8]
