@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes in the whole program: one turn is the plain run, several are learned exactly, and none that fails stops it.
 
-Not covered: chats in the loop (tests/agents/test_transcript.py has their tokens), and GPUs.
+Not covered: GPUs, and templates of chats beyond one (tests/agents/test_transcript.py has others).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import write_chat_tokenizer
 
 from distributed import run_ranks
 from megatron_rl.agents.recording import Recording
 from rl_runs import layout_overrides, overrides_for, read_records, train
+from tiny_models import ENGINE_SIZES, save_tiny_model
 
 ENVIRONMENTS = """
 import os, time
@@ -54,6 +57,18 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("environments") / "environments.py"
     file.write_text(ENVIRONMENTS)
     return file
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the task of sums, with chats for prompts, a tokenizer with a template, and a model for it."""
+    directory = tmp_path_factory.mktemp("chats")
+    tokenizer = write_chat_tokenizer(directory / "model", "qwen2.5")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "answer": f"{n}"} for n in range(16)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ENGINE_SIZES | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    save_tiny_model(directory / "model", "qwen2", **sizes, vocab_size=tokenizer.vocab_size, num_hidden_layers=2)
+    return directory
 
 
 def play(task: Path, run: Path, *overrides: str, world_size: int = 2) -> list[dict[str, Any]]:
@@ -133,7 +148,14 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         rollout.branches[0].tokens[turn.start : turn.stop] = np.sort(rollout.branches[0].tokens[turn.start : turn.stop])
         return rollout
 
-    yield {"mask off by one": shift_mask, "a turn encoded again": encode_again}
+    def drop_closer(recording: Recording, reason: str) -> Any:
+        rollout = finish(recording, reason)
+        (branch,), stop = rollout.branches, rollout.turns[0].stop
+        names = ("tokens", "sampled", "logprobs", "versions")
+        cut = replace(branch, **{name: np.delete(getattr(branch, name), stop) for name in names})
+        return replace(rollout, branches=[cut] if stop < len(branch.tokens) else [branch])
+
+    yield {"mask off by one": shift_mask, "a turn encoded again": encode_again, "closer dropped": drop_closer}
 
 
 @pytest.mark.parametrize("fault", ["mask off by one", "a turn encoded again"])
@@ -150,6 +172,48 @@ def test_a_recording_that_is_wrong_shows_in_the_mismatch(
     echo = f"agents.environment={environments}:Echo"
     (record,) = play(task, tmp_path / "run", *MULTI, echo, SHORT, "trainer.total_steps=1", world_size=1)
     assert record["mismatch/max"] > 1e-3
+
+
+# Replies end with a letter, which is no closer of the template: that is added without having been sampled.
+CHATS = ["data.max_prompt_length=32", "data.max_response_length=96", "actor.max_tokens_per_microbatch=512"]
+CHATS += [f"rollout.stop={list('abcdefghijklmnopqrstuvwxyz')}", "data.validation_files=[]", "trainer.total_steps=1"]
+
+
+def test_chats_are_learned_with_the_engines_log_probs_and_a_dropped_closer_shows(
+    chats: Path,
+    task: Path,
+    tmp_path: Path,
+    environments: Path,
+    vllm_imported: None,
+    faults: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = [*CHATS, f"agents.environment={environments}:Echo", SHORT, f"reward.function={task}/reward.py:score"]
+    (record,) = play(chats, tmp_path / "right", *overrides, world_size=1)
+    assert record["mismatch/max"] < 1e-5 and record["agents/turns"] > 1.5 and record["agents/forks"] == 0
+    rows = [row for row in read_rollouts(tmp_path / "right") if len(row["turns"]) > 1]
+    assert rows and all("\nuser\n<tool_response>\n12=\n</tool_response>" in row["turns"][1]["observed"] for row in rows)
+    monkeypatch.setattr(Recording, "finish", faults["closer dropped"])
+    (record,) = play(chats, tmp_path / "wrong", *overrides, world_size=1)
+    assert record["mismatch/max"] > 1e-3
+
+
+def test_replies_of_truncated_sampling_are_scored_over_their_sets(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None
+) -> None:
+    echo = f"agents.environment={environments}:Echo"
+    (record,) = play(
+        task,
+        tmp_path / "run",
+        *MULTI,
+        echo,
+        SHORT,
+        "trainer.total_steps=1",
+        "rollout.top_p=0.8",
+        "rollout.top_k=5",
+    )
+    assert record["mismatch/max"] < 1e-5 and record["agents/turns"] > 1
+    assert 1 < record["sampling/kept_mean"] < 5 and record["sampling/kept_max"] <= 5
 
 
 def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_alone(
