@@ -103,6 +103,29 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
     }
 
 
+def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]:
+    """The key "turns" of an episode of several, or with an observation; of a plain response nothing.
+
+    Each has its "branch", where it begins in the row's tokens ("start"), what stands before it that nobody sampled
+    ("observed"), and its "reward", if turns have any.
+    """
+    turns, start = [], 0
+    known = [branch.num_prompt_tokens for branch in rollout.branches]
+    for turn in rollout.turns:
+        branch = rollout.branches[turn.branch]
+        turns.append(
+            {
+                "branch": turn.branch,
+                "start": start,
+                "observed": "".join(token_texts(branch.tokens[known[turn.branch] : turn.start])),
+                "reward": None if branch.rewards is None else float(branch.rewards[turn.stop - 1]),
+            }
+        )
+        known[turn.branch], start = turn.stop, start + turn.stop - turn.start
+    is_plain = all(not turn["observed"] and turn["reward"] is None for turn in turns) and len(rollout.branches) == 1
+    return {} if is_plain else {"turns": turns}
+
+
 def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """One rollout as it is written to rollouts/step_<N>.jsonl.
 
@@ -124,6 +147,7 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
         "versions": rollout.versions.tolist(),
         "tokens": rollout.response_tokens.tolist(),
         "token_texts": token_texts(rollout.response_tokens.tolist()),
+        **_describe_turns(rollout, token_texts),
         "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
         **token_fields(len(rollout.response_tokens), values),
     }

@@ -209,6 +209,8 @@ class _Index:
             "ids": None if ids is None else np.nan_to_num(ids).astype(np.int64).tolist(),
             "texts": [_text(x) for x in texts] if isinstance(texts, list) and len(texts) == length else None,
         }
+        if turns := _read_turns(row, length, where):
+            details["turns"] = turns
         for mode in MODES:
             values = _find_values(mode.key, row, length, where)
             if values is not None:
@@ -253,6 +255,23 @@ def _find_values(key: str, row: Mapping[str, Any], length: int | None, where: st
         versions = _read_numbers(row, "versions", length, where)
         return None if versions is None else versions.max(initial=0) - versions
     return _read_numbers(row, _FIELDS[key], length, where)
+
+
+def _read_turns(row: Mapping[str, Any], length: int | None, where: str) -> list[dict[str, Any]]:
+    """What an episode has between its tokens; [] of a plain response."""
+    turns = row.get("turns") or []
+    starts = [turn["start"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("start"), int)]
+    if len(starts) < len(turns) or starts != sorted(starts) or max(starts, default=0) > (length or 0):
+        raise _bad_row(where, f'"turns" do not begin at tokens of the {length}, one after another')
+    return [
+        {
+            "branch": _number(turn.get("branch")) or 0,
+            "start": turn["start"],
+            "observed": _text(turn.get("observed")),
+            "reward": _number(turn.get("reward")),
+        }
+        for turn in turns
+    ]
 
 
 def _read_numbers(row: Mapping[str, Any], name: str, length: int | None, where: str) -> np.ndarray | None:

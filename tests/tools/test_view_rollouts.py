@@ -103,6 +103,34 @@ def test_page_holds_every_rollout_in_order(
     assert set(read_data(out)["index"]["columns"]["step"]) == {2}
 
 
+TURNS = [
+    {"branch": 0, "start": 0, "observed": "", "reward": 0.25},
+    {"branch": 0, "start": 3, "observed": " [408] ", "reward": None},
+    {"branch": 1, "start": 5, "observed": f"again {HOSTILE}", "reward": 1.0},
+]
+
+
+def test_turns_are_there_as_they_were_logged(tool: ModuleType, tmp_path: Path) -> None:
+    run_dir, out = write_run(tmp_path / "run", {1: [make_row(0, 0), make_row(0, 1, turns=TURNS)]}), tmp_path / "page"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    plain, episode = read_data(out)["chunk-0"]
+    assert "turns" not in plain and episode["turns"] == TURNS
+
+
+def test_turns_in_a_browser(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """Observations between the replies, rewards behind them, branches side by side, and the version of a token."""
+    run_dir, out = write_run(tmp_path / "run", {1: [make_row(0, 0, turns=TURNS)]}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    page, events = open_page(browser, out)
+    boxes = page.locator(".tokens")
+    assert boxes.count() == 2 and page.locator(".cards.many .card").count() == 2
+    assert boxes.first.text_content() == "The sum isreward 0.25 [408]  23"
+    assert boxes.last.text_content() == f"again {HOSTILE}\u23ce\n#### 23\u2039108\u203areward 1"
+    page.hover(".tokens [data-t='4']")
+    assert "policy_version: 7" in page.locator("#tip").text_content() and events == [out.as_uri()]
+    page.close()
+
+
 def test_texts_cannot_leave_their_element(tool: ModuleType, tmp_path: Path) -> None:
     """No `<` of the run is in the page, in whatever field it comes, and the policy forbids what is not the page's."""
     row = make_row(
@@ -154,6 +182,7 @@ def test_missing_fields_are_named(tool: ModuleType, tmp_path: Path, capsys: pyte
         ({1: [make_row(0, 0), [1]]}, [], "step_1.jsonl:2"),
         ({1: [make_row(0, 0, ratio=[1.0])]}, [], "ratio is not a list of 9 numbers"),
         ({1: [make_row(0, 0, values=["a"] * 9)]}, [], "values is not a list of 9 numbers"),
+        ({1: [make_row(0, 0, turns=[{"start": 3}, {"start": 2}])]}, [], '"turns" do not begin at tokens of the 9'),
     ],
 )
 def test_errors_are_clear(

@@ -172,32 +172,54 @@
       card.append(make("div", "note", "the texts of the tokens were not logged: below the response are their ids"),
         make("div", "text", response[i]));
     }
-    const box = make("div", "tokens");
-    box.dataset.rollout = i;
-    card.append(box);
-    drawTokens(card, box, details, 0, FIRST_TOKENS);
+    const branches = branchesOf(details), shown = branches.length > 1 ? make("div", "cards many") : card;
+    if (shown !== card) card.append(shown);
+    branches.forEach(([first, stop], number) => {
+      const holder = shown === card ? card : make("div", "card"), box = make("div", "tokens");
+      if (holder !== card) holder.append(make("h2", "", `branch ${number + 1}`));
+      if (holder !== card) shown.append(holder);
+      box.dataset.rollout = i;
+      holder.append(box);
+      drawTokens(holder, box, details, first, FIRST_TOKENS, stop);
+    });
     return card;
   }
 
-  function drawTokens(card, box, details, first, count) {
-    const last = Math.min(first + count, (details.texts ?? details.ids).length);
+  const sizeOf = (details) => (details.texts ?? details.ids).length;
+
+  // Where each branch begins and ends among the tokens.
+  function branchesOf(details) {
+    const turns = details.turns ?? [];
+    const later = turns.filter((turn, k) => k && turn.branch !== turns[k - 1].branch);
+    const bounds = [0, ...later.map((turn) => turn.start), sizeOf(details)];
+    return bounds.slice(1).map((stop, k) => [bounds[k], stop]);
+  }
+
+  function drawTokens(card, box, details, first, count, stop) {
+    const last = Math.min(first + count, stop);
+    const turns = details.turns ?? [];
+    const begins = new Map(turns.map((turn) => [turn.start, turn]));
+    const ends = new Map(turns.map((turn, k) => [turns[k + 1]?.start ?? sizeOf(details), turn]));
     const values = state.mode && details[state.mode.key];
     const pieces = document.createDocumentFragment();
     for (let t = first; t < last; t++) {
+      if (begins.get(t)?.observed) pieces.append(make("span", "observed", visible(begins.get(t).observed)));
       const text = details.texts ? details.texts[t] : "";
       const isSpecial = details.ids && (!details.texts || text === "");
       const span = make("span", isSpecial ? "special" : "", isSpecial ? `‹${details.ids[t]}›` : visible(text));
       span.dataset.t = t;
       if (values && values[t] !== null) span.style.background = colourOf(state.mode, values[t]);
       pieces.append(span);
+      const worth = ends.get(t + 1)?.reward ?? null;
+      if (worth !== null) pieces.append(make("span", "observed worth", `reward ${round(worth)}`));
     }
     box.append(pieces);
-    const rest = (details.texts ?? details.ids).length - last;
+    const rest = stop - last;
     if (rest) {
       const button = make("button", "", `show ${Math.min(rest, MORE_TOKENS)} more of ${rest} tokens`);
       button.addEventListener("click", () => {
         button.remove();
-        drawTokens(card, box, details, last, MORE_TOKENS);
+        drawTokens(card, box, details, last, MORE_TOKENS, stop);
       });
       card.append(button);
     }
@@ -207,12 +229,13 @@
     .replace(/\n/g, "⏎\n");
 
   function showTip(event) {
-    const tip = find("tip"), span = event.target.closest(".tokens span");
+    const tip = find("tip"), span = event.target.closest(".tokens [data-t]");
     tip.hidden = !span;
     if (!span) return;
     const details = detailsOf(Number(span.parentElement.dataset.rollout)), t = Number(span.dataset.t);
     const lines = [`token ${t}${details.ids ? `, id ${details.ids[t]}` : ""}`];
     if (details.texts) lines.push(JSON.stringify(details.texts[t]));
+    if (details.age) lines.push(`policy_version: ${version[Number(span.parentElement.dataset.rollout)] - details.age[t]}`);
     for (const mode of index.modes) {
       const value = details[mode.key] ? details[mode.key][t] : null;
       if (value === null) continue;
