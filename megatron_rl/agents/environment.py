@@ -31,6 +31,8 @@ class Task:
         prompt: as the policy is shown it.
         ground_truth, data_source, extra_info, row: see `types.Prompt`.
         seed: the same for all episodes on a prompt; Python's `random` has it already.
+        messages: the prompt as chat messages; None: it is plain text.
+        tools: of a chat, in the form of OpenAI's API.
     """
 
     prompt: str
@@ -39,6 +41,8 @@ class Task:
     extra_info: dict[str, Any]
     row: dict[str, Any]
     seed: int
+    messages: list[Message] | None = None
+    tools: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,11 @@ def find_environment(name: str) -> Callable[[], Environment]:
 def read_tool_calls(text: str) -> list[ToolCall]:
     """The tool calls of a reply, in the format that Qwen's and Hermes' templates teach."""
     return [_read_tool_call(match) for match in _TOOL_CALL.findall(text)]
+
+
+def strip_tool_calls(text: str) -> str:
+    """A reply without its tool calls."""
+    return _TOOL_CALL.sub("", text).strip()
 
 
 def _read_tool_call(text: str) -> ToolCall:

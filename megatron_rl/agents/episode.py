@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer, read_tool_calls
-from megatron_rl.agents.transcript import ChatTranscript, Message, Tail, TextTranscript, Transcript
+from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript, Transcript
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
 
@@ -20,40 +20,57 @@ class Setup:
     """What all episodes of a run have in common.
 
     Attributes:
-        environment: `agents.environment`.
+        environment: `agents.environment`; None: there is a program.
+        program: `agents.program`; None: there is an environment.
         tokenizer: its directory or file.
         options: of the chat template.
         stop_token_ids: that end a reply.
         follows_template: `agents.history` is "template".
         max_turns: replies of an episode.
         run_seed: of the run.
+        temperature: `rollout.temperature`.
+        context_length: tokens of the longest prompt and of what may follow it.
     """
 
-    environment: str
+    environment: str | None
     tokenizer: str
     options: dict[str, Any]
     stop_token_ids: tuple[int, ...]
     follows_template: bool
     max_turns: int
     run_seed: int
+    program: str | None = None
+    temperature: float = 1.0
+    context_length: int = 0
+
+    @property
+    def source(self) -> str:
+        """The setting that says what plays."""
+        return f"agents.program = {self.program}" if self.program else f"agents.environment = {self.environment}"
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What one episode begins with: `messages` and `tools` of a chat; messages None: the prompt is plain text."""
+    """What one episode begins with; `tokens` are those of the task's prompt."""
 
     task: Task
-    messages: list[Message] | None
-    tools: list[Any]
+    tokens: list[int]
 
     @classmethod
     def of(cls, prompt: Prompt, run_seed: int) -> Opening:
         """An episode on a prompt."""
         seed = int.from_bytes(blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=4).digest(), "big")
         task = Task(
-            prompt.text, prompt.ground_truth, prompt.data_source, dict(prompt.extra_info), dict(prompt.row), seed
+            prompt.text,
+            prompt.ground_truth,
+            prompt.data_source,
+            dict(prompt.extra_info),
+            dict(prompt.row),
+            seed,
+            prompt.messages,
+            prompt.tools,
         )
-        return cls(task, prompt.messages, prompt.tools)
+        return cls(task, prompt.tokens.tolist())
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,7 @@ class Answer:
         finish_reason: where the episode is over for another reason than that the environment says so: "turns", or
             "timeout" or "error", with which nothing else holds.
         failure: what went wrong.
+        max_tokens: the next reply may have no more; None: as many as there is room for.
     """
 
     tail: Tail | None = None
@@ -76,6 +94,7 @@ class Answer:
     seconds: float = 0.0
     finish_reason: str | None = None
     failure: str = ""
+    max_tokens: int | None = None
 
 
 class Episode:
@@ -123,12 +142,13 @@ class Episode:
 
 def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:
     """The conversation of an episode, as its prompt was made: plain text, or chat messages."""
-    if opening.messages is None:
+    task = opening.task
+    if task.messages is None:
         return TextTranscript(tokenizer)
     return ChatTranscript(
         tokenizer,
-        opening.messages,
-        setup.options | ({"tools": opening.tools} if opening.tools else {}),
+        task.messages,
+        setup.options | ({"tools": task.tools} if task.tools else {}),
         setup.stop_token_ids,
         follows_template=setup.follows_template,
     )

@@ -86,9 +86,9 @@ class EpisodeProcesses:
             self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
-    def tell(self, key: int, tokens: list[int], finish_reason: str) -> None:
-        """Tell an episode a reply."""
-        self._ask(key, (tokens, finish_reason))
+    def tell(self, key: int, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        """Tell an episode a reply: its tokens and the log-prob of each."""
+        self._ask(key, (tokens, logprobs, finish_reason))
 
     def wait(self) -> dict[int, Answer]:
         """The answers of all episodes that were opened or told something since the last call, by key."""
@@ -134,7 +134,7 @@ class EpisodeProcesses:
             except (TimeoutError, EOFError, OSError) as caught:
                 error = UserError(
                     f"a process for environments did not start: {type(caught).__name__}",
-                    source=f"agents.environment = {self._setup.environment}",
+                    source=self._setup.source,
                     expected=f"a file that is imported within {_START_SECONDS:g} s",
                     hint="look at its messages on stderr",
                 )

@@ -11,9 +11,9 @@ from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn
 class Recording:
     """The requests and replies of one episode.
 
-    A request that begins with all that was recorded continues it; what it has beyond is an observation. Any other
-    one begins a branch, or takes the place of a prompt that nothing was sampled of. So a token is learned if and only
-    if the engine returned it, and only once.
+    A request that begins with all of a branch continues it (the longest one); what it has beyond is an observation.
+    Any other one begins a branch, or takes the place of a prompt that nothing was sampled of. So a token is learned if
+    and only if the engine returned it, and only once.
 
     Args:
         prompt: the task.
@@ -29,7 +29,7 @@ class Recording:
 
     def __init__(self, prompt: Prompt, sample_index: int, version: int) -> None:
         self.prompt, self._sample_index, self._version = prompt, sample_index, version
-        self._contexts = [_Context(prompt.tokens)]
+        self._contexts, self._current = [_Context(prompt.tokens)], 0
         self._turns: list[Turn] = []
         self.reward: float | None = None
 
@@ -45,8 +45,8 @@ class Recording:
 
     @property
     def tokens(self) -> np.ndarray:
-        """[s] int32, the context so far."""
-        return np.concatenate(self._contexts[-1].tokens)
+        """[s] int32, the context of the last request, and the reply to it."""
+        return self._contexts[self._current].joined
 
     @property
     def num_sampled(self) -> int:
@@ -55,22 +55,24 @@ class Recording:
 
     def ask(self, tokens: np.ndarray) -> None:
         """A request was made."""
-        known = self.tokens
-        if len(tokens) < len(known) or not np.array_equal(tokens[: len(known)], known):
+        known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
+        if not known:
             self._contexts = [*self._contexts, _Context(tokens)] if self._turns else [_Context(tokens)]
-        elif len(tokens) > len(known):
-            self._contexts[-1].append(tokens[len(known) :])
+        self._current = max(known, key=lambda i: self._contexts[i].length, default=len(self._contexts) - 1)
+        context = self._contexts[self._current]
+        if len(tokens) > context.length:
+            context.append(tokens[context.length :])
 
     def reply(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None = None) -> None:
         """The engine answered it: [s] all three."""
-        context = self._contexts[-1]
-        self._turns.append(Turn(self.num_forks, context.length, context.length + len(tokens)))
+        context = self._contexts[self._current]
+        self._turns.append(Turn(self._current, context.length, context.length + len(tokens)))
         context.append(tokens, logprobs, kept)
 
     def judge(self, reward: float) -> None:
         """The last reply is worth so much."""
         self.reward = (self.reward or 0.0) + reward
-        self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward
+        self._contexts[self._turns[-1].branch].rewards[self._turns[-1].stop - 1] = reward
 
     def finish(self, finish_reason: str) -> Rollout:
         """The rollout, not scored; an observation behind the last reply is left out."""
@@ -90,6 +92,15 @@ class _Context:
         self.length = 0
         self.append(tokens)
 
+    @property
+    def joined(self) -> np.ndarray:
+        """[s] int32, all tokens."""
+        return np.concatenate(self.tokens)
+
+    def begins(self, tokens: np.ndarray) -> bool:
+        """Whether other tokens begin with all of this."""
+        return len(tokens) >= self.length and np.array_equal(tokens[: self.length], self.joined)
+
     def append(self, tokens: np.ndarray, logprobs: np.ndarray | None = None, kept: KeptSets | None = None) -> None:
         """Tokens that were sampled, if there are log-probs."""
         count = len(tokens)
@@ -101,7 +112,7 @@ class _Context:
 
     def as_branch(self, prompt: np.ndarray, version: int) -> Branch:
         """The branch, up to its last sampled token; of one without, the prompt's last token is taken for a response."""
-        tokens, sampled = np.concatenate(self.tokens), np.concatenate(self._sampled)
+        tokens, sampled = self.joined, np.concatenate(self._sampled)
         stop = int(np.flatnonzero(sampled)[-1]) + 1 if sampled.any() else len(tokens)
         shared = tokens[: len(prompt)] == prompt[: len(tokens)]
         num_prompt_tokens = min(len(shared) if shared.all() else int(shared.argmin()), stop - 1)

@@ -114,7 +114,7 @@ class ChatTranscript:
         text = render_tail(self._tokenizer, self._task, messages, self._options)
         if self._follows_template:
             said = self._tokenizer.decode(reply)
-            self._messages += [{"role": "assistant", "content": said}, *messages]
+            self._messages = [*self._messages, {"role": "assistant", "content": said}, *messages]
             whole = self._render(self._messages)
             shown, self._text = self._text + said, whole
             if not whole.startswith(shown):

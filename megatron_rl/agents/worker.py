@@ -21,14 +21,18 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_rl.agents.environment import Environment, find_environment
+from megatron_rl.agents.environment import find_environment
 from megatron_rl.agents.episode import Answer, Episode, Opening, Setup, build_transcript
+from megatron_rl.agents.program import find_program, run_program
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import UserError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
 _LONGEST_TRACE = 2000
+
+# Plays an episode: connection to the rank, setup, tokenizer, opening.
+Player = Callable[[Connection, Setup, Tokenizer, Opening], None]
 
 
 def serve(connection: Connection) -> None:
@@ -38,7 +42,7 @@ def serve(connection: Connection) -> None:
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         setup: Setup = connection.recv()
-        make_environment, tokenizer = find_environment(setup.environment), load_tokenizer(Path(setup.tokenizer))
+        player, tokenizer = _find_player(setup), load_tokenizer(Path(setup.tokenizer))
     except UserError as error:
         connection.send(error)
         return
@@ -55,16 +59,31 @@ def serve(connection: Connection) -> None:
             pid = os.fork()
             if not pid:
                 connection.close()
-                _run(Connection(descriptor), setup, make_environment, tokenizer)
+                _run(Connection(descriptor), setup, player, tokenizer)
             os.close(descriptor)
             running.add(pid)
     for pid in [*running]:
         _end(pid, running)
 
 
-def _run(
-    connection: Connection, setup: Setup, make_environment: Callable[[], Environment], tokenizer: Tokenizer
-) -> NoReturn:
+def _find_player(setup: Setup) -> Player:
+    if setup.program is not None:
+        program = find_program(setup.program)
+        return lambda connection, *rest: run_program(connection, program, *rest)
+    assert setup.environment is not None
+    make_environment = find_environment(setup.environment)
+
+    def play(connection: Connection, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
+        episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer.decode)
+        connection.send(episode.begin(opening.task))
+        while True:
+            tokens, _, finish_reason = connection.recv()
+            connection.send(episode.step(tokens, finish_reason))
+
+    return play
+
+
+def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer) -> NoReturn:
     """Be the process of an episode."""
     try:
         os.setsid()
@@ -78,10 +97,7 @@ def _run(
         random.seed(opening.task.seed)
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(opening.task.seed % 2**32)
-        episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer.decode)
-        connection.send(episode.begin(opening.task))
-        while True:
-            connection.send(episode.step(*connection.recv()))
+        player(connection, setup, tokenizer, opening)
     except BaseException:  # whatever an environment can raise
         with contextlib.suppress(BaseException):
             connection.send(Answer(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:]))

@@ -16,10 +16,16 @@ class AgentsConfig:
     environment: str | None = option(
         None, "calculator, or a class of yours as path.py:Name; null: one response per prompt and no environment."
     )
+    program: str | None = option(
+        None,
+        "In place of an environment, a function agent(task, base_url) of yours as path.py:function or module:function; "
+        "it talks to the policy by any OpenAI client.",
+    )
     max_turns: int = option(8, "Replies of an episode; data.max_response_length bounds its tokens.", "replies")
     episode_timeout_seconds: float = option(
         300.0,
-        "Time that an environment may take for all its answers in an episode, set-up included; then it is killed.",
+        "Time that an environment or a program may take for all its answers in an episode, set-up included; then it is "
+        "killed.",
         "seconds",
     )
     turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds")
@@ -32,3 +38,8 @@ class AgentsConfig:
         "A chat template that renders earlier replies in another way than they were sampled (without thoughts): keep "
         "the tokens as they were sampled, or do as the template does, which forks the episode.",
     )
+
+    @property
+    def has_episodes(self) -> bool:
+        """True if an environment or a program makes episodes of several turns."""
+        return self.environment is not None or self.program is not None

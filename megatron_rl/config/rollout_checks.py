@@ -194,20 +194,28 @@ def check_schedule(config: CheckedConfig) -> None:
 
 def check_agents(config: CheckedConfig) -> None:
     """What episodes with an environment do not work with."""
-    environment = config.get("agents.environment")
-    if environment is None:
+    names = [name for name in ("agents.environment", "agents.program") if config.get(name) is not None]
+    if not names:
         return
+    source = names[0]
+    config.require(
+        len(names) == 1,
+        "agents.program",
+        "with agents.environment: one of them makes the episodes",
+        expected="one of the two",
+        hint="leave out the other",
+    )
     config.require(
         config.get("schedule.max_staleness") == 0,
         "schedule.max_staleness",
-        f"with agents.environment = {environment!r}: episodes begin and end within a step",
+        f"with {source} = {config.get(source)!r}: episodes begin and end within a step",
         expected="0",
         hint="set schedule.max_staleness=0",
     )
     config.require(
         config.get("trainer.capture_step") is None,
         "trainer.capture_step",
-        f"with agents.environment = {environment!r}: a capsule holds one turn of each rollout",
+        f"with {source} = {config.get(source)!r}: a capsule holds one turn of each rollout",
         expected="null",
         hint="leave it out",
     )

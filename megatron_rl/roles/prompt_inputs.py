@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.agents.environment import find_environment
+from megatron_rl.agents.program import find_program
 from megatron_rl.agents.transcript import render_tail, rewrites_history
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.schema import RunConfig
@@ -65,13 +66,14 @@ def check_agents(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) ->
     """A note where the chat template renders earlier replies in another way than they were sampled.
 
     Raises:
-        UserError: the environment is not there, or the template does not write contents as they are.
+        UserError: the environment or the program is not there, or the template does not write contents as they are.
     """
     agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
-    if agents.environment is None:
-        return []
-    find_environment(agents.environment)
-    if not chats:
+    if agents.environment is not None:
+        find_environment(agents.environment)
+    if agents.program is not None:
+        find_program(agents.program)
+    if not agents.has_episodes or not chats:
         return []
     options = config.data.apply_chat_template_kwargs
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)

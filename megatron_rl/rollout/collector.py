@@ -259,7 +259,7 @@ class Collector:
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
         # The engine's first rank has begun already, or it alone knows how episodes ended.
-        if scorer.is_concurrent or self._config.agents.environment is not None:
+        if scorer.is_concurrent or self._config.agents.has_episodes:
             mine = held if place == 0 else []
         else:
             mine = held[place :: engines.width]

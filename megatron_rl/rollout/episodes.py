@@ -185,7 +185,7 @@ class _Episodes:
         self._recordings[index].reply(sampled.tokens, sampled.logprobs, sampled.kept)
         if self._processes is not None:
             self._ends[index] = sampled.finish_reason
-            self._processes.tell(index, sampled.tokens.tolist(), sampled.finish_reason)
+            self._processes.tell(index, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finish_reason)
 
     def close(self) -> None:
         """End the processes of episodes that are open; there are some after an error only."""
@@ -210,14 +210,14 @@ class _Episodes:
         if room < 1:
             self._end(index, answer, "length")
             return []
-        turn = recording.num_turns
+        turn, most = recording.num_turns, min(room, answer.max_tokens or room, first.sampling.max_tokens)
         return [
             replace(
                 first,
                 key=index + turn * self._total,
                 tokens=tokens,
                 seed=derive_seed(first.seed, turn, 0, 0) if turn else first.seed,
-                sampling=replace(first.sampling, max_tokens=min(room, first.sampling.max_tokens)),
+                sampling=replace(first.sampling, max_tokens=most),
                 turn=turn,
             )
         ]

@@ -22,9 +22,9 @@ from megatron_rl.types import Prompt
 
 
 def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> Generator:
-    """What generates: episodes where there is an environment, else responses."""
+    """What generates: episodes where there is an environment or a program, else responses."""
     agents = config.agents
-    if agents.environment is None:
+    if not agents.has_episodes:
         return generator
     setup = Setup(
         environment=agents.environment,
@@ -34,6 +34,9 @@ def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids
         follows_template=agents.history == "template",
         max_turns=agents.max_turns,
         run_seed=config.trainer.seed,
+        program=agents.program,
+        temperature=config.rollout.temperature,
+        context_length=config.data.max_prompt_length + config.data.max_response_length,
     )
     processes = EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
     return EpisodeGenerator(generator, processes, config, world())

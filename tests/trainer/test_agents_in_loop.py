@@ -52,10 +52,19 @@ class Faulty(Echo):
 """
 
 
+PROGRAM = """
+import openai
+
+def agent(task, base_url):
+    openai.OpenAI().completions.create(model="policy", prompt=task.prompt)
+"""
+
+
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("environments") / "environments.py"
     file.write_text(ENVIRONMENTS)
+    (file.parent / "program.py").write_text(PROGRAM)
     return file
 
 
@@ -89,23 +98,30 @@ def read_rollouts(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [["rollout.engine=hf"], [], layout_overrides(1, 1, 2)],
+    ("engine", "players"),
+    [
+        (["rollout.engine=hf"], ["environment=environments.py:OneTurn", "program=program.py:agent"]),
+        ([], ["environment=environments.py:OneTurn"]),
+        (layout_overrides(1, 1, 2), ["environment=environments.py:OneTurn"]),
+    ],
     ids=["hf", "vllm_tp1", "vllm_tp2"],
 )
-def test_an_environment_of_one_turn_is_the_plain_run_bit_for_bit(
-    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, engine: list[str]
+def test_episodes_of_one_turn_are_the_plain_run_bit_for_bit(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, engine: list[str], players: list[str]
 ) -> None:
+    """Of an environment, and of a program that asks the endpoint once."""
     plain = play(task, tmp_path / "plain", *engine)
-    turns = play(task, tmp_path / "turns", *engine, f"agents.environment={environments}:OneTurn")
-    assert turns[1]["agents/turns"] == 1.0 and turns[1]["agents/tokens_observed"] == 0.0
-    assert without_agents(turns) == without_agents(plain)
-    assert read_rollouts(tmp_path / "turns") == read_rollouts(tmp_path / "plain")
-    weights = [
-        next((tmp_path / name / "checkpoints/step_2/huggingface").glob("*.safetensors")).read_bytes()
-        for name in ("plain", "turns")
-    ]
-    assert weights[0] == weights[1]
+    for player in players:
+        kind, _, name = player.partition("=")
+        turns = play(task, tmp_path / kind, *engine, f"agents.{kind}={environments.parent / name}")
+        assert turns[1]["agents/turns"] == 1.0 and turns[1]["agents/tokens_observed"] == 0.0
+        assert without_agents(turns) == without_agents(plain)
+        assert read_rollouts(tmp_path / kind) == read_rollouts(tmp_path / "plain")
+        weights = [
+            next((tmp_path / run / "checkpoints/step_2/huggingface").glob("*.safetensors")).read_bytes()
+            for run in ("plain", kind)
+        ]
+        assert weights[0] == weights[1]
 
 
 MULTI = ["data.max_response_length=24", "actor.max_tokens_per_microbatch=256", "data.validation_files=[]"]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program as the agent: `agent(task, base_url) -> reward`, run in the process of its episode.
+
+It talks to the episode's own endpoint with any OpenAI client; see `endpoint`. The variables OPENAI_BASE_URL and
+OPENAI_API_KEY are set, so that `openai.OpenAI()` needs no arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from megatron_rl.agents.conversations import Conversations
+from megatron_rl.agents.endpoint import Endpoint, Sample
+from megatron_rl.agents.environment import Done, Task, check_answer
+from megatron_rl.agents.episode import Answer, Opening, Setup
+from megatron_rl.agents.server import EndpointServer
+from megatron_rl.agents.transcript import Tail
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.extension.user_code import import_file
+from megatron_rl.types import UserError
+
+SETTING = "agents.program"
+Result = float | Done | None
+Program = Callable[[Task, str], Result | Awaitable[Result]]
+
+_EXPECTED = "path.py:function, or module:function"
+
+
+def find_program(name: str) -> Program:
+    """The function of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise UserError(f'"{name}" names no function', source=SETTING, expected=_EXPECTED, hint="see docs/agents.md")
+    if place.endswith(".py"):
+        module = import_file(place, SETTING, _EXPECTED)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(
+                f"importing {place} raised {type(error).__name__}: {error}",
+                source=SETTING,
+                expected=_EXPECTED,
+                hint="install what is missing, or correct the name",
+            ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise UserError(
+            f'"{place}" defines no function "{attribute}"',
+            source=f"{SETTING} = {name}",
+            expected="async def agent(task, base_url), or without async",
+            hint="see docs/agents.md",
+        )
+    return cast(Program, found)
+
+
+class _Rank:
+    """The rank, seen from the process of the episode: it samples one request at a time.
+
+    Args:
+        connection: to it.
+        max_turns: `agents.max_turns`.
+    """
+
+    def __init__(self, connection: Connection, max_turns: int) -> None:
+        self._connection, self._max_turns = connection, max_turns
+        self.num_turns, self._since = 0, time.monotonic()
+
+    def sample(self, tokens: list[int], max_tokens: int | None) -> Sample:
+        """The reply to a request. An episode that is cut here has the reward 0, and its process is killed."""
+        is_over = self.num_turns == self._max_turns
+        self._connection.send(
+            Answer(
+                None if is_over else Tail(tokens, is_fork=True),
+                reward=0.0,
+                seconds=time.monotonic() - self._since,
+                finish_reason="turns" if is_over else None,
+                max_tokens=max_tokens,
+            )
+        )
+        found = Sample(*self._connection.recv())
+        self.num_turns, self._since = self.num_turns + 1, time.monotonic()
+        return found
+
+    def end(self, done: Done) -> None:
+        """The program has returned."""
+        components = {name: float(value) for name, value in done.components.items()}
+        reward = None if done.reward is None else float(done.reward)
+        self._connection.send(Answer(None, reward, components, time.monotonic() - self._since))
+
+
+def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
+    """Run an episode.
+
+    Args:
+        connection: to the rank.
+        program: of the user.
+        setup: of the run.
+        tokenizer: of the policy.
+        opening: of the episode.
+
+    Raises:
+        TypeError, ValueError: what the program returned is no reward.
+        Exception: whatever it raises.
+    """
+    rank, lock = _Rank(connection, setup.max_turns), threading.Lock()
+    conversations = Conversations(tokenizer, setup, opening)
+    server = EndpointServer(Endpoint(setup, tokenizer, conversations, rank.sample, lock))
+    base_url = f"{server.url}/v1"
+    os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
+    try:
+        result = program(opening.task, base_url)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_wait(result))
+        if not rank.num_turns:
+            raise RuntimeError("the program has ended without a request to its endpoint")
+        done = _read(result)
+    finally:
+        lock.acquire()  # a request that is sampled is answered first; none is taken after that
+    rank.end(done)
+
+
+async def _wait(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _read(result: Any) -> Done:
+    if isinstance(result, bool | int | float):
+        result = Done(float(result))
+    done = check_answer(Done() if result is None else result)
+    if not isinstance(done, Done):
+        raise TypeError("an Observation instead of a reward")
+    return done

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request to the endpoint of an episode may say; pure.
+
+The run says how replies are sampled, because training scores them by the same rule. A request may repeat that or leave
+it out; anything else is refused by the name of the setting that has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_rl.agents.transcript import Message
+
+# What changes nothing here.
+_WITHOUT_EFFECT = {"model", "stream", "stream_options", "user", "metadata", "store", "parallel_tool_calls"}
+_WITHOUT_EFFECT |= {"service_tier", "prompt_cache_key", "safety_identifier", "cache_salt", "priority", "request_id"}
+_WITHOUT_EFFECT |= {"return_token_ids", "skip_special_tokens", "spaces_between_special_tokens"}
+# Field -> the value that it may have, and the setting that says so.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "top_p": (1.0, "rollout.top_p"),
+    "top_k": (-1, "rollout.top_k"),
+    "min_p": (0.0, "rollout.min_p"),
+    "n": (1, "rollout.n"),
+    "best_of": (1, "rollout.n"),
+    "seed": (None, "trainer.seed"),
+    "stop": (None, "rollout.stop"),
+    "frequency_penalty": (0.0, "the section rollout, which has no penalties"),
+    "presence_penalty": (0.0, "the section rollout, which has no penalties"),
+    "repetition_penalty": (1.0, "the section rollout, which has no penalties"),
+    "logit_bias": (None, "the section rollout, which has no biases"),
+}
+_CHAT = {"messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"}
+_TEXT = {"prompt", "max_tokens", "echo", "suffix"}
+_GENERATE = {"token_ids", "sampling_params"}
+_SAMPLING_PARAMS = {"max_tokens", "stop_token_ids", "logprobs"}
+
+
+class BadRequest(ValueError):
+    """What the endpoint does not do; the program sees it as status 400.
+
+    Args:
+        message: what was found, and what is accepted.
+        field: of the request.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: float) -> None:
+    """Refuse what the endpoint does not do (BadRequest).
+
+    Args:
+        body: of the request; a field that is null counts as left out.
+        known: fields that the endpoint reads.
+        temperature: `rollout.temperature`.
+    """
+    fixed = {**_FIXED, "temperature": (temperature, "rollout.temperature")}
+    for field, value in body.items():
+        if value is None or field in known or field in _WITHOUT_EFFECT:
+            continue
+        if field not in fixed:
+            raise BadRequest(f"{field} is not known here; leave it out", field)
+        expected, setting = fixed[field]
+        if value != expected and not (expected is None and value in ([], {}, "")):
+            only = "leave it out" if expected is None else f"leave it out, or say {expected}"
+            raise BadRequest(f"{field} = {value!r}: {setting} decides this; {only}", field)
+
+
+def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message], list[Any]]:
+    """Messages and tools of a request to /v1/chat/completions, in the form that chat templates take.
+
+    Raises:
+        BadRequest: something is missing or refused.
+    """
+    check_fields(body, _CHAT, temperature)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise BadRequest("messages must be a list with at least one message", "messages")
+    if body.get("top_logprobs"):
+        raise BadRequest(
+            "top_logprobs: only the log-prob of the sampled token is known here; leave it out", "top_logprobs"
+        )
+    choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
+    if choice not in ("auto", "none"):
+        raise BadRequest(f"tool_choice = {choice!r}: the policy is free to call tools or not; say auto", "tool_choice")
+    return [_read_message(message) for message in given], tools if choice == "auto" else []
+
+
+def read_text(body: Mapping[str, Any], temperature: float) -> str | list[int]:
+    """The prompt of a request to /v1/completions, a text or tokens; raises BadRequest as `read_chat`."""
+    check_fields(body, _TEXT, temperature)
+    prompt = body.get("prompt")
+    if body.get("echo") or body.get("suffix"):
+        raise BadRequest("echo and suffix are not done here; leave them out", "echo")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        return _read_tokens(prompt, "prompt")
+    if not prompt:
+        raise BadRequest("the prompt is empty", "prompt")
+    return prompt
+
+
+def read_generate(body: Mapping[str, Any], temperature: float, stop_token_ids: tuple[int, ...]) -> list[int]:
+    """The tokens of a request to /inference/v1/generate; raises BadRequest as `read_chat`."""
+    check_fields(body, _GENERATE, temperature)
+    params = body.get("sampling_params") or {}
+    check_fields(params, _SAMPLING_PARAMS, temperature)
+    if body.get("stream"):
+        raise BadRequest("stream: tokens come in one answer here; leave it out", "stream")
+    if further := set(params.get("stop_token_ids") or []) - set(stop_token_ids):
+        raise BadRequest(f"stop_token_ids {sorted(further)}: rollout.stop_token_ids decides this", "stop_token_ids")
+    return _read_tokens(body.get("token_ids"), "token_ids")
+
+
+def read_limit(body: Mapping[str, Any]) -> int | None:
+    """The most tokens that the reply may have, where the request bounds them.
+
+    Raises:
+        BadRequest: it is no number above 0.
+    """
+    params = body.get("sampling_params") or {}
+    for place in (body.get("max_completion_tokens"), body.get("max_tokens"), params.get("max_tokens")):
+        if place is not None:
+            if type(place) is not int or place < 1:
+                raise BadRequest(f"max_tokens = {place!r} is no whole number above 0", "max_tokens")
+            return place
+    return None
+
+
+def _read_tokens(value: Any, field: str) -> list[int]:
+    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
+        raise BadRequest(f"{field} must be a text or a list of token ids", field)
+    return value
+
+
+def _read_message(message: Any) -> Message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise BadRequest("a message is an object with a role and a content", "messages")
+    found: Message = {"role": "system" if role == "developer" else role, "content": _read_content(message)}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_read_call(call) for call in calls]
+    return found | {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+
+
+def _read_content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(texts):
+        raise BadRequest("a content is a text, or a list of parts of the type text", "messages")
+    return "".join(strings)
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """With the arguments as an object, as chat templates take them; the API has them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("a tool call is an object with a function that has a name and arguments", "messages")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise BadRequest(f"the arguments of a tool call are not JSON: {error}", "messages") from error
+    return {"type": "function", "id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}

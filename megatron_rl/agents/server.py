@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of an endpoint: HTTP on the loopback interface, for who knows the token of the episode."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+
+from megatron_rl.agents.endpoint import PATHS, Endpoint, split_into_chunks
+from megatron_rl.agents.requests import BadRequest
+
+
+class EndpointServer(ThreadingHTTPServer):
+    """Serves an endpoint, each connection in a thread.
+
+    Args:
+        endpoint: what answers.
+
+    Attributes:
+        endpoint: see above.
+        token: without which it answers nothing.
+        url: of it, without /v1.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint, self.token = endpoint, secrets.token_urlsafe(16)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # one connection for many requests
+    disable_nagle_algorithm = True
+    wbufsize = -1  # headers and body in one packet
+
+    def do_GET(self) -> None:
+        """The model, or the list of models."""
+        path = self.path.partition("?")[0]
+        if not self._is_allowed():
+            return
+        models = self._served.endpoint.list_models()
+        if path == "/v1/models":
+            self._send(200, models)
+        elif path.startswith("/v1/models/"):
+            self._send(200, models["data"][0])
+        else:
+            self._refuse(404, f"there is no {path} here")
+
+    def do_POST(self) -> None:
+        """A request for a reply."""
+        body, path = self.rfile.read(int(self.headers.get("Content-Length") or 0)), self.path.partition("?")[0]
+        if not self._is_allowed():
+            return
+        if path not in PATHS:
+            self._refuse(404, f"there is no {path} here")
+            return
+        try:
+            request = json.loads(body)
+            if not isinstance(request, dict):
+                raise BadRequest("the body is no object")
+            answer = self._served.endpoint.answer(path, request)
+        except BadRequest as error:
+            self._refuse(400, str(error), error.field)
+            return
+        except ValueError as error:
+            self._refuse(400, f"the body is no JSON: {error}")
+            return
+        if request.get("stream"):
+            with_usage = bool((request.get("stream_options") or {}).get("include_usage"))
+            lines = [json.dumps(chunk) for chunk in split_into_chunks(answer, with_usage)]
+            self._write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), "text/event-stream")
+        else:
+            self._send(200, answer)
+
+    @property
+    def _served(self) -> EndpointServer:
+        return cast(EndpointServer, self.server)
+
+    def _is_allowed(self) -> bool:
+        given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"
+        if hmac.compare_digest(given.encode(), expected.encode()):
+            return True
+        self._refuse(401, "this is the endpoint of another episode: the key is in the variable OPENAI_API_KEY")
+        return False
+
+    def _refuse(self, status: int, message: str, field: str | None = None) -> None:
+        kind = "invalid_request_error"
+        self._send(status, {"error": {"message": message, "type": kind, "param": field, "code": None}})
+
+    def _send(self, status: int, body: Mapping[str, Any]) -> None:
+        self._write(json.dumps(body), "application/json", status)
+
+    def _write(self, text: str, kind: str, status: int = 200) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
