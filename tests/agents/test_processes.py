@@ -100,10 +100,10 @@ def sleepers():
     return subprocess.run(["pgrep", "-f", "sleep 4321"], capture_output=True, text=True).stdout.split()
 
 
-def test_rewards_add_up_over_turns_and_components_come_with_the_last_answer(processes):
+def test_an_answer_has_the_reward_of_its_reply_and_the_last_one_components(processes):
     ends, never = run(processes, "ends", "never ends")
     assert 0 < ends.reward < 1 and ends.components == {"length": 3.0} and ends.finish_reason is None
-    assert (never.reward, never.finish_reason) == (1.5, "turns")
+    assert (never.reward, never.finish_reason) == (0.5, "turns")
 
 
 def test_episodes_on_a_prompt_draw_the_same_random_numbers(processes):
