@@ -79,12 +79,12 @@ class _Rank:
         self.num_turns, self._since = 0, time.monotonic()
 
     def sample(self, tokens: list[int], max_tokens: int | None) -> Sample:
-        """The reply to a request. An episode that is cut here has the reward 0, and its process is killed."""
+        """The reply to a request. An episode with too many of them has the reward 0, and its process is killed."""
         is_over = self.num_turns == self._max_turns
         self._connection.send(
             Answer(
                 None if is_over else Tail(tokens, is_fork=True),
-                reward=0.0,
+                reward=0.0 if is_over else None,
                 seconds=time.monotonic() - self._since,
                 finish_reason="turns" if is_over else None,
                 max_tokens=max_tokens,

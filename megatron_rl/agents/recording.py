@@ -70,9 +70,10 @@ class Recording:
         context.append(tokens, logprobs, kept)
 
     def judge(self, reward: float) -> None:
-        """The last reply is worth so much."""
+        """The last reply is worth so much; in a branch that others follow, the episode is."""
         self.reward = (self.reward or 0.0) + reward
-        self._contexts[self._turns[-1].branch].rewards[self._turns[-1].stop - 1] = reward
+        if self._turns[-1].branch == self.num_forks:
+            self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward
 
     def finish(self, finish_reason: str) -> Rollout:
         """The rollout, not scored; an observation behind the last reply is left out."""
