@@ -30,6 +30,7 @@ def check_rollout(config: CheckedConfig) -> None:
         expected="merge",
         hint="set hybrid.lora=merge, or rollout.engine=vllm",
     )
+    _check_precision(config)
     if config.get("rollout.bitwise"):
         _check_bitwise(config)
     if engine in SERVER_ENGINES:
@@ -115,6 +116,43 @@ def _check_options(config: CheckedConfig) -> None:
         expected="{}",
         hint="remove it, or set rollout.bitwise=false",
     )
+
+
+def _check_precision(config: CheckedConfig) -> None:
+    """What engines that compute with fewer bits than training need."""
+    options, name = config.get("rollout.engine_options"), "rollout.quantization"
+    is_coded = config.get(name) != "none"
+    config.require(
+        not is_coded or config.get("rollout.engine") == "vllm",
+        name,
+        f"with rollout.engine = {config.get('rollout.engine')!r}, whose weights are in model.dtype",
+        expected="none",
+        hint="leave it out, or set rollout.engine=vllm",
+    )
+    config.require(
+        not is_coded or not config.get("rollout.bitwise"),
+        name,
+        "with rollout.bitwise: training computes with the whole weights",
+        expected="none",
+        hint="leave it out, or set rollout.bitwise=false",
+    )
+    config.require(
+        not is_coded or config.get("hybrid.lora") == "merge",
+        "hybrid.lora",
+        f"with {name} = {config.get(name)!r}: adapters are added to the weights before these are rounded",
+        expected="merge",
+        hint=f"set hybrid.lora=merge, or {name}=none",
+    )
+    cache = options.get("kv_cache_dtype", "auto")
+    for setting, is_low in ((name, is_coded), ("rollout.engine_options", str(cache).startswith("fp8"))):
+        config.require(
+            not is_low or config.get("algorithm.importance_sampling") != "none",
+            setting,
+            "with algorithm.importance_sampling = 'none': the engine samples from another policy than the one that "
+            "learns, and nothing would correct it",
+            expected="a correction",
+            hint="set algorithm.importance_sampling=token-truncate, or compute in model.dtype",
+        )
 
 
 def _check_validation_sets(config: CheckedConfig) -> None:

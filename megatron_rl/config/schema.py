@@ -187,6 +187,9 @@ class RolloutConfig(SamplingSettings):
     model_runner: Literal["v1", "v2"] = option(
         "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens from the same seeds; on CPU v1."
     )
+    quantization: Literal["none", "int8", "fp8"] = option(
+        "none", "vLLM keeps the matrices of attention and MLPs in eight bits with a scale per row (docs/sampling.md)."
+    )
     engine_options: dict[str, Any] = option(
         {}, "vLLM: further arguments of its EngineArgs, as they are called there; some are refused (docs/sampling.md)."
     )

@@ -24,6 +24,7 @@ from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.row_quantization import CodeFormat
 from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
@@ -196,6 +197,16 @@ class PlacedEngine(Protocol):
     def engine_ranks(self) -> EngineRanks:
         """The ranks of every engine of the job."""
         ...
+
+
+@runtime_checkable
+class CodedEngine(Protocol):
+    """What an engine has beside the rest that may keep its matrices in eight bits (`weights.row_quantization`).
+
+    Their `params` are codes, int8, and those of the same name and `SCALE_SUFFIX` are scales, [n, 1] float32.
+    """
+
+    code_format: CodeFormat | None
 
 
 @runtime_checkable

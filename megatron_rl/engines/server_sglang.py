@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,11 @@ class SglangServer:
         return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
 
     def list_environment(self) -> dict[str, str]:
-        """SGLang asks for it on a CPU."""
-        return {"SGLANG_USE_CPU_ENGINE": "1"} if self._spec.process.device.type == "cpu" else {}
+        """SGLang asks for it on a CPU; unless it is told where to run, TP ranks must not outnumber the NUMA nodes."""
+        if self._spec.process.device.type != "cpu":
+            return {}
+        cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * self._spec.config.tensor_model_parallel_size)
+        return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
         """`ignore_eos` would make it ignore the stop tokens too."""

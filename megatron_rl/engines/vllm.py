@@ -46,6 +46,7 @@ from megatron_rl.engines.vllm_arguments import (
     records_kept_sets,
 )
 from megatron_rl.engines.vllm_bitwise import make_batch_invariant
+from megatron_rl.engines.vllm_coding import register_method
 from megatron_rl.engines.vllm_limits import check_device_limits, check_options
 from megatron_rl.engines.vllm_lora import list_adapter_params, take_slot
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
@@ -55,6 +56,7 @@ from megatron_rl.weights.experts import split_experts
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
+from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
@@ -75,6 +77,7 @@ class VllmEngine:
 
     Attributes:
         params: vLLM's own parameters by name, written in place by the hybrid engine.
+        code_format: of its matrices; None: they are in the type of the model.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -85,6 +88,7 @@ class VllmEngine:
         vllm = prepare_vllm(spec.process.device)
         check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
         _register_model(vllm, spec)
+        self.code_format = _register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
         shared = self._register_loader(spec)
@@ -112,7 +116,7 @@ class VllmEngine:
         self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank),
-            {name: tuple(p.shape) for name, p in self.params.items()},
+            {name: tuple(p.shape) for name, p in self.params.items() if not name.endswith(SCALE_SUFFIX)},
             where=f"vLLM on rank {spec.process.rank}",
             padded=VLLM_PADDED_PARAMETERS,
         )
@@ -376,6 +380,17 @@ def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     architecture = FAMILIES[spec.shape.family].architecture
     module = import_module(f"vllm.model_executor.models.{spec.shape.family}")
     vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
+def _register_codes(spec: EngineSpec) -> CodeFormat | None:
+    """Let vLLM keep matrices in eight bits, if this is asked for."""
+    if spec.config.quantization == "none":
+        return None
+    layers = "vllm.model_executor.layers"
+    register_method(
+        spec.config.quantization, import_module(f"{layers}.quantization"), import_module(f"{layers}.linear")
+    )
+    return spec.config.quantization
 
 
 def _short(name: str) -> str:

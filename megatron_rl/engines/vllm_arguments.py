@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS
+from megatron_rl.engines.vllm_coding import METHOD
 from megatron_rl.engines.vllm_limits import CPU_BLOCK_SIZE, cpu_cache_bytes
 from megatron_rl.engines.vllm_lora import list_arguments
 
@@ -47,6 +48,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
     )
+    if config.quantization != "none":
+        arguments["quantization"] = METHOD
     if spec.adapters is not None:
         arguments |= list_arguments(spec.adapters)
     if spec.process.device.type == "cuda":

@@ -38,6 +38,13 @@ def check_device_limits(spec: EngineSpec) -> None:
             expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
             hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
         )
+    if spec.config.quantization != "none" and spec.shape.num_experts:
+        raise UserError(
+            f"rollout.quantization={spec.config.quantization} with a mixture of experts",
+            source="rollout.quantization",
+            expected="a dense model: the experts' own kernels take no codes with a scale per row",
+            hint="set rollout.quantization=none",
+        )
     if spec.adapters is not None and spec.adapters.rank > LARGEST_RANK:
         raise UserError(
             f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {spec.adapters.rank}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are computed where a piece of them is asked for: W in NF4, W + s B A with its adapters, or s B.
+"""Parameters that are computed where a piece of them is asked for: W in NF4, W + s B A with its adapters, s B, codes.
 
 The sum is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: an
 element has the same bits in every piece, and no more than the blocks of a piece exist at once. W is never changed.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.weights.nf4 import QuantizedMatrix
+from megatron_rl.weights.row_quantization import CodeFormat, encode
 
 _BLOCK_ROWS = 256
 
@@ -70,7 +71,36 @@ class ScaledParam(_Computed):
         return (self.scale * self.weight[place].float()).to(self.dtype)
 
 
-ComputedParam = QuantizedMatrix | MergedParam | ScaledParam
+@dataclass(frozen=True)
+class CodedParam:
+    """`coded[rows, columns]` is a piece of the codes of W, int8.
+
+    Attributes:
+        weight: W [n, m].
+        scales: [n, 1] float32.
+        code_format: of the codes.
+    """
+
+    weight: torch.Tensor | ComputedParam
+    scales: torch.Tensor
+    code_format: CodeFormat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is read."""
+        return torch.int8
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight."""
+        return self.weight.device
+
+    @torch.no_grad()
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        return encode(self.weight[place], self.scales[place[0]], self.code_format)
+
+
+ComputedParam = QuantizedMatrix | MergedParam | ScaledParam | CodedParam
 # Parameters of a rank by name, some of them computed when they are read.
 SourceParams = Mapping[str, torch.Tensor | ComputedParam]
 

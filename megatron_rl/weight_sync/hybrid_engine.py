@@ -20,16 +20,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import HybridConfig
-from megatron_rl.engines.protocol import EngineWeights
+from megatron_rl.engines.protocol import CodedEngine, EngineWeights
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.resharding.executor import ReshardStats
+from megatron_rl.weight_sync.coding import split_cargo
 from megatron_rl.weight_sync.move import Cargo, Move, Way
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.row_quantization import CodeFormat, list_matrices
 from megatron_rl.weights.tables import PlacementTable, as_table
 
 
@@ -132,9 +134,14 @@ class HybridEngine:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
         model, shared = actor.model, gather_names(engine.shared_params, group)
-        dtype = self._find_dtype(engines)
+        dtype, code_format = self._ask_engine(engines)
         way = Way(model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype)
-        self._moves = [Move(cargo, way) for cargo in self._list_cargoes(config, shared)]
+        cargoes = [[cargo] for cargo in self._list_cargoes(config, shared)]
+        if code_format is not None:
+            matrices = list_matrices(self.shape)
+            cargoes = [split_cargo(cargo, way, code_format, matrices) for (cargo,) in cargoes]
+        self._moves = [Move(cargo, way) for part in cargoes for cargo in part]
+        self._moved_once = len(cargoes[0]) if len(cargoes) > 1 else 0
         self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*model.layout.ranks}
         # On a GPU an engine that sleeps loses what it has of its own.
         # And on a CPU vLLM brings experts into the order of its kernel, in place.
@@ -179,12 +186,14 @@ class HybridEngine:
         kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
         return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
-    def _find_dtype(self, engines: EngineRanks) -> torch.dtype:
-        """Of the engines' parameters, which ranks without an engine ask for; collective then."""
-        mine = next((param.dtype for param in self._engine.params.values()), None)
+    def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, CodeFormat | None]:
+        """Of the parameters and of the codes of engines; ranks without an engine ask for it, then collective."""
+        code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
+        mine = next((param.dtype for param in self._engine.params.values()), None), code_format
         found = mine if engines.num_ranks == self._group.size() else share_object(mine, self._group, engines.of[0][0])
-        assert found is not None, "an engine has parameters"
-        return found
+        dtype, code_format = found
+        assert dtype is not None, "an engine has parameters"
+        return dtype, code_format
 
     @property
     def transport(self) -> str:
@@ -193,7 +202,8 @@ class HybridEngine:
 
     def _total_stats(self) -> ReshardStats:
         """Bytes of one reshard, all ranks together; without what moves once."""
-        mine = asdict(self._moves[-1].resharder.stats)
+        parts = [asdict(move.resharder.stats) for move in self._moves[self._moved_once :]]
+        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
         total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
         return ReshardStats(**{name: int(value) for name, value in total.items()})
@@ -207,7 +217,7 @@ class HybridEngine:
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
             for move in self._list_moves():
-                move.resharder.run()
+                move.run()
             if self._verify != "off":
                 with self._timers.phase("verify"):
                     samples = self._verify == "sample"
@@ -219,8 +229,8 @@ class HybridEngine:
 
     def _list_moves(self) -> list[Move]:
         """What has to be moved now: what adapters do not change is moved once."""
-        if len(self._moves) > 1 and self._has_model:
-            return self._moves[1:]
+        if self._moved_once and self._has_model:
+            return self._moves[self._moved_once :]
         self._has_model = not self._loses_model
         return self._moves
 

@@ -33,6 +33,8 @@ class Cargo:
         source: their table on any rank of the actor.
         destination: the table of the engine's parameters on any rank of an engine.
         computed: names of `params`, on any rank, that are computed when they are read.
+        dtype: of the engine's parameters that are written; None: that of the model.
+        prepare: called before each move, on every rank of the job.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -40,6 +42,8 @@ class Cargo:
     source: Callable[[int], Sequence[ShardBox]]
     destination: Callable[[int], Sequence[ShardBox]]
     computed: frozenset[str] = frozenset()
+    dtype: torch.dtype | None = None
+    prepare: Callable[[], None] = lambda: None
 
     def only(self, names: frozenset[str]) -> Cargo:
         """The part of it that is these logical tensors."""
@@ -87,8 +91,14 @@ class Move:
 
     def __init__(self, cargo: Cargo, way: Way) -> None:
         source = group_shards(cargo.source, way.actor_key, way.actor_ranks)
+        self._prepare = cargo.prepare
         self.resharder = _build_resharder(cargo, way, source)
         self.certificate = _build_certificate(cargo, way, source)
+
+    def run(self) -> None:
+        """Move it; collective."""
+        self._prepare()
+        self.resharder.run()
 
 
 def _build_resharder(cargo: Cargo, way: Way, source: Sequence[Shard]) -> Resharder:
@@ -98,13 +108,14 @@ def _build_resharder(cargo: Cargo, way: Way, source: Sequence[Shard]) -> Reshard
         sorted(rank for ranks in way.engines.of for rank in ranks),
     )
     plan = plan_rank(way.process.rank, source, destination, ranks_per_node=way.process.ranks_per_node)
+    dtype = cargo.dtype or way.dtype
     return Resharder(
         plan,
         cargo.params,
-        way.engine.params,
+        {name: param for name, param in way.engine.params.items() if cargo.dtype is None or param.dtype == dtype},
         way.group,
         Transport(way.config.bucket_bytes, way.config.transport, way.process.ranks_per_node),
-        dtype=way.dtype,
+        dtype=dtype,
         computed=cargo.computed,
     )
 
@@ -125,7 +136,7 @@ def _build_certificate(cargo: Cargo, way: Way, source: Sequence[Shard]) -> Certi
             [name for name in cargo.params if name.endswith(PADDED_PARAMETERS)],
         ),
         Side(engine.params, counted, [name for name in engine.padded_params if name in written]),
-        dtype=way.dtype,
+        dtype=cargo.dtype or way.dtype,
         num_engines=len(way.engines.of),
         engine=index,
         group=way.group,

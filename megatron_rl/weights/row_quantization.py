@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices in eight bits with a scale for each row (output): W[i, j] ~ s[i] code[i, j], for engines that generate.
+
+    s[i] = max_j |W[i, j]| / limit (1 for a row of zeros),     code[i, j] = round(W[i, j] / s[i])
+
+with limit 127 and integers (int8), or 448 and the nearest numbers of float8_e4m3fn (fp8), both of ties to even. All is
+computed in float32. Codes are stored and moved as int8, the bits of either kind.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from megatron_rl.weights.families import ModelShape
+
+CodeFormat = Literal["int8", "fp8"]
+SCALE_SUFFIX = "_scale"  # of a parameter's name: its scales [n, 1] float32
+_LIMITS = {"int8": 127.0, "fp8": 448.0}
+_KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down"})
+
+
+def list_matrices(shape: ModelShape) -> frozenset[str]:
+    """HF names of the matrices that are kept in eight bits: those of attention and MLPs, no embedding and no head."""
+    return frozenset(name for name, kind in shape.tensor_kinds().items() if kind in _KINDS)
+
+
+def find_scales(largest: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
+    """Scales, from the largest absolute value of each row; float32 of the same shape."""
+    return torch.where(largest > 0, largest / _LIMITS[code_format], 1.0)
+
+
+def encode(matrix: torch.Tensor, scales: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
+    """Codes of a piece of a matrix.
+
+    Args:
+        matrix: [n, m].
+        scales: [n, 1] float32, of the whole rows.
+        code_format: of the codes.
+
+    Returns:
+        [n, m] int8.
+    """
+    limit = _LIMITS[code_format]
+    scaled = (matrix.float() / scales).clamp(-limit, limit)
+    return scaled.round().to(torch.int8) if code_format == "int8" else scaled.to(torch.float8_e4m3fn).view(torch.int8)
+
+
+def decode(codes: torch.Tensor, code_format: CodeFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Codes as numbers, without their scales; exact in float32 and bfloat16."""
+    return (codes if code_format == "int8" else codes.view(torch.float8_e4m3fn)).to(dtype)
