@@ -62,6 +62,23 @@ def test_defaults_pass() -> None:
             "rollout.engine_options",
             "has dtype, which is not the user's to set: set model.dtype",
         ),
+        (["rollout.quantization=int8"], "rollout.quantization", "the engine samples from another policy"),
+        ([TRUNCATE, VLLM, "rollout.quantization=int8"], "rollout.quantization", "whose weights are in model.dtype"),
+        (
+            [TRUNCATE, "rollout.quantization=fp8", "actor.lora.rank=8", "hybrid.lora=adapter"],
+            "hybrid.lora",
+            "added to the weights before these are rounded",
+        ),
+        (
+            [TRUNCATE, "rollout.quantization=int8", "rollout.bitwise=true", "model.dtype=float32"],
+            "rollout.quantization",
+            "training computes with the whole weights",
+        ),
+        (
+            ["rollout.engine_options={kv_cache_dtype: fp8_e4m3}"],
+            "rollout.engine_options",
+            "the engine samples from another policy",
+        ),
         (["rollout.engine_options={block_size: 16}", "rollout.engine=hf"], "rollout.engine_options", "takes none"),
         (
             ["rollout.engine_options={block_size: 16}", "rollout.bitwise=true", "model.dtype=float32"],

@@ -101,14 +101,16 @@ def test_samples_of_older_weights_are_carried(task: Path, tmp_path: Path, vllm_i
 
 
 @pytest.mark.skipif(not SGLANG.exists(), reason="bash launch/setup_sglang.sh makes its environment")
-def test_sglang(task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_sglang(task: Path, tmp_path: Path, tp_size: int) -> None:
     errors, records = run(
         task,
         tmp_path,
         "rollout.engine=sglang",
         f"rollout.server.python={SGLANG}",
+        f"rollout.tensor_model_parallel_size={tp_size}",
         "trainer.total_steps=3",
-        world_size=1,
+        world_size=tp_size,
     )
-    assert errors == [None] and len(records) == 3
+    assert errors == [None] * tp_size and len(records) == 3
     assert all(record["mismatch/max"] < 1e-4 for record in records)
