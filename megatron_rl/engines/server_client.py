@@ -62,7 +62,7 @@ class Answer:
     def completes_text(self, stop: StopStrings, first: int) -> bool:
         """True if a token from place `first` on ends the answer; what came behind it is dropped."""
         for end in range(first + 1, len(self.tokens) + 1):
-            if stop.ends(self.request.response(self.tokens[:end])):
+            if self.request.ends_by(stop, self.tokens[:end]):
                 del self.tokens[end:], self.logprobs[end:]
                 self.finish_reason = "stop"
                 return True
@@ -94,9 +94,9 @@ class ServerClient:
         self._session = self._wait(self._open())
 
     async def _open(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE_BYTES
-        )
+        # Servers close connections that have been idle, maybe while the next request is on its way: each has its own.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return aiohttp.ClientSession(timeout=self._timeout, connector=connector, read_bufsize=_LINE_BYTES)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -83,10 +83,12 @@ class Endpoint:
     Attributes:
         answer: how it answers.
         bodies, updates: what it was asked.
+        callers: where requests came from.
     """
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.bodies, self.updates = answer, [], []
+        self.callers: list[Any] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
@@ -111,6 +113,8 @@ class Endpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        assert request.transport is not None
+        self.callers.append(request.transport.get_extra_info("peername"))
         response = web.StreamResponse()
         await response.prepare(request)
         await self.answer(self, body, response)
@@ -175,6 +179,14 @@ def test_server_that_is_well(endpoint: Endpoint, build: Callable[..., ServedEngi
     assert len(endpoint.updates) == 2
     files = sorted(path.name for path in (tmp_path / "weights" / "engine_0").iterdir())
     assert files == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+def test_requests_have_connections_of_their_own(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
+    """A server closes an idle one after some seconds, and what is sent on it in that moment would be lost."""
+    engine = build()
+    for request in REQUESTS:
+        generate(engine, [request])
+    assert len(endpoint.callers) == len({*endpoint.callers}) == 4
 
 
 @pytest.mark.parametrize("how", ["breaks off", "ends early", "says that it failed"])
