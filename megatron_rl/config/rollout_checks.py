@@ -85,7 +85,7 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
     config.require(
         engine == "vllm_server" or not config.get("rollout.is_ever_truncated"),
         "rollout.engine",
-        "with top_p, top_k or min_p: its server does not tell what it draws from, and training must know it",
+        "with top_p, top_k, min_p or min_tokens: its server does not tell what it draws from, as training must know",
         expected="vllm or vllm_server",
         hint="leave them out, those of validation too, or set rollout.engine=vllm_server",
     )
@@ -190,10 +190,18 @@ def _check_truncation(config: CheckedConfig) -> None:
     config.require(
         0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
     )
+    name, longest = "rollout.min_tokens", config.get("data.max_response_length")
+    config.require(
+        0 <= config.get(name) <= longest,
+        name,
+        "is not a number of tokens that a response can have",
+        expected=f"0 to {longest} (data.max_response_length)",
+        hint="0 switches it off",
+    )
     config.require(
         not config.get("rollout.is_truncated") or config.get("actor.step_mode") != "graph",
         "actor.step_mode",
-        "with rollout.top_p, top_k or min_p: the sets of tokens have no fixed size, which a graph needs",
+        "with rollout.top_p, top_k, min_p or min_tokens: the sets of tokens have no fixed size, which a graph needs",
         expected="eager or static",
         hint="set actor.step_mode=static: the same step without capture",
     )
@@ -202,7 +210,7 @@ def _check_truncation(config: CheckedConfig) -> None:
         or not config.get("rollout.engine").startswith("vllm")
         or config.get("rollout.model_runner") == "v1",
         "rollout.model_runner",
-        "with rollout.top_p, top_k or min_p: its sampler does not tell what it draws from",
+        "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from",
         expected="v1",
         hint="set rollout.model_runner=v1",
     )

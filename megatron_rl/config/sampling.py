@@ -13,7 +13,7 @@ _FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for 
 # Settings of samplers that users look for, and why they are missing (docs/sampling.md).
 NOT_SERVED = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
-    **dict.fromkeys(("min_tokens", "min_new_tokens", "logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
+    **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
 }
 
 
@@ -41,8 +41,16 @@ class SamplingSettings:
     min_p: float = option(
         0.0, "Draw from tokens at least this fraction as likely as the most likely one; training scores the same sets."
     )
+    min_tokens: int = option(
+        0,
+        "Draw so many tokens of a response without those that end it, and let no text of rollout.stop end it before; "
+        "training scores the same sets.",
+        "tokens",
+    )
     max_kept_tokens: int = option(
-        1024, "top_p and min_p: draw from so many most likely tokens at most (sampling/kept_at_limit).", "tokens"
+        1024,
+        "top_p, min_p and min_tokens: draw from so many most likely tokens at most (sampling/kept_at_limit).",
+        "tokens",
     )
     stop: list[str] = option(
         [],
@@ -63,7 +71,7 @@ class SamplingSettings:
     @property
     def is_truncated(self) -> bool:
         """True if rollouts are drawn from a part of the vocabulary."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.min_tokens > 0
 
     @property
     def is_ever_truncated(self) -> bool:

@@ -76,7 +76,8 @@ def _has_kept_sets(response: Sampled) -> bool:
     if kept is None or len(kept.counts) != len(response.tokens) or kept.counts.sum() != len(kept.ids):
         return False
     rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
-    return bool(np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)).all())
+    has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
+    return bool((has_token | (kept.counts == 0)).all())
 
 
 def _check_values(responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: str) -> None:

@@ -176,7 +176,7 @@ class ContinuousBatch:
                 one.kept.append(kept_set)
             is_stop = token in one.request.sampling.stop_token_ids
             if not is_stop and self._stop is not None:
-                is_stop = self._stop.ends(one.request.response(one.tokens))
+                is_stop = one.request.ends_by(self._stop, one.tokens)
             if is_stop or len(one.tokens) == one.request.sampling.max_tokens:
                 self._end(one)
                 finished.append(one.finish("stop" if is_stop else "length"))

@@ -57,6 +57,10 @@ class Request:
         """The response so far: what the request brings of it, and what was sampled after that."""
         return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
+    def ends_by(self, stop: StopStrings, sampled: Sequence[int]) -> bool:
+        """Whether the last of the tokens that were sampled completes a string that ends the response."""
+        return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
+
 
 @dataclass(frozen=True)
 class Sampled:

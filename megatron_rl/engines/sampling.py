@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 class SamplingConfig:
     """How responses are drawn.
 
-    A token is drawn from the tokens that `min_p`, then `top_k`, then `top_p` leave (`engines.truncation` has the one
-    definition). An engine returns these sets, and training scores each token within its own.
+    A token is drawn from the tokens that `min_tokens`, `min_p`, `top_k` and `top_p` leave, one after another
+    (`engines.truncation` has the one definition). An engine returns these sets, and training scores each token within
+    its own.
 
     Attributes:
         temperature: divides the logits, in the engine and in training; 0 is greedy (validation only).
@@ -22,6 +23,7 @@ class SamplingConfig:
         top_k: the so many most likely tokens; -1: all.
         min_p: tokens at least this fraction as likely as the most likely one; 0: all.
         max_kept_tokens: no set is larger: of a larger one, the most likely tokens are left.
+        min_tokens: so many tokens of a response are drawn without `stop_token_ids`, and no stop string ends it before.
     """
 
     temperature: float
@@ -31,6 +33,7 @@ class SamplingConfig:
     top_k: int = -1
     min_p: float = 0.0
     max_kept_tokens: int = 1024
+    min_tokens: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -40,7 +43,12 @@ class SamplingConfig:
     @property
     def is_truncated(self) -> bool:
         """True if tokens are drawn from a part of the vocabulary."""
-        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+        return not self.is_greedy and (self.keeps_likely or self.min_tokens > 0)
+
+    @property
+    def keeps_likely(self) -> bool:
+        """True if every token is drawn from the likely ones."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def draws_like(self, other: SamplingConfig) -> bool:
         """True if both draw a token from the same distribution."""

@@ -132,7 +132,7 @@ class VllmServer:
                 "logprobs": 0,
                 "ignore_eos": True,
                 "detokenize": False,
-                "extra_args": list_extra_args(name, sampling),
+                "extra_args": list_extra_args(name, request),
             },
         }
 

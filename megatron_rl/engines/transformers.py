@@ -24,7 +24,6 @@ from transformers import (
 
 from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
-from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.engines.waiting import WaitingRequests
@@ -39,16 +38,18 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 class _SeededGumbel(LogitsProcessor):
     """Turn greedy decoding into sampling with one random stream per row; records log-probs and kept sets by step."""
 
-    def __init__(self, sampling: SamplingConfig, seeds: Sequence[int], bitwise: bool = False) -> None:
-        self._sampling, self._temperature, self._bitwise = sampling, sampling.temperature, bitwise
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    def __init__(self, requests: Sequence[Request], bitwise: bool = False) -> None:
+        self._requests, self._bitwise = requests, bitwise
+        self._sampling, self._temperature = requests[0].sampling, requests[0].sampling.temperature
+        self._generators = [torch.Generator().manual_seed(request.seed) for request in requests]
         self.logprobs: list[torch.Tensor] = []
         self.kept: list[KeptSets] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scaled = scores.float() / (self._temperature or 1.0)
         if self._sampling.is_truncated:
-            scaled, kept = truncate(scaled, self._sampling)
+            places = [request.num_sampled + len(self.kept) for request in self._requests]
+            scaled, kept = truncate(scaled, self._sampling, places)
             self.kept.append(kept)
         exact = compute_all_logprobs(scaled, scaled.shape[1]) if self._bitwise else None
         self.logprobs.append(scaled.log_softmax(-1) if exact is None else exact)
@@ -71,7 +72,7 @@ class _Stopping(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         sampled = input_ids[:, self._width :].tolist()
         for row, (request, tokens) in enumerate(zip(self._requests, sampled, strict=True)):
-            if row not in self.lengths and self._stop.ends(request.response(tokens)):
+            if row not in self.lengths and request.ends_by(self._stop, tokens):
                 self.lengths[row] = len(tokens)
         return torch.tensor([row in self.lengths for row in range(len(sampled))], device=input_ids.device)
 
@@ -130,7 +131,7 @@ class HuggingFaceEngine(WaitingRequests):
         for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, width - len(prompt) :] = 1
-        sampler = _SeededGumbel(sampling, [request.seed for request in batch], self._bitwise)
+        sampler = _SeededGumbel(batch, self._bitwise)
         stopping = self._stop and _Stopping(self._stop, batch, width)
         output = self._model.generate(
             ids.to(self._device),

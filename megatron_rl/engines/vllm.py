@@ -185,7 +185,7 @@ class VllmEngine:
                 ignore_eos=True,
                 detokenize=False,
                 skip_clone=True,  # it serves this request only
-                extra_args=list_extra_args(str(request.key), request.sampling),
+                extra_args=list_extra_args(str(request.key), request),
             )
             for request in requests
         ]
@@ -222,7 +222,7 @@ class VllmEngine:
         return [replace(sampled, finish_reason="stop") for sampled in self.interrupt(keys)]
 
     def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
-        return self._stop is not None and bool(sampled) and self._stop.ends(self._requests[key].response(sampled))
+        return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Forget requests; their blocks of the prefix cache stay, for those that continue them."""

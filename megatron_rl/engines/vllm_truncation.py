@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.types import KeptSets
@@ -21,11 +22,13 @@ from megatron_rl.types import KeptSets
 _KEY = "kept_sets"
 
 
-def list_extra_args(name: str, sampling: SamplingConfig) -> dict[str, Any]:
-    """What a request brings, as JSON: the name by which its sets are taken, and how they are cut."""
-    if not sampling.is_truncated:
+def list_extra_args(name: str, request: Request) -> dict[str, Any]:
+    """What a request brings, as JSON: the name by which its sets are taken, where it begins, and how they are cut."""
+    cut = request.sampling
+    if not cut.is_truncated:
         return {}
-    return {_KEY: [name, sampling.top_p, sampling.top_k, sampling.min_p, sampling.max_kept_tokens]}
+    limits = cut.stop_token_ids, cut.top_p, cut.top_k, cut.min_p, cut.max_kept_tokens, cut.min_tokens
+    return {_KEY: [name, len(request.tokens) - request.num_sampled, *limits]}
 
 
 class KeptSetRecorder:
@@ -60,14 +63,17 @@ class KeptSetRecorder:
         """[b, v] over the temperature -> the same, without probability outside of the sets."""
         names = self._batch.req_ids
         assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
-        rows_of: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+        rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
         for row, name in enumerate(names):
             told = (self._requests[name].sampling_params.extra_args or {}).get(_KEY)
             if told is not None:
-                rows_of.setdefault(tuple(told[1:]), []).append((row, told[0]))
+                set_name, first, stops, *limits = told
+                rows_of.setdefault((tuple(stops), *limits), []).append((row, set_name, first))
         for limits, rows in rows_of.items():
-            index = torch.tensor([row for row, _ in rows], device=logits.device)
-            logits[index], kept = truncate(logits[index], SamplingConfig(1.0, 1, (), *limits))
-            for (row, name), kept_set in zip(rows, kept.split(), strict=True):
-                self._sets.setdefault(name, {})[int(self._batch.num_tokens_no_spec[row])] = kept_set
+            index = torch.tensor([row for row, _, _ in rows], device=logits.device)
+            places = [int(self._batch.num_tokens_no_spec[row]) for row, _, _ in rows]
+            in_response = [place - first for place, (_, _, first) in zip(places, rows, strict=True)]
+            logits[index], kept = truncate(logits[index], SamplingConfig(1.0, 1, *limits), in_response)
+            for (_, name, _), place, kept_set in zip(rows, places, kept.split(), strict=True):
+                self._sets.setdefault(name, {})[place] = kept_set
         return logits

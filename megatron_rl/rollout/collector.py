@@ -163,7 +163,9 @@ class Collector:
                 self.generate(
                     prompt_set.prompts[first : first + size],
                     drawn.n,
-                    replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0),
+                    replace(
+                        self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, min_tokens=0
+                    ),
                     step=0,
                     with_answers=True,
                 )
@@ -223,6 +225,7 @@ class Collector:
             rollout.top_k,
             rollout.min_p,
             rollout.max_kept_tokens,
+            rollout.min_tokens,
         )
 
     def _score(

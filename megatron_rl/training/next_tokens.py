@@ -28,6 +28,7 @@ def draw_next_tokens(
     last: torch.Tensor,
     sampling: SamplingConfig,
     generators: Sequence[torch.Generator],
+    places: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
     """Draw one token per response; collective over TP, whose ranks have a part of the logits each.
 
@@ -37,6 +38,7 @@ def draw_next_tokens(
         last: [b] int64, the rows that predict the tokens.
         sampling: how to draw; greedy: the most likely token, scored at temperature 1.
         generators: of each response, equal on all TP ranks.
+        places: tokens that each response has.
 
     Returns:
         Tokens [b] int64, their log-probs [b] float32 by the trainer's formula, and what they were drawn from, where
@@ -55,7 +57,7 @@ def draw_next_tokens(
         scores = gather_rows(columns[None], tp_group).flatten(0, 1)[: model.shape.vocab_size].t()  # [b, v]
     scores, kept = scores[:count], None
     if sampling.is_truncated:
-        scores, kept = truncate(scores, sampling)
+        scores, kept = truncate(scores, sampling, places)
         z = PackedKeptSets.pack([kept], z.device).pad(padding).mask(z, shard)
     if not sampling.is_greedy:
         scores = add_gumbel_noise(scores, generators)

@@ -196,6 +196,7 @@ class PolicyEngine:
             last,
             rows.running[0].request.sampling,
             [one.generator for one in rows.running],
+            [one.request.num_sampled + len(one.tokens) for one in rows.running],
         )
 
     def sleep(self) -> None:

@@ -90,6 +90,8 @@ def test_defaults_pass() -> None:
         (["rollout.validation_sets={aime: {n: true}}"], "rollout.validation_sets", "for 'aime'"),
         (["rollout.top_p=0"], "rollout.top_p", "is no probability"),
         (["rollout.validation_top_p=1.1"], "rollout.validation_top_p", "is no probability"),
+        (["rollout.min_tokens=9999999"], "rollout.min_tokens", "that a response can have"),
+        ([OPENAI, *HOOKED, "rollout.min_tokens=4"], "rollout.engine", "does not tell what it draws from"),
         (["rollout.top_k=0"], "rollout.top_k", "is no number of tokens"),
         (["rollout.min_p=1.0"], "rollout.min_p", "is no fraction"),
         (["rollout.max_kept_tokens=0"], "rollout.max_kept_tokens", "is too small"),

@@ -124,7 +124,7 @@ def test_a_recipe_keeps_its_meaning(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("presence_penalty", "which tokens came before"), ("min_tokens", "it forbids tokens")]
+    ("name", "reason"), [("presence_penalty", "which tokens came before"), ("bad_words", "it forbids tokens")]
 )
 def test_what_is_not_served_says_why(name: str, reason: str) -> None:
     with pytest.raises(UserError) as caught:

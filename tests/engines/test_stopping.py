@@ -6,6 +6,7 @@ Not covered: GPUs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,8 @@ def test_only_the_end_of_a_response_is_looked_at(tokenizer: HuggingFaceTokenizer
     request = Request(0, np.array([9, 9, *tokens[: length - 1]], np.int32), 0, GREEDY, num_sampled=length - 1)
     assert stop.ends(request.response(tokens[length - 1 : length])) and not stop.ends(tokens[length - 1 : length])
     assert not stop.ends([])
+    late = replace(request, sampling=replace(GREEDY, min_tokens=length))
+    assert request.ends_by(stop, tokens[length - 1 : length]) and not late.ends_by(stop, tokens[length - 1 : length])
 
 
 @pytest.mark.parametrize("string", ["", "</s>", "<|end|>"])

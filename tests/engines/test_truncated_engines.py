@@ -36,6 +36,8 @@ TRUNCATED = [
     replace(PLAIN, min_p=0.02),
     replace(PLAIN, top_p=0.95, max_kept_tokens=7),
 ]
+# A third of the vocabulary ends a response, but none of its first nine tokens.
+PATIENT = replace(PLAIN, temperature=1.0, stop_token_ids=tuple(range(2, 517, 3)), min_tokens=9)
 Response = tuple[list[int], list[float], list[list[int]] | None]
 
 
@@ -58,7 +60,11 @@ def interrupt_and_resume(engine: Any, requests: list[Request]) -> list[Response]
     assert serve(engine, lambda wait: next(messages, end), lambda s: partial.update({s.key: s})) is None
     rest = [
         Request(
-            r.key, np.append(r.tokens, had.tokens), 50 + r.key, replace(r.sampling, max_tokens=20 - len(had.tokens))
+            r.key,
+            np.append(r.tokens, had.tokens),
+            50 + r.key,
+            replace(r.sampling, max_tokens=20 - len(had.tokens)),
+            num_sampled=len(had.tokens),
         )
         for r, had in ((r, partial[r.key]) for r in requests)
         if had.finish_reason == "interrupted"
@@ -94,11 +100,14 @@ def work(rank: int, world_size: int, model: Path, name: str) -> dict[str, list[R
     greedy = replace(TRUNCATED[0], temperature=0.0)
     batches = {
         "alike": make_requests(TRUNCATED[0]),
+        "patient": make_requests(PATIENT),
+        "patient and likely": make_requests(replace(PATIENT, top_k=20)),
         "mixed": make_requests(*TRUNCATED, PLAIN, greedy, TRUNCATED[0], number=8),
     }
     found = {key: [describe(s) for s in generate(engine.requests, batch)] for key, batch in batches.items()}
     if name == "vllm":
         found["resumed"] = interrupt_and_resume(engine.requests, batches["alike"])
+        found["patient, resumed"] = interrupt_and_resume(engine.requests, batches["patient"])
         assert not engine.requests._kept._sets
     engine.requests.close()
     return found
@@ -119,7 +128,7 @@ def assert_scored(model: Path, requests: list[Request], responses: list[Response
         ids = torch.tensor([[*request.tokens.tolist(), *tokens]])
         scaled = reference(ids).logits[0, len(request.tokens) - 1 : -1] / (request.sampling.temperature or 1.0)
         assert (kept is not None) == request.sampling.is_truncated
-        sets = kept or [list(range(517))] * len(tokens)
+        sets = [found or list(range(517)) for found in kept or [[]] * len(tokens)]
         assert len(sets) == len(tokens) == len(logprobs)
         for row, token, logprob, found in zip(scaled, tokens, logprobs, sets, strict=True):
             assert float(row[found].log_softmax(-1)[found.index(token)]) == pytest.approx(logprob, abs=1e-5)
@@ -141,8 +150,26 @@ def test_what_an_engine_reports_is_scored_from_its_sets(
     assert_scored(model, make_requests(*samplings, number=8), mixed)
     assert max(len(part) for part in mixed[2][2] or []) == 7, "no set is larger than the bound"
     assert max(len(part) for part in mixed[1][2] or []) > 20
+    assert_patient(model, found[0]["patient"])
+    assert_patient(model, found[0]["patient and likely"], has_sets_later=True)
     if name == "vllm":
+        assert_patient(model, found[0]["patient, resumed"])
         assert_scored(model, alike, found[0]["resumed"])
+
+
+def assert_patient(model: Path, responses: list[Response], has_sets_later: bool = False) -> None:
+    """No stop token among the first nine, which are scored without them, and one soon after."""
+    requests, stops = (
+        make_requests(replace(PATIENT, top_k=20) if has_sets_later else PATIENT),
+        {*PATIENT.stop_token_ids},
+    )
+    assert_scored(model, requests, responses)
+    for tokens, _, kept in responses:
+        assert kept is not None and len(tokens) > 9 and not stops & {*tokens[:9]}
+        assert all(found and not stops & {*found} for found in kept[:9])
+        assert all(bool(found) == has_sets_later for found in kept[9:])
+        assert has_sets_later or all(len(found) == 517 - len(stops) for found in kept[:9])
+    assert any(tokens[-1] in stops for tokens, _, _ in responses)
 
 
 def test_the_sets_decide_the_gap(model: Path, vllm_imported: None) -> None:

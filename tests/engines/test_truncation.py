@@ -7,6 +7,7 @@ That engines draw from these sets is in tests/engines/test_truncated_engines.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import truncate
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
+from megatron_rl.parallel.kept_sets import OUTSIDE
 
 VOCAB_SIZE = 40
 
@@ -115,13 +118,39 @@ def test_greedy_and_whole_sampling_are_not_truncated() -> None:
     assert not SamplingConfig(0.0, 8, (), top_k=3).is_truncated
 
 
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"max_kept_tokens": 4}])
+def test_stop_tokens_are_left_out_at_first(limits: dict[str, Any]) -> None:
+    """Then truncation takes what is left, as if there were no others; later it is what it is without."""
+    scaled = draw_logits(7, 2.0, rows=4)
+    stops = tuple(scaled[0].topk(3).indices.tolist())
+    sampling = SamplingConfig(1.0, 8, stops, min_tokens=2, **limits)
+    left, kept = truncate(scaled.clone(), sampling, [0, 1, 2, 5])
+    others = scaled[:2].clone()
+    others[:, list(stops)] = -math.inf
+    loose = replace(sampling, min_tokens=0, top_k=limits.get("top_k", -1))
+    early = truncate(others, loose)[1] if limits else None
+    for row in (0, 1):
+        found = {*kept.split()[row].ids.tolist()}
+        expected = {*early.split()[row].ids.tolist()} if early else {*range(VOCAB_SIZE)}
+        assert found == expected - {*stops} and {*(left[row] > OUTSIDE).nonzero()[:, 0].tolist()} == found
+    if loose.keeps_likely:
+        late = truncate(scaled[2:].clone(), loose)
+        assert torch.equal(left[2:], late[0]) and kept.split()[2].ids.tolist() == late[1].split()[0].ids.tolist()
+    else:
+        assert torch.equal(left[2:], scaled[2:]) and kept.counts[2:].tolist() == [0, 0]
+
+
 def test_the_last_set_of_a_place_counts() -> None:
     """A step that computes a part of a prompt draws a token that is thrown away; so does one after a preemption."""
     sampler = SimpleNamespace(forward=lambda logits, *_: logits)
     batch = SimpleNamespace(req_ids=["0-a", "1-b"], num_tokens_no_spec=np.array([3, 5]))
     samplings = {"0-a": make_sampling(top_k=2), "1-b": make_sampling()}  # whole: its row stays as it is
     requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=list_extra_args(name[0], sampling)))
+        name: SimpleNamespace(
+            sampling_params=SimpleNamespace(
+                extra_args=list_extra_args(name[0], Request(0, np.zeros(3, np.int32), 0, sampling))
+            )
+        )
         for name, sampling in samplings.items()
     }
     runner = dict(requests=requests, input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=sampler))
