@@ -66,7 +66,7 @@ def check_sampled(
                 source=source,
                 expected="Sampled.kept with a set for each token, which has the token",
                 hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
-                "rollout.top_p=1.0, top_k=-1 and min_p=0",
+                "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
             )
     _check_values(responses, requests, vocab_size, engine)
 

@@ -26,9 +26,11 @@ from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
-from megatron_rl.engines.protocol import EngineSpec, Request
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.served import ServedEngine, build_openai_server
+from megatron_rl.engines.server_apis import Ask
+from megatron_rl.engines.server_client import ServerFailure
 from megatron_rl.engines.server_process import ServerProcess
 from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.parallel.collectives import Process
@@ -326,6 +328,29 @@ def answer_with(tokens: list[int]) -> Answer:
         await response.write(make_event(tokens, "length"))
 
     return answer
+
+
+def test_interrupted_responses_whose_kept_sets_are_lost_begin_again(
+    endpoint: Endpoint, build: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not say what their tokens were drawn from: without that nothing can be learned from them."""
+    engine = build()
+    server = engine._known_server
+    engine.add(REQUESTS[:2])
+    while engine.tokens_in_flight() < 10:
+        time.sleep(0.01)
+
+    def lose(ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
+        raise ServerFailure("gone")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(server._api, "complete", lose)
+        found = engine.interrupt([0, 1])
+    assert [(one.key, len(one.tokens), one.finish_reason) for one in found] == [
+        (key, 0, "interrupted") for key in (0, 1)
+    ]
+    assert [one.tokens.tolist() for one in generate(engine, REQUESTS)] == [draw(100 + key) for key in range(4)]
+    assert len(endpoint.updates) == 2, "the server was given its weights again"
 
 
 def test_request_with_the_key_of_one_that_was_interrupted_at_its_end_gets_its_own_answer(

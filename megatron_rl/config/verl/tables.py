@@ -111,7 +111,7 @@ _ROLLOUT: dict[str, Alias] = {
     "data_parallel_size": Only((1,), "the number of engines is world_size / rollout.tensor_model_parallel_size"),
     "expert_parallel_size": Only((1,), "the engine splits experts over its TP ranks"),
     "pipeline_model_parallel_size": Only((1,), "the engine has one pipeline stage"),
-    "quantization": Only((False,), "the engine computes in model.dtype"),
+    "quantization": Renamed("rollout.quantization", ((None, "none"), (False, "none"), ("fp8", "fp8")), closed=True),
     "repetition_penalty": Only((1.0,), "training scores a token without counting those before it"),
     "use_fire_sampling": Only((False,), "sampling is plain temperature sampling"),
     "over_sample_rate": Only((0,), "every response is waited for"),
