@@ -19,6 +19,7 @@ def check_sampled(
     vocab_size: int,
     engine: str,
     is_truncated: bool = False,
+    has_whole: bool = False,
 ) -> None:
     """Compare the responses of one engine with its requests.
 
@@ -29,6 +30,7 @@ def check_sampled(
         vocab_size: token ids are below.
         engine: that made them, as a message calls it.
         is_truncated: tokens were drawn from a part of the vocabulary, which a response must tell.
+        has_whole: some of them from the whole vocabulary.
 
     Raises:
         UserError: their number, a length, a token id, a log-prob or a kept set is not what it must be; names the first
@@ -60,7 +62,7 @@ def check_sampled(
                 hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
                 "prompt: see data.max_prompt_length and data.max_response_length",
             )
-        if is_truncated and not _has_kept_sets(response):
+        if is_truncated and not _has_kept_sets(response, has_whole):
             raise UserError(
                 "a response whose tokens are not in the sets that they were drawn from",
                 source=source,
@@ -71,13 +73,13 @@ def check_sampled(
     _check_values(responses, requests, vocab_size, engine)
 
 
-def _has_kept_sets(response: Sampled) -> bool:
+def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:
     kept = response.kept
     if kept is None or len(kept.counts) != len(response.tokens) or kept.counts.sum() != len(kept.ids):
         return False
     rows = np.repeat(np.arange(len(kept.counts)), kept.counts)
     has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
-    return bool((has_token | (kept.counts == 0)).all())
+    return bool((has_token | (has_whole & (kept.counts == 0))).all())
 
 
 def _check_values(responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: str) -> None:

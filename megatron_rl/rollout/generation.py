@@ -234,6 +234,7 @@ class RolloutGenerator:
                 engine=f"rollout engine {self.engine_index} ({self._engine.kind}, "
                 f"{self.engines.describe(self.engine_index)})",
                 is_truncated=any(request.sampling.is_truncated for request in requests),
+                has_whole=not any(request.sampling.keeps_likely for request in requests),
             )
         except UserError as error:
             return error

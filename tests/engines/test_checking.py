@@ -88,3 +88,14 @@ def test_kept_sets_must_have_their_tokens(ids: list[int] | None, counts: list[in
         with pytest.raises(UserError, match="not in the sets"):
             check_sampled([sampled], REQUESTS[:1], **arguments, is_truncated=True)
     check_sampled([sampled], REQUESTS[:1], **arguments)
+
+
+def test_tokens_may_be_drawn_from_the_whole_vocabulary() -> None:
+    """With `min_tokens` alone: the first token has a set, the second one needs none, but a set must have its token."""
+    arguments = dict(max_tokens=4, vocab_size=16, engine="rollout engine 0", is_truncated=True, has_whole=True)
+    ids = np.array([3, 9], np.int32)
+    right = replace(response([3, 4]), kept=KeptSets(ids, np.array([2, 0], np.int32)))
+    check_sampled([right], REQUESTS[:1], **arguments)
+    wrong = replace(response([4, 4]), kept=KeptSets(ids, np.array([2, 0], np.int32)))
+    with pytest.raises(UserError, match="not in the sets"):
+        check_sampled([wrong], REQUESTS[:1], **arguments)
