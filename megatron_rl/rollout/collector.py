@@ -163,9 +163,7 @@ class Collector:
                 self.generate(
                     prompt_set.prompts[first : first + size],
                     drawn.n,
-                    replace(
-                        self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, min_tokens=0
-                    ),
+                    replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0),
                     step=0,
                     with_answers=True,
                 )
@@ -215,7 +213,7 @@ class Collector:
         return samples
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
-        """How training responses are drawn, at `rollout.temperature` or another one."""
+        """How responses are drawn: for training, or at another temperature, without `min_tokens` then."""
         rollout = self._config.rollout
         return SamplingConfig(
             rollout.temperature if temperature is None else temperature,
@@ -225,7 +223,7 @@ class Collector:
             rollout.top_k,
             rollout.min_p,
             rollout.max_kept_tokens,
-            rollout.min_tokens,
+            rollout.min_tokens if temperature is None else 0,
         )
 
     def _score(
