@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`VllmEngine` with the device "cuda" on a model of vLLM's worker there: what sleeps is woken in order, and rewritten.
+
+Real actor, real switch and certificate. Not covered: vLLM itself, its generation, and memory of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_worker import KEPT_BYTES, Llm, Unmapped, install
+from role_setups import take_step
+
+from actor_runs import ALGORITHM, Case, build_actor, build_batch
+from distributed import run_ranks
+from megatron_rl.config.schema import ActorConfig, DataConfig, HybridConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_rl.engines.protocol import EngineSpec, register_rollout_engine
+from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.resharding.certificate import CertificateError
+from megatron_rl.roles.engine import build_rollout
+from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.model_config import load_model_shape
+from tiny_models import save_tiny_model
+
+
+def _build(path: Path, alias_weights: bool) -> tuple[Any, HybridEngine, Llm]:
+    process, shape = init_distributed(2), load_model_shape(path)
+    install(shape)
+
+    @register_rollout_engine("vllm_on_gpu")
+    def make_engine(spec: EngineSpec) -> VllmEngine:
+        return VllmEngine(replace(spec, process=replace(spec.process, device=torch.device("cuda"))))
+
+    config = RunConfig(
+        model=ModelConfig(path=str(path), dtype="float32"),
+        data=DataConfig(train_files=[], train_batch_size=8, max_prompt_length=16, max_response_length=8),
+        actor=ActorConfig(),
+        rollout=RolloutConfig(engine="vllm_on_gpu"),
+        hybrid=HybridConfig(verify="full", alias_weights=alias_weights),
+    )
+    actor = build_actor(Case(), path)
+    hybrid, _ = build_rollout(config, actor, process, PhaseTimers(), RolloutProgress())
+    return actor, hybrid, Llm.made[-1]
+
+
+def _train(actor: Any) -> None:
+    batch = build_batch(actor.model, Case())
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
+    take_step(actor, next(iter(batch.minibatches())), ALGORITHM)
+
+
+def _take_turns(rank: int, world_size: int, path: Path, alias_weights: bool) -> dict[str, Any]:
+    """Three rollouts with steps between them."""
+    actor, hybrid, llm = _build(path, alias_weights)
+    addresses = {name: param.data_ptr() for name, param in hybrid._engine.params.items()}
+    awake, asleep, verified = [], [], []
+    for _ in range(3):
+        with hybrid.rollout_mode():
+            llm.llm_engine.step()
+            awake.append(llm.held_bytes)
+        verified.append(hybrid.verified_tensors)
+        asleep.append(llm.held_bytes)
+        _train(actor)
+    assert {name: param.data_ptr() for name, param in hybrid._engine.params.items()} == addresses
+    shared = hybrid._engine.shared_params
+    own = sum(x.nbytes for name, x in hybrid._engine.params.items() if name not in shared)
+    return dict(calls=llm.calls, awake=awake, asleep=asleep, verified=verified, own=own, shared=len(shared))
+
+
+def _forget_to_rewrite(rank: int, world_size: int, path: Path) -> str:
+    """One parameter is left out of the second switch."""
+    actor, hybrid, _ = _build(path, alias_weights=False)
+    with hybrid.rollout_mode():
+        pass
+    resharder = hybrid._moves[0].resharder
+    vars(resharder).update(_targets=resharder._targets[:-1], _origins=resharder._origins[:-1])
+    return _name_failure(hybrid, CertificateError)
+
+
+def _forget_to_wake(rank: int, world_size: int, path: Path) -> str:
+    """The weights are written while they sleep."""
+    _, hybrid, _ = _build(path, alias_weights=False)
+    with hybrid.rollout_mode():
+        pass
+    vars(hybrid._engine).update(begin_weight_update=lambda: None)
+    return _name_failure(hybrid, Unmapped)
+
+
+def _name_failure(hybrid: HybridEngine, kind: type[Exception]) -> str:
+    try:
+        with hybrid.rollout_mode():
+            Llm.made[-1].llm_engine.step()
+    except kind as error:
+        return str(error)
+    return "nothing was seen"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3")
+    save_tiny_model(directory, "qwen3")
+    return directory
+
+
+@pytest.mark.parametrize("alias_weights", [False, True])
+def test_engine_on_a_gpu_wakes_is_rewritten_and_sleeps(alias_weights: bool, path: Path) -> None:
+    [found] = run_ranks(_take_turns, 1, path, alias_weights)
+    first, later = ["reset", "step", "sleep"], ["wake weights", "wake kv_cache", "reset", "step", "sleep"]
+    assert found["calls"] == first + 2 * later
+    assert set(found["asleep"]) == {KEPT_BYTES}, "all of the pool is given back"
+    assert set(found["awake"]) == {KEPT_BYTES + found["own"] + 4 * (1 << 16)}
+    assert (found["shared"] > 0) == alias_weights, "what is shared is not lost"
+    assert min(found["verified"]) == max(found["verified"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_forget_to_rewrite, "weights differ between training and rollout:\n  lm_head.weight: "),
+        (_forget_to_wake, "weights are not mapped"),
+    ],
+)
+def test_planted_fault_is_caught(fault: Callable[..., str], said: str, path: Path) -> None:
+    [found] = run_ranks(fault, 1, path)
+    assert said in found
