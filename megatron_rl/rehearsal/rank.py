@@ -31,6 +31,7 @@ from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.rehearsal.batches import find_share_in_loss, pack_full
+from megatron_rl.rehearsal.fake_nf4 import fake_nf4
 from megatron_rl.rehearsal.ledger import Ledger, Phase
 from megatron_rl.rehearsal.report import compare_rank
 from megatron_rl.roles.build import build_role
@@ -72,6 +73,7 @@ class Rehearsal:
         with (
             _fake_world(self._rank, self._job.cluster.world_size),
             fake,
+            fake_nf4(),
             self.ledger.watching(),
             self._counted_experts(),
         ):
