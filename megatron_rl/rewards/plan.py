@@ -10,7 +10,7 @@ the local sources, then `add_model_scores`. Everything in here is pure but for l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from urllib.parse import urlsplit
@@ -152,10 +152,15 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
 
 
 def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """What `compute_reward` is for a rollout that has a reward and components from its environment."""
+    """What `compute_reward` is for a rollout that has a reward from its environment."""
     punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
-    given = {f"environment/{n}" if n in _RESERVED else n: value for n, value in rollout.reward_components.items()}
-    return rollout.reward + punishment, given | components
+    return rollout.reward + punishment, components
+
+
+def add_components(given: Mapping[str, float], components: Mapping[str, float]) -> dict[str, float]:
+    """What an environment reports, beside a reward's components; a name that is taken becomes "environment/name"."""
+    taken = (*_RESERVED, *components)
+    return {f"environment/{name}" if name in taken else name: value for name, value in given.items()} | dict(components)
 
 
 def _refuse(reward: float, what: str) -> UserError:

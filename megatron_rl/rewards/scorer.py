@@ -21,7 +21,7 @@ import psutil
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.functions import RewardFunction
-from megatron_rl.rewards.plan import RewardPlan, compute_reward, keep_reward
+from megatron_rl.rewards.plan import RewardPlan, add_components, compute_reward, keep_reward
 from megatron_rl.rewards.rules import RULES
 from megatron_rl.rewards.scoring import Score, compute_score
 from megatron_rl.rewards.service import RewardService
@@ -132,6 +132,7 @@ class Scorer:
                     reward, components = compute_reward(self._plan, [wait() for wait in waits], decoded)
                 else:
                     reward, components = keep_reward(self._plan, decoded)
+                components = add_components(decoded.reward_components, components)
                 scored.append(replace(decoded, reward=reward, reward_components=components))
         return scored
 

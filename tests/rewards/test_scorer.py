@@ -72,6 +72,17 @@ def test_single_source_keeps_its_own_components(tmp_path):
     assert (scored.reward, scored.reward_components) == (2.0, {"level": 3.0})
 
 
+def test_what_an_environment_reports_is_kept_beside_the_score_of_a_source(tmp_path):
+    """With a reward of its own, and without one, which a function gives; a name that is taken is told apart."""
+    function = write_function(tmp_path, "return {'score': 2, 'level': extra_info['level']}")
+    rollout = replace(make_rollouts()[0], reward_components={"calls": 4.0, "level": 9.0, "mean": 5.0})
+    with open_scorer(function=function) as scorer:
+        open_, judged = scorer.finish([rollout, replace(rollout, reward=0.5)])
+    given = {"calls": 4.0, "environment/mean": 5.0}
+    assert (open_.reward, open_.reward_components) == (2.0, given | {"environment/level": 9.0, "level": 3.0})
+    assert (judged.reward, judged.reward_components) == (0.5, given | {"level": 9.0})
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_are_told_more_where_they_ask_for_it(tmp_path, workers):
     """By name or as **kwargs; every function gets verl's four."""
