@@ -14,7 +14,7 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.planner import group_shards
-from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.families import FAMILIES, ModelShape, SigmoidRouter
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices
@@ -36,11 +36,13 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         max_position_embeddings=64,
-        qkv_bias=FAMILIES[family].qkv_bias,
-        qk_norm=FAMILIES[family].qk_norm,
+        qkv_bias=FAMILIES[family].qkv_bias is not False,
+        qk_norm=FAMILIES[family].qk_norm is not False,
     )
     if FAMILIES[family].experts:
         sizes |= dict(num_experts=4, experts_per_token=2, normalizes_shares=True)
+    if family == "glm4_moe":
+        sizes |= dict(dense_layers=1, dense_ffn_size=48, shared_ffn_size=32, router=SigmoidRouter())
     return ModelShape(family=family, **(sizes | changes))
 
 

@@ -16,14 +16,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GemmaConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 517
@@ -33,8 +36,11 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
     "gemma": GemmaConfig,
+    "phi3": Phi3Config,
+    "smollm3": SmolLM3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
@@ -42,6 +48,8 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": dict(tie_word_embeddings=False, head_dim=16),  # not hidden_size / heads
     "mistral": dict(tie_word_embeddings=False, sliding_window=None),
     "gemma": dict(tie_word_embeddings=True, head_dim=16),
+    "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
+    "smollm3": dict(tie_word_embeddings=True, no_rope_layer_interval=2, pad_token_id=0),
     "qwen3_moe": dict(
         tie_word_embeddings=False,
         head_dim=16,
@@ -51,6 +59,19 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
     ),
     "mixtral": dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": dict(
+        tie_word_embeddings=False,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        num_mtp_layers=0,
+    ),
 }
 
 
@@ -73,7 +94,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
     Args:
         directory: where to write.
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
-            embeddings), "qwen3_moe" (QK norm) or "mixtral"; the last two have four experts, two per token.
+            embeddings), "phi3" (fused matrices), "smollm3" (every other layer without rotation), "qwen3_moe" (QK norm)
+            or "mixtral" with four experts, two per token, or "glm4_moe": the same after a dense layer, with a shared
+            expert of twice their size and router biases.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """
@@ -97,6 +120,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
                 parameter *= 3
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     return model
 

@@ -30,7 +30,7 @@ from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
 from megatron_rl.types import KeptSets
-from megatron_rl.weights.experts import split_huggingface_experts
+from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 
@@ -89,14 +89,14 @@ class HuggingFaceEngine(WaitingRequests):
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
         self._bitwise, self._stop = spec.config.bitwise, spec.stop
-        self.shared_params = share_params(dict(self._model.named_parameters()), spec.shareable(self._placements))
+        self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
             from megatron_rl.engines.transformers_bitwise import make_batch_invariant
 
             make_batch_invariant(self._model)
         self.params = split_huggingface_experts(
-            spec.shape, {name: p.data for name, p in self._model.named_parameters()}
+            spec.shape, {name: p.data for name, p in list_huggingface_tensors(self._model).items()}
         )
         check_placements(
             self._placements,

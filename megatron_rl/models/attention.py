@@ -104,7 +104,8 @@ class PackedAttention(MegatronModule):
         """
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"
-        query, key = (rotate(x, *packed_seq_params.rotary_table) for x in (query, key))
+        if self.layer_number not in packed_seq_params.unrotated_layers:
+            query, key = (rotate(x, *packed_seq_params.rotary_table) for x in (query, key))
         cp_group = self._cp_group
         if packed_seq_params.cache is not None:
             cp_group, (key, value) = None, packed_seq_params.cache.store(self.layer_number, key, value)

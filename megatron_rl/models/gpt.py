@@ -31,6 +31,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
+from megatron_rl.models.biased_router import BiasedRouter
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.lora import adapt_linear
@@ -141,21 +142,31 @@ def build_layer_spec(
     transformer_impl: str,
     batch_invariant: bool = False,
     adapters: AdapterShape | None = None,
+    has_experts: bool = True,
 ) -> ModuleSpec:
-    """Layer spec with separate norms and packed attention; parameter names do not depend on the impl."""
+    """Layer spec with separate norms and packed attention; parameter names do not depend on the impl.
+
+    Without `has_experts` it is that of a dense layer, whatever the config says.
+    """
+    num_experts = config.num_moe_experts if has_experts else None
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-    if config.num_moe_experts:
+    mlps = [mlp]
+    if num_experts:
         moe: Any = moe_utils
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
-        mlp = mlp.experts.submodules
-    mlp.activation_func = GatedActivation
+        if config.moe_router_score_function == "sigmoid":
+            mlp.router = BiasedRouter
+        mlps = [mlp.experts.submodules, mlp.shared_experts.submodules]
+        mlp = mlps[0]
+    for part in mlps:
+        part.activation_func = GatedActivation
     layer.self_attention.module = BlockedSelfAttention
     norm, attention.core_attention = RMSNorm, PackedAttention
     if transformer_impl == "transformer_engine":
@@ -163,11 +174,12 @@ def build_layer_spec(
 
         norm = te.TENorm
         if adapters is None or not adapters.is_quantized:
-            attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
-            attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
+            attention.linear_qkv, attention.linear_proj = te.TEColumnParallelLinear, te.TERowParallelLinear
+            for part in mlps:
+                part.linear_fc1, part.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     if adapters is not None:
         _adapt_layer(config, adapters, attention, mlp)
-    if config.num_moe_experts and batch_invariant:
+    if num_experts and batch_invariant:
         mlp.linear_fc1 = _put_in_front(PaddedLinear, mlp.linear_fc1)
         mlp.linear_fc2 = _put_in_front(PaddedLinear, mlp.linear_fc2)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -216,14 +228,18 @@ def build_gpt_stages(
         `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
     layout = groups.layout
-    layer_spec = build_layer_spec(config, transformer_impl, batch_invariant, adapters)
-    layer: Any = layer_spec.submodules
+    specs = {
+        has_experts: build_layer_spec(config, transformer_impl, batch_invariant, adapters, has_experts)
+        for has_experts in map(shape.has_experts, (0, shape.num_layers - 1))
+    }
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
     chunks = []
     for chunk in range(layout.vpp_size):
-        num_layers = len(stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk))
+        layers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk)
+        layer_specs = [specs[shape.has_experts(layer)] for layer in layers]
+        first: Any = layer_specs[0].submodules
         # Annotated as one layer's ModuleSpec; megatron-core takes a whole block's as well.
-        block: Any = TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=layer.input_layernorm)
+        block: Any = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=first.input_layernorm)
         model = model_class(
             config,
             block,

@@ -47,12 +47,14 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         segments: who attends to whom in the whole row, all context parallel shards together.
         rotary_table: cosine and sine [t/cp, 1, d] of the rows of this rank's shard.
+        unrotated_layers: megatron-core's numbers of the layers that do not use it.
         cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
             has whole sequences then, whatever the context parallel size. None: rows see each other only.
     """
 
     segments: Segments
     rotary_table: tuple[torch.Tensor, torch.Tensor]
+    unrotated_layers: frozenset[int] = frozenset()
     cache: CachedRows | None = None
 
 
@@ -86,6 +88,11 @@ def build_packed_sequences(
         max_seqlen_q=segments.max_seqlen_q,
         max_seqlen_kv=segments.max_seqlen_k,
         rotary_table=compute_rotary_table(
-            mine, head_dim=shape.head_dim, theta=shape.rope_theta, dtype=dtype, scaling=shape.rope_scaling
+            mine,
+            head_dim=shape.rotary_dim or shape.head_dim,
+            theta=shape.rope_theta,
+            dtype=dtype,
+            scaling=shape.rope_scaling,
         ),
+        unrotated_layers=frozenset(layer + 1 for layer in shape.unrotated_layers),
     )

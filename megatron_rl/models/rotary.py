@@ -92,8 +92,14 @@ _SCALINGS: dict[type, Callable[[torch.Tensor, Any, float], tuple[torch.Tensor, f
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x_i, x_{i + d/2}) of [t, heads, d] by the angles of a `compute_rotary_table`."""
-    return _Rotation.apply(heads, cosine, sine)
+    """Turn the pairs (x_i, x_{i + d/2}) of [t, heads, d] by the angles of a `compute_rotary_table`.
+
+    Of wider heads it turns the first d channels.
+    """
+    width = cosine.shape[-1]
+    if width == heads.shape[-1]:
+        return _Rotation.apply(heads, cosine, sine)
+    return torch.cat([_Rotation.apply(heads[..., :width], cosine, sine), heads[..., width:]], -1)
 
 
 class _Rotation(torch.autograd.Function):

@@ -68,7 +68,7 @@ def build_transformer_config(
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
+        ffn_hidden_size=shape.dense_ffn_size or shape.ffn_hidden_size,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
@@ -110,7 +110,7 @@ def build_transformer_config(
 def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
     if not shape.num_experts:
         return {}
-    return dict(
+    return _router_settings(shape) | dict(
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
         moe_ffn_hidden_size=shape.ffn_hidden_size,
@@ -122,4 +122,19 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
         expert_model_parallel_size=layout.ep_size,
         # With less than TP and EP = 1, megatron-core would not sum experts' gradients over the TP replicas.
         expert_tensor_parallel_size=layout.tp_size,
+    )
+
+
+def _router_settings(shape: ModelShape) -> dict[str, Any]:
+    """Of a router whose scores are sigmoids; its bias is a parameter of ours, see `models/biased_router.py`."""
+    if shape.router is None:
+        return {}
+    groups = shape.router if shape.router.num_groups > 1 else None
+    return dict(
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+        moe_router_topk_scaling_factor=shape.router.scale,
+        moe_router_num_groups=groups and groups.num_groups,
+        moe_router_group_topk=groups and groups.groups_per_token,
+        moe_shared_expert_intermediate_size=shape.shared_ffn_size or None,
     )

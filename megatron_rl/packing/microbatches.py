@@ -43,7 +43,7 @@ def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
 
 
 def compute_attention_ratio(
-    hidden_size: int, ffn_hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int
+    hidden_size: int, ffn_hidden_size: float, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> float:
     """Cost of causal attention over s tokens in units of s^2 tokens' linear layers.
 

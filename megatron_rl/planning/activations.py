@@ -65,7 +65,7 @@ def count_layer_elements(
     attention += 2 * q if repeats_heads and kv < q else 0
     elements = 4 * h / s + attention / tp
     if shape.num_experts:
-        return elements + shape.experts_per_token * (h + 4 * f / tp)
+        return elements + shape.experts_per_token * (h + 4 * f / tp) + 3 * shape.shared_ffn_size / tp
     return elements + 3 * f / tp
 
 

@@ -23,7 +23,13 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.megatron_layout import (
+    PADDED_PARAMETERS,
+    ROUTER_BIAS,
+    megatron_placements,
+    padded_vocab_size,
+    stage_layers,
+)
 from megatron_rl.weights.quantization import count_bytes, is_quantized
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.row_shards import find_shard_places
@@ -41,7 +47,9 @@ _ORDER = (
     "self_attention.k_layernorm.",
     "pre_mlp_layernorm.",
     "mlp.router.",
-    "mlp.",
+    "mlp.experts.",
+    "mlp.linear_",
+    "mlp.shared_experts.",
     "final_layernorm.",
     "output_layer.",
     "score.",
@@ -67,6 +75,11 @@ class Parameter:
     is_matrix: bool
     is_expert: bool
     is_shared: bool
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it has no gradient; it is float32 then."""
+        return self.name.endswith(ROUTER_BIAS)
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,7 @@ class RoleBytes:
 def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
     """The parameters of each model chunk of a rank, in the order of `named_parameters()`; of adapters, theirs alone."""
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
-    embedding, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size)
+    embedding, dense, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size)
     is_tied = shape is model and model.tied_embeddings and not model.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage has a copy
         embedding, output = (
@@ -102,26 +115,29 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
         )
     elif is_tied:
         output = [p for p in output if not p.name.endswith(PADDED_PARAMETERS)]
-    per_chunk = model.num_layers // (layout.pp_size * layout.vpp_size)
     chunks = []
     for chunk in range(layout.vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == layout.pp_size - 1 and chunk == layout.vpp_size - 1
-        layers = [replace(p, name=f"decoder.layers.{number}.{p.name}") for number in range(per_chunk) for p in layer]
+        numbers = stage_layers(model.num_layers, layout.pp_size, layout.vpp_size, pp_rank, chunk)
+        layers = [
+            replace(p, name=f"decoder.layers.{local}.{p.name}")
+            for local, number in enumerate(numbers)
+            for p in (dense if number < model.dense_layers else layer)
+        ]
         chunks.append([*(embedding if is_first else ()), *layers, *(output if is_last else ())])
     return chunks
 
 
 @lru_cache(maxsize=256)
-def _building_blocks(
-    shape: ModelShape | AdapterShape, tp_size: int, ep_size: int
-) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Embedding, one layer, and what follows the last: read off the tables of a model of one layer in two stages."""
-    if isinstance(shape, AdapterShape):
-        adapters = replace(shape, base=replace(shape.base, num_layers=2))
-        small = adapters.base
-    else:
-        adapters, small = None, replace(shape, num_layers=2)
+def _building_blocks(shape: ModelShape | AdapterShape, tp_size: int, ep_size: int) -> tuple[tuple[Parameter, ...], ...]:
+    """Embedding, a dense layer before experts, a layer, and what follows the last.
+
+    Read off the tables of a model of two layers in two stages, of which the first is dense where the model has such.
+    """
+    model = shape.base if isinstance(shape, AdapterShape) else shape
+    small = replace(model, num_layers=2, dense_layers=min(model.dense_layers, 1))
+    adapters = replace(shape, base=small) if isinstance(shape, AdapterShape) else None
     layout = ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size)
     tables = [megatron_placements(small, layout, layout.rank(pp=pp_rank)) for pp_rank in range(2)]
     if adapters:
@@ -131,12 +147,12 @@ def _building_blocks(
         for table in tables
     ]
     prefix = "decoder.layers.0."
-    layer = tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stages[0] if p.name.startswith(prefix))
-    return (
-        tuple(p for p in stages[0] if not p.name.startswith(prefix)),
-        layer,
-        tuple(p for p in stages[1] if not p.name.startswith(prefix)),
+    dense, layer = (
+        tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stage if p.name.startswith(prefix))
+        for stage in stages
     )
+    ends = (tuple(p for p in stage if not p.name.startswith(prefix)) for stage in stages)
+    return next(ends), dense, layer, next(ends)
 
 
 def _read_parameters(
@@ -221,13 +237,15 @@ def compute_role_bytes(
     """
     size, frozen = DTYPE_BYTES[dtype], 0  # bytes of an element, and of all weights that are not trained
     chunks = list_chunks(shape, layout, rank)
+    biases = sum(p.numel for chunk in chunks for p in chunk if p.is_frozen) * _MAIN_BYTES
+    chunks = [[p for p in chunk if not p.is_frozen] for chunk in chunks]
     if upkeep.is_fully_sharded:
         held, owned = _count_shards([p for chunk in chunks for p in chunk], layout, rank)
         if not is_trained:
             return RoleBytes(held * size, 0, 0)
         return RoleBytes(held * _MAIN_BYTES, held * _GRADIENT_BYTES, owned * 2 * _MOMENT_BYTES)
     if not is_trained:
-        return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size, 0, 0)
+        return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size + biases, 0, 0)
     if adapters is not None:
         members = [p for chunk in chunks for p in chunk if p.name != SCORE_HEAD]
         frozen = sum(
@@ -252,7 +270,8 @@ def compute_role_bytes(
             owned += sum(mine)
             moments += sum(numel * upkeep.count_moments(p) for p, numel in zip(members, mine, strict=True))
     main = owned * _MAIN_BYTES if dtype != "float32" else 0
-    return RoleBytes(frozen + in_buffers * size, in_buffers * _GRADIENT_BYTES, moments * _MOMENT_BYTES + main, main)
+    of_weights = biases + frozen + in_buffers * size
+    return RoleBytes(of_weights, in_buffers * _GRADIENT_BYTES, moments * _MOMENT_BYTES + main, main)
 
 
 def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class LaidOutModel:
         shape = self.shape
         return compute_attention_ratio(
             shape.hidden_size,
-            shape.ffn_hidden_size * (shape.experts_per_token if shape.num_experts else 1),
+            shape.active_columns,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,

@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape, SigmoidRouter
+from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 from megatron_rl.weights.tables import BoxPair, PlacementTable, Rows
 
@@ -84,14 +85,26 @@ class AdapterShape:
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
     names = FAMILIES[shape.family].experts
+    if FAMILIES[shape.family].is_fused:
+        return {}
+    if shape.router is not None:  # its names of matrices of experts are those of other MLPs as well
+        return dict(_ATTENTION)
     return _ATTENTION | (_DENSE if names is None else {names.gate: "gate", names.up: "up", names.down: "down"})
 
 
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     """The shape that a manifest holds as `dataclasses.asdict` made it."""
     if "base" not in saved:
-        return ModelShape(**saved)
-    return AdapterShape(**{**saved, "base": ModelShape(**saved["base"]), "kinds": tuple(saved["kinds"])})
+        router, scaling = saved.get("router"), saved.get("rope_scaling")
+        nested = dict(
+            router=router and SigmoidRouter(**router),
+            rope_scaling=scaling and restore_rope_scaling(scaling),
+            unrotated_layers=tuple(saved.get("unrotated_layers", ())),
+        )
+        return ModelShape(**{**saved, **nested})
+    base = read_shape(saved["base"])
+    assert isinstance(base, ModelShape), "adapters of a model"
+    return AdapterShape(**{**saved, "base": base, "kinds": tuple(saved["kinds"])})
 
 
 def make_adapter_shape(

@@ -26,6 +26,13 @@ def split_experts(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return views
 
 
+def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a transformers model, and the biases of its routers, which are buffers there."""
+    names = {family.experts.bias for family in FAMILIES.values() if family.experts and family.experts.bias}
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(tuple(names))}
+    return {**dict(model.named_parameters()), **biases}
+
+
 def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Logical tensors as views of the parameters of a transformers model, which fuses experts in memory.
 

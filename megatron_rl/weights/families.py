@@ -19,6 +19,9 @@ from megatron_rl.weights.rope import RopeScaling
 
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
+DENSE, SHARED = "dense_", "shared_"  # before the kinds of an MLP beside experts
+# A tensor of a checkpoint that is several matrices, one below the other: its kind -> theirs.
+FUSED_KINDS = {"qkv": ("q.weight", "k.weight", "v.weight"), "gate_up": ("gate", "up")}
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class ExpertNames:
         block: the MLP of a layer; its router is `<block>.gate`, its experts `<block>.experts.<e>`.
         gate, up, down: the matrices of an expert.
         size_key: config.json's name for an expert's columns.
+        shared: the expert that serves every token, `<block>.<shared>`; None: there is none.
+        bias: what is added to a router's scores when experts are chosen, `<block>.<bias>`; None: nothing is.
     """
 
     block: str
@@ -36,6 +41,28 @@ class ExpertNames:
     up: str
     down: str
     size_key: str
+    shared: str | None = None
+    bias: str | None = None
+
+    @property
+    def has_sigmoid_router(self) -> bool:
+        """Scores are sigmoids, experts are chosen with a bias, and the first layers may be dense (DeepSeek-V3)."""
+        return self.bias is not None
+
+
+@dataclass(frozen=True)
+class SigmoidRouter:
+    """How experts are chosen by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
+
+    Attributes:
+        num_groups: of the experts, of equal size.
+        groups_per_token: those with the largest sums of their two best experts; a token's experts are in them.
+        scale: that the shares of the experts of a token are multiplied by; they add up to 1 before.
+    """
+
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,9 +71,12 @@ class Family:
 
     Attributes:
         architecture: name of the transformers class with a language-model head.
-        qkv_bias: the q, k and v projections have a bias.
-        qk_norm: q and k are normalised per head.
+        qkv_bias: the q, k and v projections have a bias; None: config.json's `attention_bias` says.
+        qk_norm: q and k are normalised per head; None: config.json's `use_qk_norm` says.
         honours_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
+        is_fused: q, k and v are one tensor of a checkpoint, and gate and up are one.
+        partial_rotary: share of a head that is rotated where config.json does not say; None: all of it always.
+        may_skip_rotary: config.json's `no_rope_layers` lists layers whose q and k are not rotated.
         honours_sliding_window: config.json's `sliding_window` alone limits the attention.
         activations: config.json's `hidden_act` that are served; all of them mean the first (the default as well).
         ties_by_default: what a config.json without `tie_word_embeddings` means.
@@ -56,8 +86,11 @@ class Family:
     """
 
     architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    qk_norm: bool | None = False
+    is_fused: bool = False
+    partial_rotary: float | None = None
+    may_skip_rotary: bool = False
     honours_head_dim: bool = True
     honours_sliding_window: bool = False
     activations: tuple[str, ...] = ("silu",)
@@ -85,6 +118,8 @@ FAMILIES: dict[str, Family] = {
         zero_centered_norms=True,
         scales_embedding=True,
     ),
+    "phi3": Family("Phi3ForCausalLM", is_fused=True, partial_rotary=1.0, honours_sliding_window=True),
+    "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         qk_norm=True,
@@ -94,6 +129,21 @@ FAMILIES: dict[str, Family] = {
         "MixtralForCausalLM",
         honours_sliding_window=True,
         experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size"),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        qkv_bias=None,
+        qk_norm=None,
+        partial_rotary=0.5,
+        experts=ExpertNames(
+            "mlp",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            size_key="moe_intermediate_size",
+            shared="shared_experts",
+            bias="gate.e_score_correction_bias",
+        ),
     ),
 }
 
@@ -105,7 +155,9 @@ class ModelShape:
     Sizes are those of the HF config; `vocab_size` is without padding. In a mixture of experts every layer
     has `num_experts` (0: dense) of `ffn_hidden_size` columns; `experts_per_token` of them serve a token,
     and their shares add up to 1 with `normalizes_shares`. With `has_score_head` the model ends in `score.weight`
-    [1, h] and has no output layer, tied or not.
+    [1, h] and has no output layer, tied or not. `rotary_dim` channels of a head are rotated (None: all), and none in
+    `unrotated_layers`. The first `dense_layers` layers of a mixture of experts have an MLP of `dense_ffn_size` columns
+    in its place, and in the others every token is served by a shared expert of `shared_ffn_size` (0: there is none).
     """
 
     family: str
@@ -127,6 +179,12 @@ class ModelShape:
     normalizes_shares: bool = False
     has_score_head: bool = False
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    dense_layers: int = 0
+    dense_ffn_size: int = 0
+    shared_ffn_size: int = 0
+    router: SigmoidRouter | None = None
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
         """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
@@ -138,27 +196,56 @@ class ModelShape:
             "score": (1, h),
             "o": (h, q),
             "router": (self.num_experts, h),
-            "gate": (self.ffn_hidden_size, h),
-            "up": (self.ffn_hidden_size, h),
-            "down": (h, self.ffn_hidden_size),
+            "router_bias": (self.num_experts,),
         }
+        for prefix, size in self.ffn_sizes().items():
+            sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,)}
-        return sizes
+        return sizes | {kind: (sum(sizes[part][0] for part in parts), h) for kind, parts in FUSED_KINDS.items()}
 
-    def layer_kinds(self) -> dict[str, str]:
+    def ffn_sizes(self) -> dict[str, int]:
+        """Columns of each sort of MLP: of a layer or an expert, of a dense layer before experts, of a shared expert."""
+        sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
+        return {prefix: size for prefix, size in sizes.items() if size}
+
+    @property
+    def active_columns(self) -> float:
+        """Columns of the MLPs that serve a token in a layer, on the average of the layers."""
+        of_experts = self.ffn_hidden_size * (self.experts_per_token or 1) + self.shared_ffn_size
+        if not self.dense_layers:
+            return of_experts
+        dense = self.dense_layers * self.dense_ffn_size
+        return (dense + (self.num_layers - self.dense_layers) * of_experts) / self.num_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return self.num_experts > 0 and layer >= self.dense_layers
+
+    def layer_kinds(self, layer: int) -> dict[str, str]:
         """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
         kinds = {"input_layernorm.weight": "hidden"}
-        for name in "qkv":
+        family = FAMILIES[self.family]
+        if family.is_fused:
+            kinds["self_attn.qkv_proj.weight"] = "qkv"
+        for name in () if family.is_fused else "qkv":
             for what in ("weight", "bias") if self.qkv_bias else ("weight",):
                 kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
         if self.qk_norm:
             kinds |= {"self_attn.q_norm.weight": "head", "self_attn.k_norm.weight": "head"}
         kinds |= {"self_attn.o_proj.weight": "o", "post_attention_layernorm.weight": "hidden"}
-        names = FAMILIES[self.family].experts
-        if names is not None:
-            return kinds | {f"{names.block}.gate.weight": "router"}
-        return kinds | {f"mlp.{kind}_proj.weight": kind for kind in ("gate", "up", "down")}
+        names = family.experts
+        if names is None or not self.has_experts(layer):
+            prefix = "" if names is None else DENSE
+            matrices = ("gate_up", "down") if family.is_fused else ("gate", "up", "down")
+            return kinds | {f"mlp.{kind}_proj.weight": f"{prefix}{kind}" for kind in matrices}
+        kinds[f"{names.block}.gate.weight"] = "router"
+        if names.bias is not None:
+            kinds[f"{names.block}.{names.bias}"] = "router_bias"
+        if self.shared_ffn_size:
+            shared = f"{names.block}.{names.shared}"
+            kinds |= {f"{shared}.{kind}_proj.weight": f"{SHARED}{kind}" for kind in ("gate", "up", "down")}
+        return kinds
 
     def expert_kinds(self, expert: int) -> dict[str, str]:
         """The same for the matrices of one expert of a layer."""
@@ -169,11 +256,12 @@ class ModelShape:
 
     def tensor_kinds(self) -> dict[str, str]:
         """HF tensor -> its kind, in checkpoint order."""
-        layer = self.layer_kinds()
+        experts: dict[str, str] = {}
         for expert in range(self.num_experts):
-            layer |= self.expert_kinds(expert)
+            experts |= self.expert_kinds(expert)
         kinds = {"model.embed_tokens.weight": "vocab"}
         for number in range(self.num_layers):
+            layer = self.layer_kinds(number) | (experts if self.has_experts(number) else {})
             kinds |= {f"model.layers.{number}.{name}": kind for name, kind in layer.items()}
         kinds["model.norm.weight"] = "hidden"
         if self.has_score_head:
@@ -211,7 +299,7 @@ class ModelShape:
         for what, size in (
             ("attention heads", self.num_heads),
             ("KV heads", self.num_kv_heads),
-            ("feed-forward columns", self.ffn_hidden_size),
+            *(("feed-forward columns", size) for size in self.ffn_sizes().values()),
         ):
             if size % tp_size:
                 raise UserError(
@@ -267,11 +355,11 @@ class ModelShape:
 
     def _fits_engine(self, tp_size: int) -> bool:
         kv = self.num_kv_heads
-        divides = self.num_heads % tp_size == 0 and self.ffn_hidden_size % tp_size == 0
+        divides = all(size % tp_size == 0 for size in (self.num_heads, *self.ffn_sizes().values()))
         return divides and (kv % tp_size == 0 or tp_size % kv == 0)
 
     def _tp_sizes(self) -> list[int]:
-        sizes = (self.num_heads, self.num_kv_heads, self.ffn_hidden_size)
+        sizes = (self.num_heads, self.num_kv_heads, *self.ffn_sizes().values())
         return [n for n in range(1, self.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import layer_parameter
 from megatron_rl.weights.shard_box import Box, full_box, rows
+from megatron_rl.weights.tables import list_parts
 
 Table = dict[str, tuple["GlobalPlacement", ...]]
 
@@ -64,47 +65,69 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
             name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),)
             for name, size in shape.logical_tensors().items()
         }
-    cuts, layer_keys = _cut_kinds(shape), dict(_KEYS)
-    if shape.num_experts:  # a norm before a router is fused into nothing
-        del layer_keys["post_attention_layernorm.weight"]
+    cuts = _cut_kinds(shape)
     table = {name: _place(cuts[kind], _KEYS[name]) for name, kind in shape.tensor_kinds().items() if name in _KEYS}
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, kind in shape.layer_kinds().items():
-            key = f"decoder.layers.{layer_keys.get(name) or layer_parameter(name, kind)}"
-            table[prefix + name] = _place(cuts[kind], key, (shape.num_layers,), (layer,))
-        for expert in range(shape.num_experts):
+        prefix, layer_keys = f"model.layers.{layer}.", dict(_KEYS)
+        if shape.has_experts(layer):  # a norm before a router is fused into nothing
+            del layer_keys["post_attention_layernorm.weight"]
+        ours, stack, leading = "decoder.layers.", (shape.num_layers,), (layer,)
+        if shape.dense_layers:  # layers that are not alike are not stacked
+            ours, stack, leading = f"decoder.layers.{layer}.", (), ()
+        for name, kind in shape.layer_kinds(layer).items():
+            table[prefix + name] = tuple(
+                place
+                for part, cut in list_parts(kind)
+                for place in _place(
+                    cuts[cut],
+                    f"{ours}{layer_keys.get(name) or layer_parameter(name, part)}",
+                    stack,
+                    leading,
+                )
+            )
+        for expert in range(shape.num_experts if shape.has_experts(layer) else 0):
             for name, kind in shape.expert_kinds(expert).items():
-                key = layer_parameter(name, kind).replace("mlp.", "decoder.layers.mlp.experts.experts.")
-                table[prefix + name] = _place(cuts[kind], key, (shape.num_layers, shape.num_experts), (layer, expert))
+                key = layer_parameter(name, kind).replace("mlp.", f"{ours}mlp.experts.experts.")
+                table[prefix + name] = _place(cuts[kind], key, (*stack, shape.num_experts), (*leading, expert))
     return table
 
 
 class _Cut(NamedTuple):
-    """How the tensors of a kind lie in a fused one: `groups` parts of equal size, the first at row `first` of it."""
+    """How the tensors of a kind lie in a fused one: `groups` parts of equal size, the first at row `first` of it.
+
+    Of a tensor of a checkpoint that is fused itself, it is the `count` rows from `start`.
+    """
 
     size: tuple[int, ...]
     groups: int
     first: int
     group_rows: int
+    start: int
+    count: int
 
 
 def _cut_kinds(shape: ModelShape) -> dict[str, _Cut]:
-    cuts = {kind: _Cut(size, 1, 0, size[0]) for kind, size in shape.kind_sizes().items()}
-    ffn, d, groups = shape.ffn_hidden_size, shape.head_dim, shape.num_kv_heads
+    cuts = {kind: _Cut(size, 1, 0, size[0], 0, size[0]) for kind, size in shape.kind_sizes().items()}
+    d, groups = shape.head_dim, shape.num_kv_heads
     q_rows = shape.num_heads // groups * d
     for name, first in (("q", 0), ("k", q_rows), ("v", q_rows + d)):
         for kind in (f"{name}.weight", f"{name}.bias"):
             cuts[kind] = cuts[kind]._replace(groups=groups, first=first, group_rows=q_rows + 2 * d)
-    for half, kind in enumerate(("gate", "up")):
-        cuts[kind] = cuts[kind]._replace(first=half * ffn, group_rows=2 * ffn)
+    for prefix, ffn in shape.ffn_sizes().items():
+        for half, kind in enumerate((f"{prefix}gate", f"{prefix}up")):
+            cuts[kind] = cuts[kind]._replace(first=half * ffn, group_rows=2 * ffn)
+    for fused, parts in FUSED_KINDS.items():
+        start = 0
+        for part in parts:
+            cuts[f"{fused}.{part}"] = cuts[part]._replace(size=cuts[fused].size, start=start)
+            start += cuts[part].count
     return cuts
 
 
 def _place(
     cut: _Cut, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()
 ) -> tuple[GlobalPlacement, ...]:
-    count, fused = cut.size[0] // cut.groups, (cut.groups * cut.group_rows, *cut.size[1:])
+    count, fused = cut.count // cut.groups, (cut.groups * cut.group_rows, *cut.size[1:])
     starts = range(cut.first, fused[0], cut.group_rows)
     return tuple(
         GlobalPlacement(
@@ -112,7 +135,7 @@ def _place(
             (*stack, *fused),
             leading,
             rows(start, start + count, fused),
-            rows(group * count, (group + 1) * count, cut.size),
+            rows(cut.start + group * count, cut.start + (group + 1) * count, cut.size),
         )
         for group, start in enumerate(starts)
     )

@@ -20,13 +20,14 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megatron_rl.weights.families import SCORE_HEAD, ModelShape
-from megatron_rl.weights.tables import PlacementTable, Row, Rows, split_boxes
+from megatron_rl.weights.families import DENSE, SCORE_HEAD, SHARED, ModelShape
+from megatron_rl.weights.tables import PlacementTable, Row, Rows, list_parts, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
 
 VOCAB_MULTIPLE = 64
+ROUTER_BIAS = "mlp.router.expert_bias"  # not trained, and float32 whatever the model is
 PADDED_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -57,7 +58,8 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
     found: list[Row] = []
     pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-    layer_rows = _list_layer(shape, experts)
+    # The first layer and the last: all others are like one of them.
+    layer_rows = {shape.has_experts(layer): _list_layer(shape, layer, experts) for layer in (0, shape.num_layers - 1)}
     for chunk in range(vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
@@ -65,7 +67,8 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
             found.append((f"{chunk}.embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab"))
         for local, layer in enumerate(stage_layers(shape.num_layers, pp_size, vpp_size, pp_rank, chunk)):
             ours, hf = f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}."
-            found += [(ours + param, hf + hf_name, kind) for param, hf_name, kind in layer_rows]
+            mine = layer_rows[shape.has_experts(layer)]
+            found += [(ours + param, hf + hf_name, kind) for param, hf_name, kind in mine]
         if is_last:
             found.append((f"{chunk}.decoder.final_layernorm.weight", "model.norm.weight", "hidden"))
             if shape.has_score_head:
@@ -76,10 +79,14 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
     return Rows(found)
 
 
-def _list_layer(shape: ModelShape, experts: range) -> list[Row]:
-    """A layer with these experts."""
-    found: list[Row] = [(layer_parameter(name, kind), name, kind) for name, kind in shape.layer_kinds().items()]
-    for local, expert in enumerate(experts):
+def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
+    """A layer with these experts, where it has any."""
+    found: list[Row] = [
+        (layer_parameter(name, part), name, boxes)
+        for name, kind in shape.layer_kinds(layer).items()
+        for part, boxes in list_parts(kind)
+    ]
+    for local, expert in enumerate(experts if shape.has_experts(layer) else ()):
         found += [
             (layer_parameter(name, kind).replace("mlp.", f"mlp.experts.local_experts.{local}."), name, kind)
             for name, kind in shape.expert_kinds(expert).items()
@@ -93,13 +100,10 @@ _NORMS = {
     "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
 }
-_MATRICES = {
-    "o": "self_attention.linear_proj.weight",
-    "router": "mlp.router.weight",
-    "gate": "mlp.linear_fc1.weight",
-    "up": "mlp.linear_fc1.weight",
-    "down": "mlp.linear_fc2.weight",
-}
+_MATRICES = {"o": "self_attention.linear_proj.weight", "router": "mlp.router.weight", "router_bias": ROUTER_BIAS}
+for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts")):
+    _MATRICES |= {f"{prefix}{half}": f"{mlp}.linear_fc1.weight" for half in ("gate", "up")}
+    _MATRICES[f"{prefix}down"] = f"{mlp}.linear_fc2.weight"
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape, SigmoidRouter
 from megatron_rl.weights.rope import is_served, read_rope_scaling
 
 _MUST_BE_OFF = (
     "use_bidirectional_attention",
     "use_sliding_window",
-    "attention_bias",
     "mlp_bias",
     "mlp_only_layers",
     "router_jitter_noise",
@@ -96,12 +95,14 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             vocab_size=config["vocab_size"],
             tied_embeddings=head == "lm" and bool(config.get("tie_word_embeddings", family.ties_by_default)),
             has_score_head=head == "score",
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
+            qkv_bias=bool(config.get("attention_bias")) if family.qkv_bias is None else family.qkv_bias,
+            qk_norm=bool(config.get("use_qk_norm")) if family.qk_norm is None else family.qk_norm,
             rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
             max_position_embeddings=longest,
             rope_scaling=scaling,
+            rotary_dim=_read_rotary_dim(config, rope, family, head_dim),
+            unrotated_layers=_list_unrotated(config, family),
             **experts,
         )
     except KeyError as error:
@@ -119,9 +120,11 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
         **{name: bool(config.get(name)) for name in _MUST_BE_OFF},
+        "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": family.honours_sliding_window and _cuts_attention(config),
         "rope_scaling": not is_served(rope, config),
+        "partial_rotary_factor": family.partial_rotary is None and rope.get("partial_rotary_factor", 1.0) != 1.0,
     }
     if any(refused.values()):
         names = [name for name, is_set in refused.items() if is_set]
@@ -135,6 +138,22 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         )
 
 
+def _read_rotary_dim(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> int | None:
+    if family.partial_rotary is None:
+        return None
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.partial_rotary
+    return int(head_dim * share) if share != 1.0 else None
+
+
+def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
+    """In `no_rope_layers` of transformers, 1 stands for a layer that is rotated."""
+    if not family.may_skip_rotary:
+        return ()
+    layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
+    return tuple(layer for layer in layers if not rotated[layer])
+
+
 def _cuts_attention(config: dict[str, Any]) -> bool:
     window = config.get("sliding_window")
     return window is not None and window < config.get("max_position_embeddings", 0)
@@ -144,6 +163,8 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
     """The fields of a ModelShape that only a mixture of experts has."""
     if family.experts is None:
         return {}
+    if family.experts.has_sigmoid_router:
+        return _read_sigmoid_experts(config, source)
     # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
     num_experts = config.get("num_experts") or config["num_local_experts"]
     per_token = config["num_experts_per_tok"]
@@ -157,3 +178,27 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
             hint="the share of a single expert is always 1, so its router would never learn",
         )
     return dict(num_experts=num_experts, experts_per_token=per_token, normalizes_shares=normalizes_shares)
+
+
+def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The same where scores are sigmoids and experts are chosen with a bias (DeepSeek-V3 and its relatives)."""
+    groups, groups_per_token, per_token = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    if groups == groups_per_token:  # every group is chosen
+        groups = groups_per_token = 1
+    if not config.get("norm_topk_prob", True) or per_token == 1 or (groups > 1 and per_token // groups_per_token != 2):
+        raise UserError(
+            f"norm_topk_prob = {config.get('norm_topk_prob')}, {per_token} experts per token in {groups_per_token} of "
+            f"{groups} groups",
+            source=source,
+            expected="shares that add up to 1, of 2 experts or more; with groups, twice as many experts as groups",
+            hint="megatron-core chooses groups by the sum of their best per_token / topk_group experts, others by two",
+        )
+    return dict(
+        num_experts=config["n_routed_experts"],
+        experts_per_token=per_token,
+        normalizes_shares=True,
+        dense_layers=config["first_k_dense_replace"],
+        dense_ffn_size=config["intermediate_size"] if config["first_k_dense_replace"] else 0,
+        shared_ffn_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+        router=SigmoidRouter(groups, groups_per_token, float(config["routed_scaling_factor"])),
+    )

@@ -12,7 +12,7 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.tables import PlacementTable
 
 BLOCK = 64
-KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down"})
+KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down", "qkv", "gate_up"})
 _PARAMETERS = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2"))
 
 
@@ -37,6 +37,13 @@ def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
     Raises:
         UserError: naming the matrix, its columns on a rank, and the sizes that work.
     """
+    if shape.router is not None:
+        raise UserError(
+            f"{section}.quantization = nf4 with dense layers or shared experts beside a mixture of experts",
+            source=f"{section}.quantization",
+            expected="a dense model, or a mixture of experts without them",
+            hint=f"set {section}.quantization=none",
+        )
     names = {kind: name for name, kind in reversed(shape.tensor_kinds().items())}  # the first of each kind
     sizes = shape.kind_sizes()
     for kind in sorted(KINDS & names.keys()):

@@ -14,7 +14,7 @@ from functools import lru_cache
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, full_box
-from megatron_rl.weights.tables import PlacementTable, Rows, split_boxes
+from megatron_rl.weights.tables import PlacementTable, Rows, list_parts, split_boxes
 
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -46,7 +46,11 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
 @lru_cache(maxsize=1)
 def _list_rows(shape: ModelShape) -> Rows:
     """What every rank of an engine holds a part of."""
-    return Rows((_find_param(name, kind), name, kind) for name, kind in shape.tensor_kinds().items())
+    return Rows(
+        (_find_param(name, kind), name, boxes)
+        for name, kind in shape.tensor_kinds().items()
+        for _, boxes in list_parts(kind)
+    )
 
 
 _FUSED = {

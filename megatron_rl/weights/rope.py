@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -146,6 +146,14 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], RopeScaling
     "longrope": _read_longrope,
     "su": _read_longrope,  # the first name of the same
 }
+
+
+def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
+    """A scaling from the numbers that `dataclasses.asdict` made of it."""
+    for record in (LinearScaling, Llama3Scaling, YarnScaling, LongropeScaling):
+        if {field.name for field in fields(record)} == saved.keys():
+            return record(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+    raise AssertionError(f"no scaling has the numbers {sorted(saved)}")
 
 
 def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:

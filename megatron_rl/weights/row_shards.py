@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements, padded_vocab_size
 from megatron_rl.weights.tables import BoxPair, PlacementTable, split_boxes
 
@@ -70,6 +70,7 @@ def _cut_boxes(
     num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
     for kinds in _FUSED:
         num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends where the parameter does
+    num_rows |= {f"{fused}.{part}": num_rows[part] for fused, parts in FUSED_KINDS.items() for part in parts}
     found = {}
     for kind, pair in boxes.items():
         place = experts if shape.num_experts and kind in _EXPERT_KINDS else dense

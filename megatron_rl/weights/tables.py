@@ -12,11 +12,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
+_WHOLE = ("hidden", "head", "router", "router_bias", "score")  # kinds of which every TP rank has all
 
 
 class Rows(tuple[Row, ...]):
@@ -84,9 +85,9 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         tp_size, tp_rank: of the rank.
         vocab_rows: rows of the vocabulary per rank, padding included.
     """
-    sizes, d, ffn = shape.kind_sizes(), shape.head_dim, shape.ffn_hidden_size // tp_size
+    sizes, d = shape.kind_sizes(), shape.head_dim
     start, stop = (min((tp_rank + end) * vocab_rows, shape.vocab_size) for end in (0, 1))
-    boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in ("hidden", "head", "router", "score")}
+    boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in _WHOLE}
     boxes["vocab"] = rows(0, stop - start, sizes["vocab"]), rows(start, stop, sizes["vocab"])
     q_size, kv_size = shape.num_heads // tp_size * d, max(shape.num_kv_heads // tp_size, 1) * d
     kv_start, base = tp_rank * shape.num_kv_heads // tp_size * d, 0
@@ -94,14 +95,32 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         for name in (f"{kind}.weight", f"{kind}.bias"):
             boxes[name] = rows(base, base + size, sizes[name]), rows(first, first + size, sizes[name])
         base += size
-    for kind, width in (("o", q_size), ("down", ffn)):
-        boxes[kind] = columns(0, width, sizes[kind]), columns(tp_rank * width, (tp_rank + 1) * width, sizes[kind])
-    for half, kind in enumerate(("gate", "up")):
-        boxes[kind] = (
-            rows(half * ffn, (half + 1) * ffn, sizes[kind]),
-            rows(tp_rank * ffn, (tp_rank + 1) * ffn, sizes[kind]),
-        )
+    boxes["o"] = columns(0, q_size, sizes["o"]), columns(tp_rank * q_size, (tp_rank + 1) * q_size, sizes["o"])
+    for prefix, columns_of_all in shape.ffn_sizes().items():
+        boxes |= _split_mlp(sizes, prefix, columns_of_all // tp_size, tp_rank)
+    for fused, parts in FUSED_KINDS.items():
+        base = 0
+        for part in parts:
+            local, ((first, last), _) = boxes[part]
+            boxes[f"{fused}.{part}"] = local, rows(base + first, base + last, sizes[fused])
+            base += sizes[part][0]
     return boxes
+
+
+def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank: int) -> dict[str, BoxPair]:
+    """The boxes of an MLP of `ffn` columns per rank."""
+    gate, up, down = (f"{prefix}{kind}" for kind in ("gate", "up", "down"))
+    mine = tp_rank * ffn, (tp_rank + 1) * ffn
+    return {
+        gate: (rows(0, ffn, sizes[gate]), rows(*mine, sizes[gate])),
+        up: (rows(ffn, 2 * ffn, sizes[up]), rows(*mine, sizes[up])),
+        down: (columns(0, ffn, sizes[down]), columns(*mine, sizes[down])),
+    }
+
+
+def list_parts(kind: str) -> list[tuple[str, str]]:
+    """The matrices of a tensor of a kind: the kind of each, and that of its boxes."""
+    return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]] if kind in FUSED_KINDS else [(kind, kind)]
 
 
 @lru_cache(maxsize=1)

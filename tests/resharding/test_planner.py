@@ -43,7 +43,10 @@ SHAPES = {
     "qwen3": make_shape("qwen3", head_dim=6),
     "qwen3_moe": make_shape("qwen3_moe"),
     "mixtral": make_shape("mixtral"),
+    "glm4_moe": make_shape("glm4_moe"),
     "gemma": make_shape("gemma", tied_embeddings=True),
+    "phi3": make_shape("phi3"),
+    "smollm3": make_shape("smollm3", tied_embeddings=True),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)

@@ -183,7 +183,7 @@ def work(
     return result
 
 
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
 CASES = [
     ("vllm", "qwen2", 1, {}, 1),
     ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
@@ -197,6 +197,9 @@ CASES = [
     ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2),
     ("vllm", "mixtral", 4, {"tp_size": 2, "ep_size": 2}, 2),
     ("hf", "qwen3_moe", 2, {"ep_size": 2}, 1),
+    ("vllm", "phi3", 4, {"tp_size": 2, "pp_size": 2}, 2),
+    ("hf", "smollm3", 2, {"tp_size": 2}, 1),
+    ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),
     ("vllm", "qwen3", 4, {"tp_size": 2, "zero_stage": 3}, 2),
     ("vllm", "qwen3_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1),

@@ -25,7 +25,7 @@ from megatron_rl.weights.megatron_layout import (
 from megatron_rl.weights.shard_box import ShardBox, box_shape, check_placements
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
-ROUTERS = ("mlp.gate.weight", "moe.gate.weight")
+ROUTERS = ("mlp.gate.weight", "moe.gate.weight", "e_score_correction_bias")
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("qwen2", dict(tied_embeddings=True)),
@@ -34,6 +34,8 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen3_moe", dict(num_experts=8)),
     ("mixtral", {}),
+    ("glm4_moe", {}),
+    ("phi3", {}),
     ("qwen2", dict(has_score_head=True)),
 ]
 
@@ -71,7 +73,7 @@ def test_every_element_is_placed_once_per_replica(
         assert counts.min() == counts.max() == expected, name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
 @pytest.mark.parametrize("ep_size", [2, 4, 8])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 1), (2, 2)])
