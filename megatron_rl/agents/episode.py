@@ -20,8 +20,8 @@ class Setup:
     """What all episodes of a run have in common.
 
     Attributes:
-        environment: `agents.environment`; None: there is a program.
-        program: `agents.program`; None: there is an environment.
+        environment, program: `agents.environment` and `agents.program`.
+        tools: `agents.tools`; one of the three makes the episodes.
         tokenizer: its directory or file.
         options: of the chat template.
         stop_token_ids: that end a reply.
@@ -40,13 +40,15 @@ class Setup:
     max_turns: int
     run_seed: int
     program: str | None = None
+    tools: tuple[str, ...] = ()
     temperature: float = 1.0
     context_length: int = 0
 
     @property
     def source(self) -> str:
         """The setting that says what plays."""
-        return f"agents.program = {self.program}" if self.program else f"agents.environment = {self.environment}"
+        settings = {"environment": self.environment, "program": self.program, "tools": ", ".join(self.tools)}
+        return next(f"agents.{name} = {value}" for name, value in settings.items() if value)
 
 
 @dataclass(frozen=True)

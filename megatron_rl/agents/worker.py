@@ -21,9 +21,11 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_rl.agents.environment import find_environment
+from megatron_rl.agents.environment import Environment, find_environment
 from megatron_rl.agents.episode import Answer, Episode, Opening, Setup, build_transcript
 from megatron_rl.agents.program import find_program, run_program
+from megatron_rl.agents.tools.finding import find_tools
+from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.types import UserError
 
@@ -70,8 +72,7 @@ def _find_player(setup: Setup) -> Player:
     if setup.program is not None:
         program = find_program(setup.program)
         return lambda connection, *rest: run_program(connection, program, *rest)
-    assert setup.environment is not None
-    make_environment = find_environment(setup.environment)
+    make_environment = _find_environment(setup)
 
     def play(connection: Connection, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
         episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer.decode)
@@ -81,6 +82,13 @@ def _find_player(setup: Setup) -> Player:
             connection.send(episode.step(tokens, finish_reason))
 
     return play
+
+
+def _find_environment(setup: Setup) -> Callable[[], Environment]:
+    if setup.environment is not None:
+        return find_environment(setup.environment)
+    calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
+    return lambda: ToolEnvironment(calls)
 
 
 def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer) -> NoReturn:

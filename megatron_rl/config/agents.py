@@ -14,7 +14,14 @@ class AgentsConfig:
     """Episodes: an environment answers the policy's replies until it says that the episode is done."""
 
     environment: str | None = option(
-        None, "calculator, or a class of yours as path.py:Name; null: one response per prompt and no environment."
+        None,
+        "calculator, or a class of yours as path.py:Name; null: one response per prompt, unless there are tools or a "
+        "program.",
+    )
+    tools: list[str] = option(
+        [],
+        "In place of an environment, tools that the chat template shows and replies call: calculator, python, "
+        "search:CORPUS.jsonl, mcp:COMMAND, or functions of yours as path.py:function.",
     )
     program: str | None = option(
         None,
@@ -41,5 +48,5 @@ class AgentsConfig:
 
     @property
     def has_episodes(self) -> bool:
-        """True if an environment or a program makes episodes of several turns."""
-        return self.environment is not None or self.program is not None
+        """True if an environment, tools or a program make episodes of several turns."""
+        return self.environment is not None or self.program is not None or bool(self.tools)

@@ -240,16 +240,16 @@ def check_schedule(config: CheckedConfig) -> None:
 
 def check_agents(config: CheckedConfig) -> None:
     """What episodes with an environment do not work with."""
-    names = [name for name in ("agents.environment", "agents.program") if config.get(name) is not None]
+    names = [name for name in ("agents.environment", "agents.tools", "agents.program") if config.get(name)]
     if not names:
         return
     source = names[0]
     config.require(
         len(names) == 1,
-        "agents.program",
-        "with agents.environment: one of them makes the episodes",
-        expected="one of the two",
-        hint="leave out the other",
+        names[-1],
+        f"with {source}: one of them makes the episodes",
+        expected="one of agents.environment, agents.tools and agents.program",
+        hint="leave out the others",
     )
     config.require(
         config.get("schedule.max_staleness") == 0,

@@ -84,7 +84,13 @@ def name_files(files: Sequence[str]) -> dict[str, str]:
     return {file: file for file in files}
 
 
-def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit: int | None = None) -> PromptSet:
+def load_prompts(
+    files: list[str],
+    tokenizer: Tokenizer,
+    cfg: DataConfig,
+    limit: int | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> PromptSet:
     """Read, check and tokenize prompts.
 
     Args:
@@ -92,6 +98,7 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
         tokenizer: makes the tokens and applies the chat template.
         cfg: names of the columns, longest prompt and what to do with longer ones.
         limit: keep only the first N prompts (after dropping); default: all.
+        tools: of the rows without a column `tools`.
 
     Raises:
         UserError: a file or row is wrong, a prompt is too long under the policy "error", or none is left.
@@ -105,7 +112,8 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
         if row.file == len(starts):
             starts.append(row.index)
         ground_truth = _ground_truth(row, cfg)
-        fitted = _tokenize_prompt(row, tokenizer, cfg)
+        shown = read_tools(row) or list(tools)
+        fitted = _tokenize_prompt(row, tokenizer, cfg, shown)
         dropped += fitted is None
         if fitted is None:
             continue
@@ -120,7 +128,7 @@ def load_prompts(files: list[str], tokenizer: Tokenizer, cfg: DataConfig, limit:
                 extra_info=_extra_info(row, cfg),
                 row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
                 messages=fitted.messages,
-                tools=read_tools(row),
+                tools=shown,
             )
         )
     _refuse_empty(len(prompts), dropped, files, cfg)
@@ -153,7 +161,7 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
                 expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
                 hint="raise data.max_response_length, or shorten the response",
             )
-        fitted = _tokenize_prompt(row, tokenizer, cfg)
+        fitted = _tokenize_prompt(row, tokenizer, cfg, read_tools(row))
         dropped += fitted is None
         if fitted is None:
             continue
@@ -174,13 +182,13 @@ class _Fitted:
     messages: list[dict[str, Any]] | None
 
 
-def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig) -> _Fitted | None:
+def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> _Fitted | None:
     """The prompt as the policy for long ones leaves it; None where it drops the row."""
     value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
     own_options = row.optional(_OPTIONS, dict, {})  # a column of parquet has the names of all rows
     options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
-    if tools := read_tools(row):
+    if tools:
         options["tools"] = tools
     if messages is not None:
         text = tokenizer.apply_chat_template(messages, **options)

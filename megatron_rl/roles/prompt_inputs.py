@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.agents.environment import find_environment
 from megatron_rl.agents.program import find_program
+from megatron_rl.agents.tools.finding import describe_tools
 from megatron_rl.agents.transcript import render_tail, rewrites_history
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.schema import RunConfig
@@ -36,12 +38,12 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
         UserError: a file, a row or a measured pass rate that is wrong or missing, ground truths that the reward
             cannot use, or a prompt without a teacher.
     """
-    data = config.data
+    data, tools = config.data, describe_tools(config.agents.tools)
     validation = {
-        name: load_prompts([file], tokenizer, data, limit=data.validation_limit)
+        name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
     }
-    loaded = load_prompts(data.train_files, tokenizer, data)
+    loaded = load_prompts(data.train_files, tokenizer, data, tools=tools)
     train, notes = select_by_pass_rate(loaded, data, shaping=OVERLONG)
     check_mixture(data, train.file_sizes)
     choose_teachers(config, train.prompts)
@@ -66,18 +68,34 @@ def check_agents(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) ->
     """A note where the chat template renders earlier replies in another way than they were sampled.
 
     Raises:
-        UserError: the environment or the program is not there, or the template does not write contents as they are.
+        UserError: what makes the episodes is not there, or the template does not show tools, or contents as they are.
     """
     agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
     if agents.environment is not None:
         find_environment(agents.environment)
     if agents.program is not None:
         find_program(agents.program)
+    options = config.data.apply_chat_template_kwargs
+    if agents.tools:
+        _check_tools(prompts, tokenizer, options)
     if not agents.has_episodes or not chats:
         return []
-    options = config.data.apply_chat_template_kwargs
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
     if not rewrites_history(tokenizer, options):
         return []
     does = "are kept as they were sampled" if agents.history == "keep" else "are rendered again: an episode forks there"
     return [f"the chat template leaves thoughts out of earlier replies, which {does} (agents.history={agents.history})"]
+
+
+def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+    """Refuse prompts that cannot show tools (UserError)."""
+    texts = [prompt for prompt in prompts.prompts if prompt.messages is None]
+    shown = prompts.prompts[0]
+    hides = not texts and shown.text == tokenizer.apply_chat_template(shown.messages or [], **options)
+    if texts or hides:
+        raise UserError(
+            "the chat template does not show tools" if hides else "a prompt is plain text, which shows no tools",
+            source="agents.tools",
+            expected="chat messages, and a chat template that knows tools",
+            hint="take an environment that says in the prompt how it is asked, or the template of another model",
+        )

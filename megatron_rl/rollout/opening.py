@@ -35,6 +35,7 @@ def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids
         max_turns=agents.max_turns,
         run_seed=config.trainer.seed,
         program=agents.program,
+        tools=tuple(agents.tools),
         temperature=config.rollout.temperature,
         context_length=config.data.max_prompt_length + config.data.max_response_length,
     )

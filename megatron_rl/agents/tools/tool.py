@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tool is, and the environment that runs the tools that replies call."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.agents.environment import Done, Observation, Reply, Task, ToolCall
+
+_LONGEST_RESULT = 8000  # characters
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something that a reply can call by its name.
+
+    Attributes:
+        spec: for the chat template, in the form of OpenAI's API.
+        load: makes what is called with the arguments; once, before there are episodes.
+    """
+
+    spec: dict[str, Any]
+    load: Callable[[], Call]
+
+    @property
+    def name(self) -> str:
+        """By which replies call it."""
+        return self.spec["function"]["name"]
+
+
+class ToolEnvironment:
+    """Answers each tool call by a message with its result; a reply without any is the answer and ends the episode.
+
+    What is wrong with a call is said to the policy ("error: ..."), as is what the tool raises.
+
+    Args:
+        calls: name -> tool.
+    """
+
+    def __init__(self, calls: Mapping[str, Call]) -> None:
+        self._calls = calls
+
+    def reset(self, task: Task) -> Observation:
+        """The task's own messages say it all."""
+        return Observation([])
+
+    def step(self, reply: Reply) -> Observation | Done:
+        """The results of what the reply calls, one message each."""
+        if not reply.tool_calls:
+            return Done()
+        return Observation([{"role": "tool", "content": self._run(call)} for call in reply.tool_calls])
+
+    def _run(self, call: ToolCall) -> str:
+        if call.arguments is None:
+            return 'error: a tool call is an object with a "name" and "arguments"'
+        if call.name not in self._calls:
+            return f"error: there is no tool {call.name[:100]}; there are {', '.join(self._calls)}"
+        try:
+            result = self._calls[call.name](**call.arguments)
+        except Exception as error:  # whatever a tool can raise
+            result = f"error: {type(error).__name__}: {error}"
+        text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        return text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ({len(text)} characters, cut)"
+
+
+def describe_function(function: Call) -> dict[str, Any]:
+    """The spec of a function: its name, the first paragraph of its docstring, and its parameters with their types."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    properties = {parameter.name: _describe_type(hints.get(parameter.name)) for parameter in parameters}
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    return {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "description": " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()),
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+def _describe_type(hint: Any) -> dict[str, Any]:
+    """In JSON schema; one that has no name there may be anything."""
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        return _describe_type(kinds[0]) if len(kinds) == 1 else {}
+    if origin is typing.Literal:
+        return {"type": _TYPES.get(type(arguments[0]), "string"), "enum": list(arguments)}
+    found: dict[str, Any] = {"type": _TYPES[origin]} if origin in _TYPES else {}
+    if origin is list and arguments:
+        found["items"] = _describe_type(arguments[0])
+    return found
