@@ -109,6 +109,8 @@ class Environment(Protocol):
 
 # Name -> module and class; "path.py:Name" is the user's.
 ENVIRONMENTS = {"calculator": ("megatron_rl.agents.calculator", "Calculator")}
+# Prefix of a name -> module and function(prefix, rest) that finds it.
+ADAPTERS = dict.fromkeys(("textarena", "gem"), ("megatron_rl.agents.adapters.games", "find_game"))
 
 
 def find_environment(name: str) -> Callable[[], Environment]:
@@ -120,8 +122,12 @@ def find_environment(name: str) -> Callable[[], Environment]:
     if name in ENVIRONMENTS:
         module, attribute = ENVIRONMENTS[name]
         return getattr(import_module(module), attribute)
+    kind, _, rest = name.partition(":")
+    if kind in ADAPTERS:
+        module, attribute = ADAPTERS[kind]
+        return getattr(import_module(module), attribute)(kind, rest)
     path, _, attribute = name.rpartition(":")
-    expected = f"path.py:Name, or one of {', '.join(ENVIRONMENTS)}"
+    expected = ", ".join(["path.py:Name", *ENVIRONMENTS, *(f"{kind}:NAME" for kind in ADAPTERS)])
     if not path or not attribute:
         raise UserError(
             f'"{name}" names no environment',

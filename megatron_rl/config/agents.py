@@ -15,8 +15,8 @@ class AgentsConfig:
 
     environment: str | None = option(
         None,
-        "calculator, or a class of yours as path.py:Name; null: one response per prompt, unless there are tools or a "
-        "program.",
+        "calculator, textarena:GAME, gem:GAME, or a class of yours as path.py:Name; null: one response per prompt, "
+        "unless there are tools or a program.",
     )
     tools: list[str] = option(
         [],

@@ -18,7 +18,7 @@ LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 class DataConfig:
     """Prompts."""
 
-    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts.")
+    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts, or reasoning-gym:NAME.")
     weights: list[float] | None = option(
         None,
         "Shares of the train files in the prompts, a number per file on any scale; each file has epochs of its own. "

@@ -22,6 +22,7 @@ from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.chat import keep_tokens, read_messages, read_tools, shorten_messages
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.extension.reasoning_gym import PREFIX
 from megatron_rl.types import Prompt, Rollout, UserError
 
 _OPTIONS = "chat_template_kwargs"  # column with options of the chat template for its row
@@ -76,7 +77,10 @@ def name_files(files: Sequence[str]) -> dict[str, str]:
     """A name for each file, by which metrics tell sets apart: its own without the ending, and as many of the
     directories above it as it takes ("gsm8k-test" and "math-test").
     """
-    stems = [Path(file).with_suffix("").parts for file in files]
+    stems = [
+        (file.removeprefix(PREFIX).partition("?")[0],) if file.startswith(PREFIX) else Path(file).with_suffix("").parts
+        for file in files
+    ]
     for depth in range(1, max(map(len, stems), default=0) + 1):
         names = ["-".join(stem[-depth:]) for stem in stems]
         if len(set(names)) == len(names):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_rl.extension.reasoning_gym import PREFIX, read_reasoning_gym
 from megatron_rl.types import UserError
 
 _LONGEST_EXCERPT = 120
@@ -101,7 +102,7 @@ def read_rows(files: list[str]) -> Iterator[Row]:
     """All rows of all files, in order.
 
     Args:
-        files: paths of .jsonl and .parquet files.
+        files: paths of .jsonl and .parquet files, or data sets of reasoning-gym.
 
     Raises:
         UserError: no files, a file that is missing, empty or of another kind, or a malformed row.
@@ -115,9 +116,8 @@ def read_rows(files: list[str]) -> Iterator[Row]:
         )
     index = 0
     for file, name in enumerate(files):
-        reader = _reader_of(Path(name))
         first = index
-        for location, columns in reader(Path(name)):
+        for location, columns in _open(name):
             yield Row(index, file, location, columns)
             index += 1
         if index == first:
@@ -129,8 +129,10 @@ def read_rows(files: list[str]) -> Iterator[Row]:
             )
 
 
-def _reader_of(path: Path) -> Any:
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if name.startswith(PREFIX):
+        return read_reasoning_gym(name)
+    path, readers = Path(name), {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
         raise UserError(
@@ -146,7 +148,7 @@ def _reader_of(path: Path) -> Any:
             expected=".jsonl (one JSON object per line) or .parquet",
             hint="convert the file, or rename it if only the extension is off",
         )
-    return readers[path.suffix]
+    return readers[path.suffix](path)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

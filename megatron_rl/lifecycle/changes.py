@@ -19,6 +19,7 @@ import yaml
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.pass_rates import list_pass_rate_files
+from megatron_rl.extension.reasoning_gym import PREFIX, identify
 from megatron_rl.types import UserError
 
 Dependencies = dict[str, dict[str, str]]  # name -> {"source": paths, "digest": of their content}
@@ -108,6 +109,9 @@ def _shorten(files: Iterable[Path]) -> list[Path]:
 def _digest(files: Iterable[Path], *, samples: bool) -> str:
     whole = hashlib.blake2b(digest_size=20)
     for path in files:
+        if str(path).startswith(PREFIX):
+            whole.update(identify(str(path)).encode())
+            continue
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             whole.update(size.to_bytes(8))

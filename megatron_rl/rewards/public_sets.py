@@ -13,6 +13,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.extension.reasoning_gym import PREFIX, score_reasoning_gym
 from megatron_rl.rewards.answers import read_to_closing_brace
 from megatron_rl.types import UserError
 
@@ -159,13 +160,15 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
     """
     if data_source.startswith("aime"):
         return score_math_dapo
+    if data_source.startswith(PREFIX):
+        return score_reasoning_gym
     if data_source in _SCORERS:
         return _SCORERS[data_source]
     reason = f": {_NOT_SERVED[data_source]}" if data_source in _NOT_SERVED else ""
     raise UserError(
         f'the rule by_data_source has no scorer for the data_source "{data_source}"{reason}',
         source="reward.rule",
-        expected=", ".join([*_SCORERS, "aime*"]),
+        expected=", ".join([*_SCORERS, "aime*", f"{PREFIX}*"]),
         hint="use reward.service_url" if reason.endswith(_CODE) else "use reward.rule=math or reward.function",
     )
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
-from chat_templates import write_chat_tokenizer
+from scripted_policy import QUESTION, ScriptedPolicy
 
-from megatron_rl.agents.episode import Setup
-from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.agents.program import find_program
-from megatron_rl.agents.recording import Recording
-from megatron_rl.types import Prompt, UserError
+from megatron_rl.types import UserError
 
 PROGRAMS = '''
 import asyncio, json, os, time, urllib.error, urllib.request
@@ -158,67 +154,12 @@ def hangs(client, task, base_url):
     client.chat.completions.create(model="any", messages=task.messages)
     time.sleep(1000)
 '''
-QUESTION = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>'
-
-
-class Rank:
-    """Stands for the rank: a policy that says what it is told to, letter by letter."""
-
-    def __init__(self, directory):
-        self.directory, self.tokenizer = directory, write_chat_tokenizer(directory, "qwen2.5")
-        (directory / "programs.py").write_text(PROGRAMS)
-        setup = Setup(
-            None,
-            str(directory),
-            {},
-            (self.tokenizer.eos_token_id,),
-            False,
-            max_turns=4,
-            run_seed=1,
-            program=f"{directory / 'programs.py'}:agent",
-            temperature=0.5,
-            context_length=128,
-        )
-        self.processes = EpisodeProcesses(setup, 1, 60.0, 5.0)
-
-    def encode(self, messages, **options):
-        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **options))
-
-    def spell(self, text, closed=True):
-        letters = [token for letter in text for token in self.tokenizer.encode(letter)]
-        return letters + [self.tokenizer.eos_token_id] * closed
-
-    def play(self, kind, *replies):
-        """The last answer of an episode, its rollout, its requests, and what the program has written down."""
-        out = self.directory / f"{kind}.json"
-        prompt = Prompt(
-            0,
-            np.array(self.encode(QUESTION), np.int32),
-            "",
-            "",
-            row={"kind": kind, "out": str(out)},
-            messages=QUESTION,
-        )
-        processes, recording, requests = self.processes, Recording(prompt, 0, 1), []
-        processes.open(0, prompt)
-        while (answer := processes.wait()[0]).tail is not None:
-            assert answer.tail.is_fork
-            requests.append(answer.tail.tokens)
-            recording.ask(np.array(requests[-1], np.int32))
-            reply = self.spell(replies[(len(requests) - 1) % len(replies)] if replies else "answer")
-            is_cut = answer.max_tokens is not None and answer.max_tokens < len(reply)
-            reply = reply[: answer.max_tokens]
-            recording.reply(np.array(reply, np.int32), -np.arange(len(reply), dtype=np.float32))
-            processes.tell(0, reply, [-float(i) for i in range(len(reply))], "length" if is_cut else "stop")
-        processes.close(0)
-        rollout = recording.finish(answer.finish_reason or "stop")
-        return answer, rollout, requests, json.loads(out.read_text()) if out.exists() else None
 
 
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory):
-    found = Rank(tmp_path_factory.mktemp("endpoint"))
+    found = ScriptedPolicy(tmp_path_factory.mktemp("endpoint"), PROGRAMS)
     yield found
     found.processes.close_all()
 

@@ -34,13 +34,16 @@ RECIPES = {  # recipe -> family of its model
     "qwen2.5_72b_math": "qwen2",
     "qwen2.5_7b_distill": "qwen2",
     "qwen2.5_7b_gsm8k": "qwen2",
+    "qwen2.5_7b_search": "qwen2",
     "qwen3_30b_a3b_math": "qwen3_moe",
     "qwen3_30b_a3b_zero3": "qwen3_moe",
     "qwen3_8b_math": "qwen3",
 }
+WITH_PACKAGES = {"qwen2.5_0.5b_reasoning_gym"}  # need what is not installed here
 ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and so many that responses end in others
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}" + START + "{{ m['role'] }}\n{{ m['content'] }}" + END + "\n{% endfor %}"
     "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
 )
@@ -117,6 +120,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             == 0
         )
+    (place / "data/search").mkdir()
+    question = {"prompt": [{"role": "user", "content": "How many?"}], "answer": "12"}
+    for name in ("train", "test"):
+        (place / f"data/search/{name}.jsonl").write_text((json.dumps(question) + "\n") * 8)
+    (place / "data/search/corpus.jsonl").write_text('{"text": "Ann buys apples."}')
     for name, family in RECIPES.items():
         recipe = yaml.safe_load((ROOT / f"launch/recipes/{name}.yaml").read_text())
         for section in (recipe["model"], *recipe.get("teachers", {}).values()):
@@ -133,7 +141,9 @@ def train(rank: int, world_size: int, place: Path, recipe: Path, overrides: list
 
 
 def test_all_gpu_recipes_are_here() -> None:
-    assert {p.stem for p in (ROOT / "launch/recipes").glob("*.yaml") if not p.stem.startswith("toy_")} == set(RECIPES)
+    assert {p.stem for p in (ROOT / "launch/recipes").glob("*.yaml") if not p.stem.startswith("toy_")} == (
+        RECIPES.keys() | WITH_PACKAGES
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent frameworks from PyPI, unchanged, through the endpoint of an episode.
+
+    pip install "pydantic-ai-slim[openai]" openai-agents
+    pytest -m slow tests/agents/test_frameworks.py
+
+One that cannot be imported is skipped. Not covered: what they do beside a tool call and its answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from scripted_policy import ScriptedPolicy
+
+PYDANTIC_AI = """
+from pydantic_ai import Agent
+
+async def agent(task, base_url):
+    player = Agent("openai-chat:policy")
+
+    @player.tool_plain
+    def calculate(expression: str) -> str:
+        "Compute."
+        return str(eval(expression))
+
+    result = await player.run(task.messages[0]["content"])
+    return float(result.output.strip() == "408")
+"""
+OPENAI_AGENTS = """
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+@function_tool
+def calculate(expression: str) -> str:
+    "Compute."
+    return str(eval(expression))
+
+async def agent(task, base_url):
+    model = OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI())
+    player = Agent(name="player", model=model, tools=[calculate])
+    result = await Runner.run(player, task.messages[0]["content"])
+    return float(result.final_output.strip() == "408")
+"""
+FRAMEWORKS = {"pydantic_ai": PYDANTIC_AI, "agents": OPENAI_AGENTS}
+CALL = 'hello <tool_call>\n{"name": "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", FRAMEWORKS)
+def test_a_framework_calls_a_tool_and_answers_in_one_branch(package, tmp_path):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    policy = ScriptedPolicy(tmp_path, FRAMEWORKS[package], turn_seconds=60.0)
+    answer, rollout, requests, _ = policy.play("any", CALL, "408")
+    policy.processes.close_all()
+    assert (answer.finish_reason, answer.reward) == (None, 1.0), answer.failure
+    (branch,) = rollout.branches  # what the framework repeats is found among what was said
+    assert branch.tokens[branch.sampled].tolist() == policy.spell(CALL) + policy.spell("408")
+    observed = policy.tokenizer._tokenizer.decode(requests[1][rollout.turns[0].stop :])
+    assert "<tool_response>\n408\n</tool_response>" in observed

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy that says what it is told to, for programs that talk to the endpoint of an episode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from chat_templates import write_chat_tokenizer
+
+from megatron_rl.agents.episode import Answer, Setup
+from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.recording import Recording
+from megatron_rl.types import Prompt, Rollout
+
+QUESTION = [{"role": "user", "content": "hello"}]
+
+
+class ScriptedPolicy:
+    """Stands for the rank: a policy that says what it is told to, letter by letter.
+
+    Args:
+        directory: for files of its own.
+        programs: Python source with a function `agent(task, base_url)`.
+        turn_seconds: `agents.turn_timeout_seconds`.
+    """
+
+    def __init__(self, directory: Path, programs: str, turn_seconds: float = 5.0) -> None:
+        self.directory, self.tokenizer = directory, write_chat_tokenizer(directory, "qwen2.5")
+        (directory / "programs.py").write_text(programs)
+        setup = Setup(
+            None,
+            str(directory),
+            {},
+            (self.tokenizer.eos_token_id,),
+            False,
+            max_turns=4,
+            run_seed=1,
+            program=f"{directory / 'programs.py'}:agent",
+            temperature=0.5,
+            context_length=128,
+        )
+        self.processes = EpisodeProcesses(setup, 1, 10 * turn_seconds, turn_seconds)
+
+    def encode(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a chat."""
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **options))
+
+    def spell(self, text: str, closed: bool = True) -> list[int]:
+        """A reply letter by letter, closed by EOS."""
+        letters = [token for letter in text for token in self.tokenizer.encode(letter)]
+        return letters + [self.tokenizer.eos_token_id] * closed
+
+    def play(self, kind: str, *replies: str) -> tuple[Answer, Rollout, list[list[int]], Any]:
+        """The last answer of an episode, its rollout, its requests, and what the program has written down."""
+        out = self.directory / f"{kind}.json"
+        prompt = Prompt(
+            0,
+            np.array(self.encode(QUESTION), np.int32),
+            "",
+            "",
+            row={"kind": kind, "out": str(out)},
+            messages=QUESTION,
+        )
+        processes, recording = self.processes, Recording(prompt, 0, 1)
+        requests: list[list[int]] = []
+        processes.open(0, prompt)
+        while (answer := processes.wait()[0]).tail is not None:
+            assert answer.tail.is_fork
+            requests.append(answer.tail.tokens)
+            recording.ask(np.array(requests[-1], np.int32))
+            reply = self.spell(replies[(len(requests) - 1) % len(replies)] if replies else "answer")
+            is_cut = answer.max_tokens is not None and answer.max_tokens < len(reply)
+            reply = reply[: answer.max_tokens]
+            recording.reply(np.array(reply, np.int32), -np.arange(len(reply), dtype=np.float32))
+            processes.tell(0, reply, [-float(i) for i in range(len(reply))], "length" if is_cut else "stop")
+        processes.close(0)
+        rollout = recording.finish(answer.finish_reason or "stop")
+        return answer, rollout, requests, json.loads(out.read_text()) if out.exists() else None
