@@ -345,3 +345,25 @@ def test_files_of_one_name_are_told_apart_by_their_directories() -> None:
     same = ["a/val.jsonl", "a/val.parquet"]
     assert name_files(same) == {file: file for file in same}
     assert name_files([]) == {}
+
+
+def test_rows_of_verls_multi_turn_files_tell_environments_what_they_hold(tmp_path: Path) -> None:
+    """The columns that its tools and interactions read; parquet fills what another row's have with null."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "agent_name": "tool_agent",
+            "prompt": [{"role": "user", "content": "1+2="}],
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+            "extra_info": {
+                "need_tools_kwargs": True,
+                "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "3"}}},
+                "interaction_kwargs": {"name": "gsm8k", "query": "1+2=", "ground_truth": "3"},
+            },
+        }
+    ]
+    found = load_prompts([write(tmp_path / "train.parquet", rows)], TOKENIZER, config(max_prompt_length=64))
+    (prompt,) = found.prompts
+    assert prompt.ground_truth == "3" and prompt.row["agent_name"] == "tool_agent"
+    assert prompt.extra_info["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"] == {"ground_truth": "3"}
+    assert prompt.extra_info["interaction_kwargs"]["name"] == "gsm8k"

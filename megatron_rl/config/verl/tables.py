@@ -119,7 +119,8 @@ _ROLLOUT: dict[str, Alias] = {
     "chat_scheduler": Only((), "a prompt gets one response"),
     "calculate_log_probs": Ignored("the engine's log-probs are always measured against the actor's"),
     "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
-    "multi_turn.enable": Only((False,), "a prompt gets one response"),
+    "multi_turn.enable": Only((False,), "agents.environment, agents.tools or agents.program make several turns"),
+    "multi_turn.max_assistant_turns": Renamed("agents.max_turns"),
     **dict.fromkeys(
         (
             "free_cache_engine",
@@ -334,9 +335,9 @@ PATTERNS: Mapping[str, Ignored] = {
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
     "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),
     "actor_rollout_ref.actor.policy_loss.*": Ignored("it belongs to losses that are not served"),
-    "actor_rollout_ref.rollout.multi_turn.*": Ignored("a prompt gets one response"),
+    "actor_rollout_ref.rollout.multi_turn.*": Ignored("the section agents has tools and environments of another form"),
     "actor_rollout_ref.rollout.engine_kwargs.*": Ignored(_ENGINE),
-    "actor_rollout_ref.rollout.agent.*": Ignored("a prompt gets one response"),
+    "actor_rollout_ref.rollout.agent.*": Ignored("the section agents has tools and environments of another form"),
     "actor_rollout_ref.rollout.trace.*": Ignored("trainer.log_rollouts writes rollouts"),
     "actor_rollout_ref.rollout.prometheus.*": Ignored(_TRACKING),
     "actor_rollout_ref.rollout.layer_name_map.*": Ignored("weights are placed by this package"),
