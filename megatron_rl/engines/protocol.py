@@ -24,13 +24,13 @@ from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.row_quantization import CodeFormat
 from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     import torch
 
     from megatron_rl.parallel.collectives import Process
+    from megatron_rl.weights.row_quantization import CodeFormat
 
 
 @dataclass(frozen=True)

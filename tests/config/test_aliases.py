@@ -510,7 +510,7 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         (f"{ACTOR}.tis_imp_ratio_cap=2", "-1: set algorithm.importance_sampling"),
         (f"{ACTOR}.optim.betas=0.9", "two numbers"),
         (f"{ACTOR}.shuffle=true", "False: minibatches keep"),
-        (f"{ROLLOUT}.multi_turn.enable=true", "False: a prompt gets one response"),
+        (f"{ROLLOUT}.multi_turn.enable=true", "agents.environment, agents.tools or agents.program make several turns"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "0: dropout would make"),
         ("data.custom_cls.path=x.py", "None: prompts come from"),
         ("algorithm.rollout_correction.rollout_is=batch", "one of None, 'token', 'sequence'"),
