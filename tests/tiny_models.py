@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
     LlamaConfig,
@@ -36,6 +37,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
     "gemma": GemmaConfig,
+    "gemma3_text": Gemma3TextConfig,
     "phi3": Phi3Config,
     "smollm3": SmolLM3Config,
     "qwen3_moe": Qwen3MoeConfig,
@@ -48,6 +50,17 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": dict(tie_word_embeddings=False, head_dim=16),  # not hidden_size / heads
     "mistral": dict(tie_word_embeddings=False, sliding_window=None),
     "gemma": dict(tie_word_embeddings=True, head_dim=16),
+    "gemma3_text": dict(
+        tie_word_embeddings=True,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=6,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
     "smollm3": dict(tie_word_embeddings=True, no_rope_layer_interval=2, pad_token_id=0),
     "qwen3_moe": dict(
@@ -94,9 +107,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
     Args:
         directory: where to write.
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
-            embeddings), "phi3" (fused matrices), "smollm3" (every other layer without rotation), "qwen3_moe" (QK norm)
-            or "mixtral" with four experts, two per token, or "glm4_moe": the same after a dense layer, with a shared
-            expert of twice their size and router biases.
+            embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "smollm3" (every
+            other layer without rotation), "qwen3_moe" (QK norm) or "mixtral" with four experts, two per token, or
+            "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router biases.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """

@@ -377,9 +377,9 @@ def _pack_experts(param: torch.Tensor, instructions: str) -> None:
 
 def _register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds."""
-    architecture = FAMILIES[spec.shape.family].architecture
-    module = import_module(f"vllm.model_executor.models.{spec.shape.family}")
-    vllm.ModelRegistry.register_model(architecture, getattr(module, architecture))
+    family = FAMILIES[spec.shape.family]
+    module = import_module(f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}")
+    vllm.ModelRegistry.register_model(family.architecture, getattr(module, family.architecture))
 
 
 def _register_codes(spec: EngineSpec) -> CodeFormat | None:

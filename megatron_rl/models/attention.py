@@ -104,14 +104,15 @@ class PackedAttention(MegatronModule):
         """
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"
-        if self.layer_number not in packed_seq_params.unrotated_layers:
-            query, key = (rotate(x, *packed_seq_params.rotary_table) for x in (query, key))
+        segments, table = packed_seq_params.of_layer(self.layer_number)
+        if table is not None:
+            query, key = (rotate(x, *table) for x in (query, key))
         cp_group = self._cp_group
         if packed_seq_params.cache is not None:
             cp_group, (key, value) = None, packed_seq_params.cache.store(self.layer_number, key, value)
         if cp_group is not None:
             query, key, value = exchange_to_heads(query, key, value, cp_group)
-        output = attend(query, key, value, packed_seq_params.segments, self.scale)
+        output = attend(query, key, value, segments, self.scale)
         if cp_group is not None:
             output = exchange_to_tokens(output, cp_group)
         return output.flatten(1)

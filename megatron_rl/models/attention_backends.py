@@ -51,6 +51,7 @@ class Segments:
             None: as they are (sdpa only).
         mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes).
         tiles: of the row (tiled only).
+        window: keys that a query sees at most, its own the last of them; 0: all.
     """
 
     backend: str
@@ -66,6 +67,7 @@ class Segments:
     places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     tiles: Tiles | None = None
+    window: int = 0
 
 
 @cache
@@ -209,6 +211,7 @@ def _attend_flash_attn(
         segments.max_seqlen_k,
         softmax_scale=scale,
         causal=True,
+        **({"window_size": (segments.window - 1, 0)} if segments.window else {}),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
@@ -227,7 +230,7 @@ def _attend_torch_varlen(
         segments.max_seqlen_q,
         segments.max_seqlen_k,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(segments.window - 1, 0),  # -1: all
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, torch.Tensor), "a pair only where an auxiliary output is asked for"
@@ -249,8 +252,8 @@ def _attend_sdpa(
             continue
         output = F.scaled_dot_product_attention(
             *(x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv),  # [segments, heads, s, d]
-            attn_mask=_cut_mask(segments.mask, n, k),
-            is_causal=n == k,
+            attn_mask=_cut_mask(segments, n, k, query.device),
+            is_causal=n == k and not 0 < segments.window < k,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -262,13 +265,14 @@ def _attend_sdpa(
 def _attend_tiled(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    assert segments.tiles is not None, "prepared for this backend"
+    assert segments.tiles is not None and not segments.window, "prepared for this backend, and not bitwise"
     return attend_in_tiles(query, key, value, segments.tiles, scale)
 
 
 def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
+    assert not segments.window, "build_packed_sequences chooses another backend"
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -290,7 +294,12 @@ def _attend_efficient(
     return output[0]
 
 
-def _cut_mask(mask: torch.Tensor | None, num_queries: int, num_keys: int) -> torch.Tensor | None:
+def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
+    mask, window = segments.mask, segments.window
+    if 0 < window < num_keys:
+        everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+        last = num_keys - num_queries
+        return everything.tril(last) & everything.triu(last - window + 1)
     if num_queries == num_keys:
         return None
     assert mask is not None, "made for every segment behind a prefix"

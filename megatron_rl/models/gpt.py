@@ -34,11 +34,10 @@ from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.biased_router import BiasedRouter
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
-from megatron_rl.models.lora import adapt_linear
-from megatron_rl.models.quantized import QuantizedLinear
+from megatron_rl.models.linears import adapt_layer, pad_linears
 from megatron_rl.models.rms_norm import RMSNorm
+from megatron_rl.models.sandwich_layer import SandwichLayer
 from megatron_rl.models.trial import find_failure
-from megatron_rl.parallel.batch_invariant import pad_rows
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
@@ -116,37 +115,18 @@ def find_transformer_engine_failure(has_cuda: bool) -> str | None:
     return find_failure("transformer_engine", call) if has_cuda else ""
 
 
-class PaddedLinear(torch.nn.Module):
-    """In front of a linear of experts, which get any number of tokens: a row keeps its bits (see `pad_rows`)."""
-
-    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """[t, h] -> [t, n]."""
-        output, bias = super().forward(pad_rows(input_), *arguments, **options)
-        return output[: len(input_)], bias
-
-
-def _put_in_front(part: type, spec: Any) -> Any:
-    """The spec of a linear of megatron-core, or a subclass, with another part of its class in front."""
-    if isinstance(spec, ModuleSpec):
-        return ModuleSpec(module=_combine(part, spec.module), params=spec.params)
-    return _combine(part, spec)
-
-
-@cache
-def _combine(part: type, linear: Any) -> type:
-    return type(part.__name__ + linear.__name__, (part, linear), {})
-
-
 def build_layer_spec(
     config: TransformerConfig,
     transformer_impl: str,
     batch_invariant: bool = False,
     adapters: AdapterShape | None = None,
     has_experts: bool = True,
+    is_sandwich: bool = False,
 ) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl.
 
-    Without `has_experts` it is that of a dense layer, whatever the config says.
+    Without `has_experts` it is that of a dense layer, whatever the config says; with `is_sandwich` it has a
+    `SandwichLayer`'s norms.
     """
     num_experts = config.num_moe_experts if has_experts else None
     spec = get_gpt_layer_local_spec(
@@ -157,6 +137,8 @@ def build_layer_spec(
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    if is_sandwich:
+        spec.module = SandwichLayer
     mlps = [mlp]
     if num_experts:
         moe: Any = moe_utils
@@ -178,32 +160,13 @@ def build_layer_spec(
             for part in mlps:
                 part.linear_fc1, part.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     if adapters is not None:
-        _adapt_layer(config, adapters, attention, mlp)
+        adapt_layer(config, adapters, attention, mlp)
     if num_experts and batch_invariant:
-        mlp.linear_fc1 = _put_in_front(PaddedLinear, mlp.linear_fc1)
-        mlp.linear_fc2 = _put_in_front(PaddedLinear, mlp.linear_fc2)
+        pad_linears(mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
-
-
-def _adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
-    """Put linears with adapters, or a weight in NF4, which are megatron-core's own, in their places."""
-    shape, tp_size = adapters.base, config.tensor_model_parallel_size
-    q, kv, ffn = (
-        size // tp_size
-        for size in (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.ffn_hidden_size)
-    )
-    attention.linear_qkv = adapt_linear(attention.linear_qkv, adapters, {"q.weight": q, "k.weight": kv, "v.weight": kv})
-    attention.linear_proj = adapt_linear(attention.linear_proj, adapters, {"o": shape.hidden_size})
-    mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
-    mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
-    if adapters.is_quantized:
-        attention.linear_qkv = _put_in_front(QuantizedLinear, attention.linear_qkv)
-        attention.linear_proj = _put_in_front(QuantizedLinear, attention.linear_proj)
-        mlp.linear_fc1 = _put_in_front(QuantizedLinear, mlp.linear_fc1)
-        mlp.linear_fc2 = _put_in_front(QuantizedLinear, mlp.linear_fc2)
 
 
 def build_gpt_stages(
@@ -228,8 +191,9 @@ def build_gpt_stages(
         `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
     layout = groups.layout
+    is_sandwich = "mlp_output_norm" in shape.layer_kinds(0).values()
     specs = {
-        has_experts: build_layer_spec(config, transformer_impl, batch_invariant, adapters, has_experts)
+        has_experts: build_layer_spec(config, transformer_impl, batch_invariant, adapters, has_experts, is_sandwich)
         for has_experts in map(shape.has_experts, (0, shape.num_layers - 1))
     }
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel

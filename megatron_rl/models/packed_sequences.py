@@ -8,16 +8,19 @@ recomputations read the same tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.models.attention_backends import Segments, build_segments
+from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
 from megatron_rl.models.rotary import compute_rotary_table
 from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.weights.families import ModelShape
+
+RotaryTable = tuple[torch.Tensor, torch.Tensor]  # cosine and sine
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         segments: who attends to whom in the whole row, all context parallel shards together.
+        sliding: the same where a window slides, and its rotary table, for the layers of these megatron-core's numbers.
         rotary_table: cosine and sine [t/cp, 1, d] of the rows of this rank's shard.
         unrotated_layers: megatron-core's numbers of the layers that do not use it.
         cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
@@ -53,9 +57,16 @@ class PackedSequences(PackedSeqParams):
     """
 
     segments: Segments
-    rotary_table: tuple[torch.Tensor, torch.Tensor]
+    rotary_table: RotaryTable
     unrotated_layers: frozenset[int] = frozenset()
+    sliding: tuple[frozenset[int], Segments, RotaryTable] | None = None
     cache: CachedRows | None = None
+
+    def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
+        """What a layer of megatron-core's number uses; no table: it does not rotate."""
+        if self.sliding is not None and number in self.sliding[0]:
+            return self.sliding[1:]
+        return self.segments, None if number in self.unrotated_layers else self.rotary_table
 
 
 def build_packed_sequences(
@@ -79,7 +90,15 @@ def build_packed_sequences(
         backend: of attention; None: the fastest.
     """
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
+    if backend is None and shape.sliding_layers:
+        fastest = choose_attention_backend(mine.device, dtype)
+        backend = "sdpa" if fastest == "efficient" else fastest  # that kernel knows no window
     segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
+    table = partial(compute_rotary_table, mine, head_dim=shape.rotary_dim or shape.head_dim, dtype=dtype)
+    sliding = None
+    if shape.sliding_layers:
+        numbers = frozenset(layer + 1 for layer in shape.sliding_layers)
+        sliding = numbers, replace(segments, window=shape.sliding_window), table(theta=shape.sliding_rope_theta)
     return PackedSequences(
         qkv_format="thd",
         segments=segments,
@@ -87,12 +106,7 @@ def build_packed_sequences(
         cu_seqlens_kv=segments.cu_seqlens_k,
         max_seqlen_q=segments.max_seqlen_q,
         max_seqlen_kv=segments.max_seqlen_k,
-        rotary_table=compute_rotary_table(
-            mine,
-            head_dim=shape.rotary_dim or shape.head_dim,
-            theta=shape.rope_theta,
-            dtype=dtype,
-            scaling=shape.rope_scaling,
-        ),
+        rotary_table=table(theta=shape.rope_theta, scaling=shape.rope_scaling),
+        sliding=sliding,
         unrotated_layers=frozenset(layer + 1 for layer in shape.unrotated_layers),
     )

@@ -69,9 +69,7 @@ def build_transformer_config(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.dense_ffn_size or shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
+        **_attention_settings(shape),
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         layernorm_zero_centered_gamma=family.zero_centered_norms,
@@ -79,8 +77,6 @@ def build_transformer_config(
         gated_linear_unit=True,
         use_te_activation_func=True,  # a module of the layer spec: ours
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp_size,
@@ -104,6 +100,17 @@ def build_transformer_config(
         batch_p2p_comm=not is_interleaved,
         **_UNFUSED,
         **_RECOMPUTE[recompute_granularity],
+    )
+
+
+def _attention_settings(shape: ModelShape) -> dict[str, Any]:
+    return dict(
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        softmax_scale=shape.attention_scale,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
     )
 
 

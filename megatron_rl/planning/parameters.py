@@ -50,6 +50,8 @@ _ORDER = (
     "mlp.experts.",
     "mlp.linear_",
     "mlp.shared_experts.",
+    "post_self_attn_layernorm.",
+    "post_mlp_layernorm.",
     "final_layernorm.",
     "output_layer.",
     "score.",

@@ -36,6 +36,13 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
             expected="rollout.engine=megatron, which is the policy itself",
             hint="set rollout.engine=megatron, or rollout.bitwise=false",
         )
+    if shape.sliding_layers:
+        raise UserError(
+            f"rollout.bitwise with a {shape.family} model, whose windows slide",
+            source="rollout.bitwise",
+            expected="a model whose layers see the whole sequence",
+            hint="set rollout.bitwise=false",
+        )
     if variance := find_variance(_list_products(shape, tp_size)):
         raise UserError(
             f"rollout.bitwise needs matrix products whose rows do not depend on each other; here {variance}",

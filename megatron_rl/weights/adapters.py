@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape, SigmoidRouter
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
+from megatron_rl.weights.family import SigmoidRouter
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 from megatron_rl.weights.tables import BoxPair, PlacementTable, Rows
@@ -99,7 +100,7 @@ def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
         nested = dict(
             router=router and SigmoidRouter(**router),
             rope_scaling=scaling and restore_rope_scaling(scaling),
-            unrotated_layers=tuple(saved.get("unrotated_layers", ())),
+            **{name: tuple(saved.get(name, ())) for name in ("unrotated_layers", "sliding_layers")},
         )
         return ModelShape(**{**saved, **nested})
     base = read_shape(saved["base"])

@@ -15,94 +15,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.family import ExpertNames, Family, SigmoidRouter
 from megatron_rl.weights.rope import RopeScaling
 
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
+NORM_KINDS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 DENSE, SHARED = "dense_", "shared_"  # before the kinds of an MLP beside experts
 # A tensor of a checkpoint that is several matrices, one below the other: its kind -> theirs.
 FUSED_KINDS = {"qkv": ("q.weight", "k.weight", "v.weight"), "gate_up": ("gate", "up")}
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """How a family of mixtures of experts names its tensors and sizes.
-
-    Attributes:
-        block: the MLP of a layer; its router is `<block>.gate`, its experts `<block>.experts.<e>`.
-        gate, up, down: the matrices of an expert.
-        size_key: config.json's name for an expert's columns.
-        shared: the expert that serves every token, `<block>.<shared>`; None: there is none.
-        bias: what is added to a router's scores when experts are chosen, `<block>.<bias>`; None: nothing is.
-    """
-
-    block: str
-    gate: str
-    up: str
-    down: str
-    size_key: str
-    shared: str | None = None
-    bias: str | None = None
-
-    @property
-    def has_sigmoid_router(self) -> bool:
-        """Scores are sigmoids, experts are chosen with a bias, and the first layers may be dense (DeepSeek-V3)."""
-        return self.bias is not None
-
-
-@dataclass(frozen=True)
-class SigmoidRouter:
-    """How experts are chosen by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
-
-    Attributes:
-        num_groups: of the experts, of equal size.
-        groups_per_token: those with the largest sums of their two best experts; a token's experts are in them.
-        scale: that the shares of the experts of a token are multiplied by; they add up to 1 before.
-    """
-
-    num_groups: int = 1
-    groups_per_token: int = 1
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the architecture fixes and config.json does not say.
-
-    Attributes:
-        architecture: name of the transformers class with a language-model head.
-        qkv_bias: the q, k and v projections have a bias; None: config.json's `attention_bias` says.
-        qk_norm: q and k are normalised per head; None: config.json's `use_qk_norm` says.
-        honours_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
-        is_fused: q, k and v are one tensor of a checkpoint, and gate and up are one.
-        partial_rotary: share of a head that is rotated where config.json does not say; None: all of it always.
-        may_skip_rotary: config.json's `no_rope_layers` lists layers whose q and k are not rotated.
-        honours_sliding_window: config.json's `sliding_window` alone limits the attention.
-        activations: config.json's `hidden_act` that are served; all of them mean the first (the default as well).
-        ties_by_default: what a config.json without `tie_word_embeddings` means.
-        zero_centered_norms: a norm multiplies by 1 + weight, in float32.
-        scales_embedding: the embedding is multiplied by the square root of the hidden size, rounded to its type.
-        experts: names of the mixture of experts; None for dense families.
-    """
-
-    architecture: str
-    qkv_bias: bool | None = False
-    qk_norm: bool | None = False
-    is_fused: bool = False
-    partial_rotary: float | None = None
-    may_skip_rotary: bool = False
-    honours_head_dim: bool = True
-    honours_sliding_window: bool = False
-    activations: tuple[str, ...] = ("silu",)
-    ties_by_default: bool = False
-    zero_centered_norms: bool = False
-    scales_embedding: bool = False
-    experts: ExpertNames | None = None
-
-    @property
-    def scoring_architecture(self) -> str:
-        """Name of the transformers class with a score head."""
-        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 FAMILIES: dict[str, Family] = {
@@ -118,8 +39,26 @@ FAMILIES: dict[str, Family] = {
         zero_centered_norms=True,
         scales_embedding=True,
     ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        qk_norm=True,
+        activations=("gelu_pytorch_tanh",),
+        ties_by_default=True,
+        norms=(
+            ("input_layernorm", "input_norm"),
+            ("post_attention_layernorm", "attention_output_norm"),
+            ("pre_feedforward_layernorm", "mlp_norm"),
+            ("post_feedforward_layernorm", "mlp_output_norm"),
+        ),
+        alternates_windows=True,
+        rope_theta=1e6,
+        zero_centered_norms=True,
+        scales_embedding=True,
+        scoring="Gemma3TextForSequenceClassification",
+        vllm_module="gemma3",
+    ),
     "phi3": Family("Phi3ForCausalLM", is_fused=True, partial_rotary=1.0, honours_sliding_window=True),
-    "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True),
+    "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True, rope_theta=2e6),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         qk_norm=True,
@@ -158,6 +97,8 @@ class ModelShape:
     [1, h] and has no output layer, tied or not. `rotary_dim` channels of a head are rotated (None: all), and none in
     `unrotated_layers`. The first `dense_layers` layers of a mixture of experts have an MLP of `dense_ffn_size` columns
     in its place, and in the others every token is served by a shared expert of `shared_ffn_size` (0: there is none).
+    In `sliding_layers` a token sees itself and `sliding_window` - 1 before it, and positions have another base,
+    `sliding_rope_theta`, and no scaling. Attention scores are multiplied by `attention_scale` (None: 1/sqrt(head_dim)).
     """
 
     family: str
@@ -185,13 +126,17 @@ class ModelShape:
     dense_ffn_size: int = 0
     shared_ffn_size: int = 0
     router: SigmoidRouter | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_window: int = 0
+    sliding_rope_theta: float = 0.0
+    attention_scale: float | None = None
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
         """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {
             "vocab": (self.vocab_size, h),
-            "hidden": (h,),
+            **dict.fromkeys(("hidden", *NORM_KINDS), (h,)),
             "head": (self.head_dim,),
             "score": (1, h),
             "o": (h, q),
@@ -224,8 +169,9 @@ class ModelShape:
 
     def layer_kinds(self, layer: int) -> dict[str, str]:
         """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
-        kinds = {"input_layernorm.weight": "hidden"}
         family = FAMILIES[self.family]
+        (first, first_kind), *norms = family.norms
+        kinds = {f"{first}.weight": first_kind}
         if family.is_fused:
             kinds["self_attn.qkv_proj.weight"] = "qkv"
         for name in () if family.is_fused else "qkv":
@@ -233,7 +179,8 @@ class ModelShape:
                 kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
         if self.qk_norm:
             kinds |= {"self_attn.q_norm.weight": "head", "self_attn.k_norm.weight": "head"}
-        kinds |= {"self_attn.o_proj.weight": "o", "post_attention_layernorm.weight": "hidden"}
+        kinds["self_attn.o_proj.weight"] = "o"
+        kinds |= {f"{norm}.weight": kind for norm, kind in norms}
         names = family.experts
         if names is None or not self.has_experts(layer):
             prefix = "" if names is None else DENSE

@@ -44,14 +44,16 @@ class GlobalPlacement:
     hf_box: Box
 
 
-# Tensors whose place is not `layer_parameter`'s.
+# Tensors whose place is not `layer_parameter`'s, by name, and by kind in a layer.
 _KEYS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
     SCORE_HEAD: SCORE_HEAD,  # megatron-core has no such head
+}
+_FUSED_NORMS = {
+    "input_norm": "self_attention.linear_qkv.layer_norm_weight",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
 }
 
 
@@ -68,9 +70,9 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
     cuts = _cut_kinds(shape)
     table = {name: _place(cuts[kind], _KEYS[name]) for name, kind in shape.tensor_kinds().items() if name in _KEYS}
     for layer in range(shape.num_layers):
-        prefix, layer_keys = f"model.layers.{layer}.", dict(_KEYS)
+        prefix, fused = f"model.layers.{layer}.", dict(_FUSED_NORMS)
         if shape.has_experts(layer):  # a norm before a router is fused into nothing
-            del layer_keys["post_attention_layernorm.weight"]
+            del fused["mlp_norm"]
         ours, stack, leading = "decoder.layers.", (shape.num_layers,), (layer,)
         if shape.dense_layers:  # layers that are not alike are not stacked
             ours, stack, leading = f"decoder.layers.{layer}.", (), ()
@@ -80,7 +82,7 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
                 for part, cut in list_parts(kind)
                 for place in _place(
                     cuts[cut],
-                    f"{ours}{layer_keys.get(name) or layer_parameter(name, part)}",
+                    f"{ours}{fused.get(kind) or layer_parameter(name, part)}",
                     stack,
                     leading,
                 )

@@ -95,12 +95,18 @@ def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
 
 
 _NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
     "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
 }
-_MATRICES = {"o": "self_attention.linear_proj.weight", "router": "mlp.router.weight", "router_bias": ROUTER_BIAS}
+_MATRICES = {
+    "input_norm": "input_layernorm.weight",
+    "attention_output_norm": "post_self_attn_layernorm.weight",
+    "mlp_norm": "pre_mlp_layernorm.weight",
+    "mlp_output_norm": "post_mlp_layernorm.weight",
+    "o": "self_attention.linear_proj.weight",
+    "router": "mlp.router.weight",
+    "router_bias": ROUTER_BIAS,
+}
 for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts")):
     _MATRICES |= {f"{prefix}{half}": f"{mlp}.linear_fc1.weight" for half in ("gate", "up")}
     _MATRICES[f"{prefix}down"] = f"{mlp}.linear_fc2.weight"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Family, Head, ModelShape, SigmoidRouter
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Head, ModelShape
+from megatron_rl.weights.family import Family, SigmoidRouter
 from megatron_rl.weights.rope import is_served, read_rope_scaling
 
 _MUST_BE_OFF = (
@@ -77,6 +78,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             hint="a reward model or critic belongs to reward_model.path or critic.path",
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)  # where layers with windows have their own
     _refuse_options(config, family, rope, source)
     try:
         num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -98,12 +100,13 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             qkv_bias=bool(config.get("attention_bias")) if family.qkv_bias is None else family.qkv_bias,
             qk_norm=bool(config.get("use_qk_norm")) if family.qk_norm is None else family.qk_norm,
             rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.rope_theta),
             max_position_embeddings=longest,
             rope_scaling=scaling,
             rotary_dim=_read_rotary_dim(config, rope, family, head_dim),
             unrotated_layers=_list_unrotated(config, family),
             **experts,
+            **(_read_windows(config) if family.alternates_windows else {}),
         )
     except KeyError as error:
         raise UserError(
@@ -123,6 +126,8 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": family.honours_sliding_window and _cuts_attention(config),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
+        "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
         "rope_scaling": not is_served(rope, config),
         "partial_rotary_factor": family.partial_rotary is None and rope.get("partial_rotary_factor", 1.0) != 1.0,
     }
@@ -152,6 +157,21 @@ def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
     layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
     return tuple(layer for layer in layers if not rotated[layer])
+
+
+def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelShape that a family with sliding windows in some layers has."""
+    layers, pattern = range(config["num_hidden_layers"]), config.get("sliding_window_pattern", 6)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers
+    ]
+    rope = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    return dict(
+        sliding_layers=tuple(layer for layer in layers if kinds[layer] == "sliding_attention"),
+        sliding_window=config["sliding_window"],
+        sliding_rope_theta=float(rope.get("rope_theta") or config.get("rope_local_base_freq", 1e4)),
+        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+    )
 
 
 def _cuts_attention(config: dict[str, Any]) -> bool:

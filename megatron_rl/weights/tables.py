@@ -12,12 +12,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.weights.families import FUSED_KINDS, ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
-_WHOLE = ("hidden", "head", "router", "router_bias", "score")  # kinds of which every TP rank has all
+_WHOLE = ("hidden", *NORM_KINDS, "head", "router", "router_bias", "score")  # kinds of which every TP rank has all
 
 
 class Rows(tuple[Row, ...]):

@@ -87,6 +87,18 @@ def make_visible(name: str) -> torch.Tensor:
     return visible
 
 
+def make_window(name: str, window: int) -> torch.Tensor:
+    """The same where a query sees its own position and `window` - 1 before it; a prefix has the first positions."""
+    lengths, prefixes = LAYOUTS[name]
+    visible, start = make_visible(name), 0
+    for n, (low, high) in zip(lengths, prefixes, strict=True):
+        rows = [*range(low, high), *range(start, start + n)]
+        for place, row in enumerate(rows[high - low :], high - low):
+            visible[row, rows[: max(0, place - window + 1)]] = False
+        start += n
+    return visible
+
+
 def attend_with_mask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -110,6 +122,17 @@ def test_equals_the_masked_softmax(name: str, heads: int, kv_heads: int) -> None
     inputs = [x.requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
     found = run_backward(attend(*inputs, make_segments(name), 0.3), inputs)
     expected = run_backward(attend_with_mask(*inputs, make_visible(name), 0.3), inputs)
+    for got, want in zip(found, expected, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("window", [2, 3, 6])
+@pytest.mark.parametrize("name", ["ragged", "empty", "shared", "shared, of few sizes"])
+def test_windows_slide(name: str, window: int) -> None:
+    """Over the end of a shared prompt, too; segments that are not longer than the window have none."""
+    inputs, segments = [x.requires_grad_() for x in draw_inputs(name, 4, 2)], make_segments(name)
+    found = run_backward(attend(*inputs, replace(segments, window=window), 0.3), inputs)
+    expected = run_backward(attend_with_mask(*inputs, make_window(name, window), 0.3), inputs)
     for got, want in zip(found, expected, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 

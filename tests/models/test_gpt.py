@@ -32,7 +32,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
-from megatron_rl.weights.families import Head, SigmoidRouter
+from megatron_rl.weights.families import Head
+from megatron_rl.weights.family import SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
 
@@ -61,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-mha": dict(family="qwen3", num_key_value_heads=8, rope_theta=1e6),
     "mistral": dict(family="mistral", rope_theta=1e6, head_dim=16),
     "gemma": dict(family="gemma"),
+    "gemma3": dict(family="gemma3_text"),
     "phi3": dict(family="phi3"),
     "phi3-partial": dict(
         family="phi3",
@@ -259,6 +261,9 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
         ("llama-yarn", dict(rope_scaling=None)),
         ("phi3-partial", dict(rotary_dim=None, rope_scaling=None)),
         ("smollm3", dict(unrotated_layers=(1,))),
+        ("gemma3", dict(sliding_window=7)),
+        ("gemma3", dict(sliding_rope_theta=1e6)),
+        ("gemma3", dict(attention_scale=None)),
         ("qwen3_moe", dict(normalizes_shares=False)),
         ("mixtral", dict(experts_per_token=2)),
         ("glm4_moe", dict(router=SigmoidRouter(scale=1.0))),

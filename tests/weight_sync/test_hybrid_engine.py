@@ -198,6 +198,7 @@ CASES = [
     ("vllm", "mixtral", 4, {"tp_size": 2, "ep_size": 2}, 2),
     ("hf", "qwen3_moe", 2, {"ep_size": 2}, 1),
     ("vllm", "phi3", 4, {"tp_size": 2, "pp_size": 2}, 2),
+    ("vllm", "gemma3_text", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
     ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),

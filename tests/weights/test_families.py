@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingface_experts
-from megatron_rl.weights.families import FAMILIES, SigmoidRouter
+from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.family import SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
-from megatron_rl.weights.rope import Llama3Scaling, YarnScaling
+from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, YarnScaling
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 
@@ -74,6 +76,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("mistral", dict(sliding_window=None)),
         ("mistral", dict(sliding_window=48, head_dim=8)),
         ("gemma", dict(head_dim=8)),
+        ("gemma3_text", dict(head_dim=8)),
         ("phi3", dict(head_dim=8, pad_token_id=0)),
         ("smollm3", dict(pad_token_id=0)),
         ("qwen3_moe", dict(head_dim=8)),
@@ -144,7 +147,9 @@ def test_a_language_model_can_be_given_a_score_head_but_not_the_reverse() -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_that_are_not_sizes(family: str) -> None:
-    rope = {"rope_type": "default", "rope_theta": 5e5}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+    if family == "gemma3_text":
+        rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
     assert shape.rotary_dim == (2 if family == "glm4_moe" else None) and shape.unrotated_layers == ()
     assert shape.rope_theta == 5e5
@@ -157,6 +162,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "mixtral": (False, False),
         "gemma": (False, False),
         "glm4_moe": (False, False),
+        "gemma3_text": (False, True),
         "phi3": (False, False),
         "smollm3": (False, False),
     }[family]
@@ -251,6 +257,42 @@ def test_what_is_rotated() -> None:
         read("llama", rope_parameters=rope | {"partial_rotary_factor": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4_moe", dict(rope_scaling=YarnScaling(4.0, 48, 1.1, 32.0, 1.0, True))),
+        ("gemma3_text", dict(rope_scaling=LinearScaling(8.0))),
+        ("phi3", dict(rope_scaling=LongropeScaling((1.0, 2.0), 1.2), rotary_dim=4)),
+        ("smollm3", dict(unrotated_layers=(1, 3))),
+        ("llama", dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+    ],
+)
+def test_a_manifest_holds_all_of_a_shape(family: str, changes: dict[str, Any]) -> None:
+    shape = make_shape(family, **changes)
+    assert read_shape(json.loads(json.dumps(asdict(shape)))) == shape
+    assert hash(read_shape(json.loads(json.dumps(asdict(shape))))) == hash(shape)
+
+
+def test_windows_of_gemma_3() -> None:
+    """Of configs as transformers 4 wrote them, and 5."""
+
+    def read(**changes: Any) -> Any:
+        config = make_config("gemma3_text", num_hidden_layers=7) | changes
+        return model_shape_from_config(config, source="here")
+
+    old = dict(
+        layer_types=None, rope_parameters=None, rope_theta=1e6, rope_local_base_freq=5e3, sliding_window_pattern=3
+    )
+    shape = read(**old, rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window=9)
+    assert (shape.sliding_layers, shape.sliding_window) == ((0, 1, 3, 4, 6), 9)
+    assert (shape.rope_theta, shape.sliding_rope_theta) == (1e6, 5e3) and shape.rope_scaling == LinearScaling(8.0)
+    new = read(query_pre_attn_scalar=16)
+    assert (new.sliding_layers, new.sliding_window, new.attention_scale) == ((0, 1, 2, 3, 4, 6), 4096, 0.25)
+    assert (new.rope_theta, new.sliding_rope_theta, new.rope_scaling) == (1e6, 1e4, None)
+    with pytest.raises(UserError, match="final_logit_softcapping=30.0"):
+        read(final_logit_softcapping=30.0)
+
+
 def test_positions_that_a_scaling_allows() -> None:
     """YaRN is added to the config.json of a short model; the short factors of LongRoPE end where pretraining did."""
 
@@ -302,7 +344,7 @@ def test_a_config_that_does_not_mention_tying_means_what_transformers_means(fami
     config = make_config(family)
     del config["tie_word_embeddings"]
     expected = CONFIGS[family](**config).tie_word_embeddings
-    assert expected is (family in ("gemma", "smollm3"))
+    assert expected is (family in ("gemma", "gemma3_text", "smollm3"))
     assert model_shape_from_config(config, source="here").tied_embeddings is expected
 
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer that normalises what attention and MLP return as well, before it is added (Gemma 3, GLM-4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class SandwichLayer(TransformerLayer):
+    """megatron-core's layer with two norms more, `post_self_attn_layernorm` and `post_mlp_layernorm`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        config, norm = self.config, self.submodules_config.input_layernorm
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+            build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            for _ in range(2)
+        )
+        self.self_attn_bda = _add_normalized(self.post_self_attn_layernorm)
+        self.mlp_bda = _add_normalized(self.post_mlp_layernorm)
+
+
+def _add_normalized(norm: torch.nn.Module) -> Callable[..., Callable[..., torch.Tensor]]:
+    """In the place of megatron-core's sum of a result, its bias and what there was."""
+
+    def add(result: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        output, bias = result
+        assert bias is None and dropout == 0.0, "matrices without a bias, and no dropout"
+        return residual + norm(output)
+
+    return lambda is_training, fused: add
