@@ -42,6 +42,9 @@ def list_rows(name: str, world_size: int, ranks: list[dict[str, Any]]) -> Iterat
         planned, rehearsed = row["planned"] / GIB, row["rehearsed"] / GIB
         off = f"{rehearsed / planned - 1:+.1%}" if planned else "-"
         yield f"| {name} | {world_size} | {what} | {planned:.2f} | {rehearsed:.2f} | {off} |"
+    if not ranks:
+        yield f"| {name} | {world_size} | could not be rehearsed | | | |"
+        return
     numbers, longest = ", ".join(str(rank["rank"]) for rank in ranks), max(rank["seconds"] for rank in ranks)
     yield f"| {name} | {world_size} | ranks {numbers}: {longest:.0f} s at most | | | |"
 

@@ -38,11 +38,13 @@ class ActivationBytes:
         stored: kept between forward and backward of all microbatches that are in flight.
         transient: of one layer while it is computed, forward or backward.
         logits: of a chunk of tokens, with the gradient of the output layer in an update.
+        output: of these, that gradient, which a model under adapters has not.
     """
 
     stored: int
     transient: int
     logits: int
+    output: int = 0
 
     @property
     def total(self) -> int:
@@ -121,7 +123,8 @@ def compute_activation_bytes(
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
     if shape.num_experts:  # a layer holds the most where it has just been computed
         transient += shape.experts_per_token * (2 + _count_exchanged(layout)) * h
-    return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits)
+    output = _count_output_gradient(shape, layout, config, itemsize) if logits else 0
+    return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits, output)
 
 
 def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool) -> float:
@@ -154,6 +157,12 @@ def _count_logits(
     chunk, hidden = min(config.logprob_chunk_tokens, tokens), tokens * shape.hidden_size * itemsize
     if not is_update:
         return chunk * columns * 2 * _FLOAT + hidden
-    is_single = config.logprob_chunk_tokens >= tokens
-    weight = columns * shape.hidden_size * (itemsize if is_single else _FLOAT)
-    return chunk * columns * (2 * _FLOAT + itemsize) + weight + 2 * hidden
+    output = _count_output_gradient(shape, layout, config, itemsize)
+    return chunk * columns * (2 * _FLOAT + itemsize) + output + 2 * hidden
+
+
+def _count_output_gradient(shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int) -> int:
+    """Added up in float32 where there are several chunks."""
+    columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
+    is_single = config.logprob_chunk_tokens >= config.max_tokens_per_microbatch // layout.cp_size
+    return columns * shape.hidden_size * (itemsize if is_single else _FLOAT)

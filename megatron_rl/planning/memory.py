@@ -208,10 +208,11 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
     if section.zero_stage == FULLY_SHARDED:
         dtype = job.config.model.dtype
         gathered = compute_gathered_bytes(shape, layout, rank, dtype=dtype, is_update=is_update)
-    is_logits = found.logits + gathered.head > found.transient + gathered.layers
+    logits = found.logits - (found.output if job.adapters_of(role) is not None else 0)
+    is_logits = logits + gathered.head > found.transient + gathered.layers
     return {
         "activations": found.stored + (0 if is_logits else found.transient),
-        "logits": found.logits * is_logits,
+        "logits": logits * is_logits,
         "gathered weights": gathered.head if is_logits else gathered.layers,
         "dequantized": _find_largest_matrix(job, rank, role),
     }
