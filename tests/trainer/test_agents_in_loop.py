@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import write_chat_tokenizer
+from sabotage import Blow, kill
 
 from distributed import run_ranks
 from megatron_rl.agents.recording import Recording
+from megatron_rl.checkpoint.directory import list_steps
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
@@ -258,3 +260,26 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
         row["finish_reason"] == "timeout" for row in rows
     )
     assert all(np.isfinite(record["policy/grad_norm"]) for record in records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [Blow("rollout", entry=2, delay=0.1), Blow("update", entry=3, rank=0)])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, blow: Blow
+) -> None:
+    """In the middle of the second step: its episodes begin again, and no task is lost or done twice."""
+    settings = [
+        *MULTI,
+        f"agents.environment={environments}:Echo",
+        SHORT,
+        "trainer.save_freq=1",
+        "trainer.total_steps=3",
+        "checkpoint.async_save=false",
+    ]
+    whole = play(task, tmp_path / "whole", *settings)
+    killed = overrides_for(task, tmp_path / "killed", "data.validation_limit=4", "trainer.log_rollouts=-1", *settings)
+    assert kill(2, killed, blow)
+    assert [step for step, _ in list_steps(tmp_path / "killed/checkpoints")] == [1]
+    assert run_ranks(train, 2, killed) == [None] * 2
+    assert read_records(tmp_path / "killed") == whole
+    assert read_rollouts(tmp_path / "killed") == read_rollouts(tmp_path / "whole")
