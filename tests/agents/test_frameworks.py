@@ -4,12 +4,19 @@
     pip install "pydantic-ai-slim[openai]" openai-agents
     pytest -m slow tests/agents/test_frameworks.py
 
-One that cannot be imported is skipped. Not covered: what they do beside a tool call and its answer.
+    python -m venv VENV; VENV/bin/pip install verifiers
+    VERIFIERS_PYTHON=VENV/bin/python pytest -m slow tests/agents/test_frameworks.py
+
+One that cannot be imported is skipped. Verifiers needs other versions of packages than we do, and so an interpreter
+of its own. Not covered: what they do beside a tool call and its answer.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from scripted_policy import ScriptedPolicy
@@ -45,6 +52,16 @@ async def agent(task, base_url):
     result = await Runner.run(player, task.messages[0]["content"])
     return float(result.final_output.strip() == "408")
 """
+VERIFIERS = """
+import os, subprocess
+
+async def agent(task, base_url):
+    command = [os.environ["VERIFIERS_PYTHON"], "-E", SCRIPT]  # without our PYTHONPATH
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return float(done.stdout.split()[-1])
+"""
 FRAMEWORKS = {"pydantic_ai": PYDANTIC_AI, "agents": OPENAI_AGENTS}
 CALL = 'hello <tool_call>\n{"name": "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>'
 
@@ -62,3 +79,18 @@ def test_a_framework_calls_a_tool_and_answers_in_one_branch(package, tmp_path):
     assert branch.tokens[branch.sampled].tolist() == policy.spell(CALL) + policy.spell("408")
     observed = policy.tokenizer._tokenizer.decode(requests[1][rollout.turns[0].stop :])
     assert "<tool_response>\n408\n</tool_response>" in observed
+
+
+@pytest.mark.slow
+def test_an_episode_of_verifiers_in_an_interpreter_of_its_own(tmp_path):
+    """Its server in between changes nothing that is sampled: one branch, and its reward."""
+    interpreter = os.environ.get("VERIFIERS_PYTHON")
+    if interpreter is None or subprocess.run([interpreter, "-c", "import verifiers.v1"]).returncode:
+        pytest.skip("VERIFIERS_PYTHON names no interpreter that imports verifiers.v1")
+    script = str(Path(__file__).with_name("verifiers_episode.py"))
+    policy = ScriptedPolicy(tmp_path, VERIFIERS.replace("SCRIPT", repr(script)), turn_seconds=120.0)
+    answer, rollout, _, _ = policy.play("any", "hello", "12")
+    policy.processes.close_all()
+    assert (answer.finish_reason, answer.reward) == (None, 1.0), answer.failure
+    (branch,) = rollout.branches
+    assert branch.tokens[branch.sampled].tolist() == policy.spell("hello") + policy.spell("12")
