@@ -263,7 +263,7 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blow", [Blow("rollout", entry=2, delay=0.1), Blow("update", entry=3, rank=0)])
+@pytest.mark.parametrize("blow", [Blow("rollout", entry=2, delay=0.1), Blow("update", entry=6, rank=0)])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None, blow: Blow
 ) -> None:
