@@ -21,6 +21,7 @@ class BiasedRouter(TopKRouter):
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
+        assert self.num_experts is not None, "a router has experts to choose from"
         self.expert_bias = torch.nn.Parameter(
             torch.zeros(self.num_experts, dtype=torch.float32, device=current_device()), requires_grad=False
         )

@@ -25,7 +25,7 @@ class SandwichLayer(TransformerLayer):
         self.mlp_bda = _add_normalized(self.post_mlp_layernorm)
 
 
-def _add_normalized(norm: torch.nn.Module) -> Callable[..., Callable[..., torch.Tensor]]:
+def _add_normalized(norm: Any) -> Callable[..., Callable[..., torch.Tensor]]:
     """In the place of megatron-core's sum of a result, its bias and what there was."""
 
     def add(result: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:

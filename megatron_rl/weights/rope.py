@@ -152,7 +152,8 @@ def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
     """A scaling from the numbers that `dataclasses.asdict` made of it."""
     for record in (LinearScaling, Llama3Scaling, YarnScaling, LongropeScaling):
         if {field.name for field in fields(record)} == saved.keys():
-            return record(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+            values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+            return record(**values)
     raise AssertionError(f"no scaling has the numbers {sorted(saved)}")
 
 
