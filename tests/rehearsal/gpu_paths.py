@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does with a GPU besides its steps, asked of one that is not there: python gpu_paths.py FILE.
+
+A process of its own, whose torch pretends to have GPUs. FILE gets what each part has answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from megatron_rl.rehearsal.cuda_guard import load_guard
+
+load_guard()
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.rehearsal import fake_cuda
+
+GPU_BYTES = 80 << 30
+fake_cuda.install(GPU_BYTES, 4)
+
+from megatron_rl.capsule import replaying
+from megatron_rl.checkpoint.rng import read_rng, restore_rng
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import RolloutConfig, TrainedConfig
+from megatron_rl.config.server import ServerConfig
+from megatron_rl.engines import served
+from megatron_rl.engines.modes import fit_to_device
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.engines.server_apis import VllmServer
+from megatron_rl.engines.server_sglang import SglangServer
+from megatron_rl.models import attention_backends
+from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.planning.admission import find_cluster
+from megatron_rl.resharding import pull
+from megatron_rl.resharding.executor import Resharder
+from megatron_rl.roles.bitwise import check_bitwise
+from megatron_rl.training.fast_path import find_fast_paths
+from megatron_rl.training.policy_engine import PolicyEngine
+from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.types import UserError
+
+CUDA = torch.device("cuda", 0)
+SHAPE: Any = SimpleNamespace(num_experts=0)
+
+
+def _spec(**changes: Any) -> EngineSpec:
+    process = Process(0, 4, 2, 4, CUDA)
+    spec = EngineSpec("", SHAPE, "bfloat16", 8, 8, RolloutConfig(), process, 0)
+    return replace(spec, **changes)
+
+
+def _refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except UserError as error:
+        return error.found
+    return "nothing"
+
+
+def start() -> list[str]:
+    """Which backends a job gets, and the device of its ranks."""
+    with patch.object(dist, "init_process_group") as init, patch.object(dist, "get_world_size", lambda: 1):
+        with patch.object(dist, "get_rank", lambda: 0):
+            process = init_distributed(1)
+    return [init.call_args.args[0], str(process.device), str(current_device())]
+
+
+def memory() -> int:
+    """The peak, which is counted anew."""
+    with (
+        patch.object(torch.cuda, "max_memory_allocated", lambda device: 7),
+        patch.object(torch.cuda, "reset_peak_memory_stats") as reset,
+    ):
+        found = memory_in_use(CUDA)
+    assert reset.call_args.args == (CUDA,)
+    return found
+
+
+def random_states() -> bool:
+    """A checkpoint has the state of CUDA, and it is set."""
+    with keep_random_streams():
+        states = read_rng()
+    with patch.object(torch.cuda, "set_rng_state") as restored:
+        restore_rng(states)
+    return torch.equal(restored.call_args.args[0], states["cuda"])
+
+
+def cluster() -> list[int]:
+    """What a plan is made for."""
+    found = find_cluster(8, 4)
+    assert found is not None
+    return [found.nodes, found.gpus_per_node, found.memory_bytes]
+
+
+def profile() -> list[str]:
+    """Files of a profiled step."""
+    with tempfile.TemporaryDirectory() as directory:
+        profiler = StepProfiler(Path(directory), steps=[1], ranks=[0], rank=0, device=CUDA)
+        calls: list[str] = []
+
+        def note(name: str) -> Callable[..., None]:
+            return lambda *args, **options: calls.append(f"{name} {options or Path(str(args[0])).name}")
+
+        started: list[str] = []
+
+        def make_profile(activities: list[Any], **options: Any) -> Any:
+            started.extend(activity.name for activity in activities)
+            nothing = lambda *args: None  # noqa: E731
+            return SimpleNamespace(start=nothing, stop=nothing, export_chrome_trace=nothing)
+
+        with (
+            patch.object(torch.profiler, "profile", make_profile),
+            patch.object(torch.cuda.memory, "_record_memory_history", note("history")),
+            patch.object(torch.cuda.memory, "_dump_snapshot", note("snapshot")),
+            patch.object(torch.cuda.nvtx, "range", lambda name: nullcontext()),
+            profiler.step(1),
+            profiler.phase("update"),
+        ):
+            pass
+        return [*started, *calls]
+
+
+def share() -> str:
+    """What peers get of a storage on a GPU: torch's recipe of all of it, not a file."""
+    storage: Any = SimpleNamespace(device=CUDA)
+    empty = SimpleNamespace(set_=lambda storage: f"all of it on {storage.device}")
+    with (
+        patch("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: f"recipe of {tensor}"),
+        patch.object(torch, "empty", lambda *sizes, **options: empty),
+    ):
+        return pull._share(storage)
+
+
+def barrier() -> int:
+    """A pull waits for what the device has queued before it meets the others."""
+    resharder: Any = SimpleNamespace(_device=CUDA, _group=None)
+    with patch.object(torch.cuda, "synchronize") as synchronize, patch.object(dist, "barrier"):
+        Resharder._meet(resharder, "before")
+    return synchronize.call_count
+
+
+def kernels() -> list[str]:
+    """The fastest that works, and what is missing."""
+    attention_backends.choose_attention_backend.cache_clear()
+    with patch.object(
+        attention_backends, "find_kernel_failure", lambda name, *rest: None if name == "efficient" else ""
+    ):
+        found = [attention_backends.choose_attention_backend(CUDA, torch.bfloat16)]
+        paths = find_fast_paths(TrainedConfig(), "bfloat16", "local", 2)
+    return [*found, *(path.part for path in paths if not path.is_fast)]
+
+
+def servers() -> dict[str, Any]:
+    """Servers get the GPUs of their ranks, and none that the actor has."""
+    model = SimpleNamespace(layout=SimpleNamespace(ranks=range(4)))
+    config = RolloutConfig(engine="vllm_server", tensor_model_parallel_size=2)
+    sglang = SglangServer(_spec(config=RolloutConfig(engine="sglang", server=ServerConfig(python="python"))))
+    return {
+        "refused": _refusal(lambda: served._check_device(_spec(model=model))),
+        "devices": served._list_devices(_spec(config=config))["CUDA_VISIBLE_DEVICES"],
+        "eager": fit_to_device(RolloutConfig(enforce_eager=False), CUDA).enforce_eager,
+        "compiled": VllmServer(_spec(config=config)).list_environment()["TORCHDYNAMO_DISABLE"],
+        "sglang": [sglang.make_command(Path("x"), 1)[-2:], sglang.list_environment()],
+    }
+
+
+def cache() -> int:
+    """Blocks of the policy's own engine, of 8 MiB each: its share of the GPU."""
+    model = SimpleNamespace(shape=SimpleNamespace(head_dim=128))
+    engine: Any = SimpleNamespace(_model=model, _layer_numbers=range(64), _heads=8, _dtype=torch.float32)
+    return PolicyEngine._count_blocks(engine, _spec(config=RolloutConfig(max_num_seqs=10**9)))
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "start": start,
+    "memory": memory,
+    "random states": random_states,
+    "cluster": cluster,
+    "profile": profile,
+    "share": share,
+    "barrier": barrier,
+    "cache": cache,
+    "kernels": kernels,
+    "servers": servers,
+    "bitwise": lambda: _refusal(lambda: check_bitwise(SHAPE, 1, "vllm")),
+    "capsule": lambda: replaying.is_same_layout(
+        SimpleNamespace(manifest={"world_size": 1, "device": "cpu"}),  # type: ignore[arg-type]
+        load_config(ROOT / "launch/recipes/toy_arithmetic.yaml", []).config,
+        1,
+    ),
+}
+
+
+if __name__ == "__main__":
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    Path(sys.argv[1]).write_text(json.dumps({name: part() for name, part in PARTS.items()}))
