@@ -13,7 +13,7 @@ Alignment, stated once: ``logprobs[i]`` scores ``tokens[i]``; position 0 of each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,46 @@ class KeptSets:
         return KeptSets(self.ids[: counts.sum()], counts)
 
 
+@dataclass(frozen=True)
+class RouteShape:
+    """What routers decide for a token: the numbers of `choices` experts in each of `layers`, out of `experts`.
+
+    Routes are arrays [s, layers, choices] of `dtype`; its largest number stands for a choice that is not known.
+    """
+
+    layers: int
+    choices: int
+    experts: int
+
+    @property
+    def dtype(self) -> type[np.integer[Any]]:
+        """The smallest that torch and numpy share."""
+        return np.uint8 if self.experts < 256 else np.int16
+
+    @classmethod
+    def of(cls, routes: np.ndarray) -> RouteShape:
+        """Of routes that are there; how many experts there are is not known then, only a bound."""
+        return cls(routes.shape[1], routes.shape[2], int(np.iinfo(routes.dtype).max))
+
+    def unknown(self, length: int) -> np.ndarray:
+        """The routes of so many tokens of which nothing is known."""
+        return np.full((length, self.layers, self.choices), np.iinfo(self.dtype).max, self.dtype)
+
+
+def complete_routes(first: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Routes of a sequence from two forwards, [s, layers, choices]: of each token those that were known first.
+
+    Args:
+        first: of its beginning; None: nothing is known.
+        later: of all of it; None: nothing is known.
+    """
+    if first is None or later is None:
+        return first if later is None else later
+    begin = later[: len(first)]
+    known = np.where(first == np.iinfo(first.dtype).max, begin, first)
+    return np.concatenate([known, later[len(first) :]])
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """One context window of a rollout, exactly as the engine saw it.
@@ -139,6 +179,7 @@ class Branch:
         num_prompt_tokens: length of the task's prompt, with which the branch begins.
         kept: [s] what each token was drawn from; None: all of them from the whole vocabulary.
         rewards: [s] float32, of turns, at the last token of each; None: no turn has a reward of its own.
+        routes: [s, layers, choices] the experts that the engine chose for each token (`RouteShape`); None: not known.
     """
 
     tokens: np.ndarray
@@ -148,6 +189,7 @@ class Branch:
     num_prompt_tokens: int
     kept: KeptSets | None = None
     rewards: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
     @classmethod
     def of_response(
@@ -238,6 +280,10 @@ class Rollout:
         tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)
         branch = Branch.of_response(tokens, start, logprobs, versions, kept)
         return cls(prompt, sample_index, [branch], [Turn(0, start, len(tokens))], finish_reason)
+
+    def with_routes(self, routes: np.ndarray | None) -> Rollout:
+        """The same response with the routes of its tokens, prompt and response."""
+        return replace(self, branches=[replace(self.branches[0], routes=routes)])
 
     @property
     def response_tokens(self) -> np.ndarray:

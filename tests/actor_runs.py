@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from role_setups import make_setup, take_step
 
@@ -38,6 +39,11 @@ ADVANTAGES = [1.5, -1.0, 0.5, -0.25, 0.0, 2.0, -2.0, -0.75]
 WEIGHTS = aggregate("seq-mean-token-mean", RESPONSE_LENGTHS, max(LENGTHS)).weights
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
 ACTOR: dict[str, Any] = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5)
+LOGPROB_TOLERANCE = 2e-5
+METRIC_TOLERANCE = 1e-5
+# Adam's first step is lr * g / (|g| + eps): where a gradient is small its rounding is divided by itself. At worst a
+# sign flips (2 * lr = 1e-3 here); with this batch no gradient is that small, and 1e-5 was seen.
+WEIGHT_TOLERANCE = 5e-5
 CPU = torch.device("cpu")
 Piece = tuple[str, tuple[slice, ...], torch.Tensor]  # name of an HF tensor, where, values
 
@@ -53,6 +59,7 @@ class Case:
     minibatches: tuple[tuple[int, ...], ...] = (tuple(range(len(LENGTHS))),)
     temperature: float = 1.0
     dtype: str = "float32"
+    routes: np.ndarray | None = None  # [rollouts, longest, layers, choices] that the actor replays
 
 
 @dataclass
@@ -116,8 +123,10 @@ def build_batch(model: PackedModel, case: Case, advantages: list[float] | None =
         sequences, WEIGHTS, plans, dp_rank=groups.at.dp, padding=Padding(model.pad_multiple), device=CPU
     )
     reference = torch.nn.utils.rnn.pad_sequence([*draw_ref_logprobs(), torch.zeros(1)], batch_first=True)
+    routes = None if case.routes is None else torch.from_numpy(case.routes[batch.sequence_ids, batch.position_ids])
     return replace(
         batch,
+        replayed_routes=routes,
         advantages=expand_to_tokens(ADVANTAGES if advantages is None else advantages, batch),
         ref_logprobs=reference[batch.sequence_ids, batch.position_ids],
     )
@@ -168,6 +177,19 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
 def train(case: Case, path: Path) -> Measured:
     """Two updates on a layout, measured on all of its ranks."""
     return merge(run_ranks(_train_on_rank, case.world_size, case, path, timeout=100), path)
+
+
+def assert_same(found: Measured, expected: Measured) -> None:
+    """Two runs did the same, up to rounding."""
+    for name in ("before", "after"):
+        pairs = zip(getattr(found, name), getattr(expected, name), strict=True)
+        gap = max((a - b).abs().max().item() for a, b in pairs)
+        assert gap <= LOGPROB_TOLERANCE, f"logprobs {name}: {gap}"
+    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert got == pytest.approx(want, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE), f"update {step + 1}"
+    assert found.weights.keys() >= expected.weights.keys()
+    gaps = {name: (found.weights[name] - x).abs().max().item() for name, x in expected.weights.items()}
+    assert max(gaps.values()) <= WEIGHT_TOLERANCE, {k: v for k, v in gaps.items() if v > WEIGHT_TOLERANCE}
 
 
 def merge(ranks: list[dict[str, Any]], path: Path) -> Measured:

@@ -29,6 +29,16 @@ class Metric:
 
 
 METRICS: dict[str, tuple[Metric, ...]] = {
+    "Mixtures of experts (docs/mixtures.md)": (
+        Metric(
+            "moe/max_load", "tokens of the busiest expert of all layers, over those of an expert if all had as many"
+        ),
+        Metric("moe/mean_load", "the same of the busiest expert of each layer, mean over layers"),
+        Metric("moe/dead_experts", "experts without a token in the loss, over all layers", "experts"),
+        Metric("moe/entropy", "of the gates' distributions over that of even ones"),
+        Metric("moe/agreement", "choices in a layer that the router alone would have made as it replays them", "share"),
+        Metric("moe/flipped_tokens", "tokens whose experts would have been others in some layer", "share"),
+    ),
     "Reward and responses": (
         Metric("reward/mean", "mean over all rollouts of the step"),
         Metric("reward/<data_source>/mean", "the same of the rollouts of each data source, where a step has several"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn
+from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, complete_routes
 
 
 class Recording:
@@ -63,11 +63,23 @@ class Recording:
         if len(tokens) > context.length:
             context.append(tokens[context.length :])
 
-    def reply(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None = None) -> None:
-        """The engine answered it: [s] all three."""
+    def reply(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        kept: KeptSets | None = None,
+        routes: np.ndarray | None = None,
+    ) -> None:
+        """The engine answered it.
+
+        Args:
+            tokens, logprobs, kept: [s] of the answer.
+            routes: of the whole context with the answer, as in `Sampled`.
+        """
         context = self._contexts[self._current]
         self._turns.append(Turn(self._current, context.length, context.length + len(tokens)))
         context.append(tokens, logprobs, kept)
+        context.add_routes(routes)
 
     def judge(self, reward: float) -> None:
         """The last reply is worth so much; in a branch that others follow, the episode is."""
@@ -90,6 +102,7 @@ class _Context:
         self._logprobs: list[np.ndarray] = []
         self._kept: list[KeptSets | None] = []
         self.rewards: dict[int, float] = {}  # by the place of a token
+        self._routes: np.ndarray | None = None
         self.length = 0
         self.append(tokens)
 
@@ -111,6 +124,10 @@ class _Context:
         self._kept.append(kept)
         self.length += count
 
+    def add_routes(self, routes: np.ndarray | None) -> None:
+        """What the engine says of the tokens so far."""
+        self._routes = complete_routes(self._routes, routes)
+
     def as_branch(self, prompt: np.ndarray, version: int) -> Branch:
         """The branch, up to its last sampled token; of one without, the prompt's last token is taken for a response."""
         tokens, sampled = self.joined, np.concatenate(self._sampled)
@@ -125,6 +142,7 @@ class _Context:
             num_prompt_tokens,
             self._join_kept(stop),
             self._place_rewards(stop),
+            routes=None if self._routes is None else self._routes[:stop],
         )
 
     def _join_kept(self, stop: int) -> KeptSets | None:

@@ -40,6 +40,8 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
     minibatches = batch // (config.actor.ppo_mini_batch_size or batch)
     if algorithm.old_logprobs == "recompute":
         return "algorithm.old_logprobs = 'recompute' asks for a forward pass of their own"
+    if config.actor.router_replay == "trainer":
+        return "actor.router_replay = 'trainer' replays what a forward pass of their own chooses"
     if estimator.needs_old_logprobs:
         return f"algorithm.adv_estimator = {algorithm.adv_estimator!r} reads them (needs_old_logprobs)"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":

@@ -7,6 +7,7 @@ its columns `prompt` and `answer` the file is a data file, too: a replay needs n
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
                     "response_tokens": rollout.response_tokens.tolist(),
                     "rollout_logprobs": rollout.rollout_logprobs.tolist(),
                     **_write_kept(rollout),
+                    **_write_routes(rollout),
                 },
                 ensure_ascii=False,
             )
@@ -68,6 +70,22 @@ def _write_kept(rollout: Rollout) -> dict[str, list[int]]:
         return {}
     counts = [branch.kept.counts[branch.sampled] for branch in rollout.branches if branch.kept is not None]
     return {"kept_ids": KeptSets.join(parts).ids.tolist(), "kept_counts": np.concatenate(counts).tolist()}
+
+
+def _write_routes(rollout: Rollout) -> dict[str, Any]:
+    """The experts of its tokens, bytes in base64; {}: not known."""
+    routes = rollout.branches[0].routes
+    if routes is None:
+        return {}
+    text = base64.b64encode(routes.tobytes()).decode()
+    return {"routes": {"shape": routes.shape, "dtype": str(routes.dtype), "data": text}}
+
+
+def _read_routes(row: dict[str, Any]) -> np.ndarray | None:
+    found = row.get("routes")
+    if found is None:
+        return None
+    return np.frombuffer(base64.b64decode(found["data"]), found["dtype"]).reshape(found["shape"])
 
 
 @dataclass(frozen=True)
@@ -122,7 +140,7 @@ def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
         row["finish_reason"],
         np.array(row["versions"], np.int32),
         kept,
-    )
+    ).with_routes(_read_routes(row))
     return replace(rollout, response=row["response"], reward=row["reward"], reward_components=row["reward_components"])
 
 

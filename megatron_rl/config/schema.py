@@ -129,6 +129,11 @@ class ActorConfig(TrainedConfig):
         "prompts",
     )
     ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
+    router_replay: Literal["off", "engine", "trainer"] = option(
+        "off",
+        "Mixture of experts: where the experts of a token come from in log-probs and updates. off: the router of the "
+        "moment; engine: what the rollout engine chose (R3); trainer: what the pass for old_logprobs chose (R2).",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from megatron_rl.engines.protocol import (
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.types import RouteShape
 
 
 class BuiltEngine(NamedTuple):
@@ -32,22 +33,24 @@ class BuiltEngine(NamedTuple):
         weights: what holds them.
         kind: the name of its class.
         ranks: of every engine of the job.
+        route_shape: of the routes that responses come with; None: they come without.
     """
 
     requests: RolloutEngine
     weights: EngineWeights
     kind: str
     ranks: EngineRanks
+    route_shape: RouteShape | None = None
 
-    def describe(self) -> tuple[str, EngineRanks, EngineTables]:
+    def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
         """What ranks without an engine must know."""
-        return self.kind, self.ranks, EngineTables.of(self.weights, self.ranks)
+        return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
 
     @classmethod
-    def absent(cls, kind: str, ranks: EngineRanks, tables: EngineTables) -> BuiltEngine:
+    def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
         """What stands for an engine on such a rank."""
         stand_in = AbsentEngine(tables)
-        return cls(stand_in, stand_in, kind, ranks)
+        return cls(stand_in, stand_in, kind, ranks, route_shape)
 
 
 class OneTurn(WaitingRequests):
@@ -103,4 +106,4 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
         if isinstance(engine, PlacedEngine)
         else EngineRanks.consecutive(spec.ranks or range(spec.process.world_size), tp_size)
     )
-    return BuiltEngine(requests, engine, type(engine).__name__, ranks)
+    return BuiltEngine(requests, engine, type(engine).__name__, ranks, spec.route_shape)

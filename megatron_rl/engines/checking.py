@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from megatron_rl.engines.protocol import Sampled
-from megatron_rl.types import UserError
+from megatron_rl.types import RouteShape, UserError
 
 
 def check_sampled(
@@ -71,6 +71,36 @@ def check_sampled(
                 "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
             )
     _check_values(responses, requests, vocab_size, engine)
+
+
+def check_routes(responses: Iterable[Sampled], engine: str, shape: RouteShape) -> None:
+    """Compare the routes of the responses of one engine with those that its model has.
+
+    Args:
+        responses: each with a token.
+        engine: that made them, as a message calls it.
+        shape: of the routes.
+
+    Raises:
+        UserError: they are not there, have another shape or type, or name experts that there are not.
+    """
+    for response in responses:
+        if not _has_routes(response, shape):
+            raise UserError(
+                "a response without the experts of its tokens",
+                source=engine,
+                expected=f"Sampled.routes, [prompt and response, {shape.layers}, {shape.choices}] "
+                f"{shape.dtype.__name__}",
+                hint="set rollout.engine=vllm, hf or megatron, or actor.router_replay=trainer",
+            )
+
+
+def _has_routes(response: Sampled, shape: RouteShape) -> bool:
+    routes = response.routes
+    if routes is None or routes.dtype != shape.dtype or routes.shape[1:] != (shape.layers, shape.choices):
+        return False
+    is_unknown = routes == np.iinfo(shape.dtype).max
+    return len(routes) > len(response.tokens) and bool(((routes < shape.experts) | is_unknown).all())
 
 
 def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.stopping import StopStrings
-from megatron_rl.types import KeptSets, UserError
+from megatron_rl.types import KeptSets, RouteShape, UserError
 
 
 @dataclass(eq=False)
@@ -33,6 +33,7 @@ class Running:
         generator: its random numbers.
         tokens, logprobs: sampled so far.
         kept: what each token was drawn from, where sampling is truncated.
+        routes: [s, layers, choices] parts, the experts of the request's tokens and these, where they are recorded.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[KeptSets] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
 
     def finish(self, reason: str) -> Sampled:
         """What it has, for the one who asked."""
@@ -50,7 +52,15 @@ class Running:
             np.array(self.logprobs, np.float32),
             reason,
             KeptSets.join(self.kept) if self.kept else None,
+            routes=self._join_routes(),
         )
+
+    def _join_routes(self) -> np.ndarray | None:
+        """With those of the last token, which is not fed: not known."""
+        if not self.routes:
+            return None
+        shape = RouteShape.of(self.routes[0])
+        return np.concatenate([*self.routes, shape.unknown(1)])
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,11 @@ class ContinuousBatch:
             np.concatenate(seen),
             np.cumsum([0, *key_lengths], dtype=np.int32),
         )
+
+    def record_routes(self, rows: Rows, routes: np.ndarray) -> None:
+        """Note the experts [t, layers, choices] of the rows of a forward; before `record`."""
+        for one, start, stop in zip(rows.running, rows.bounds, rows.bounds[1:], strict=False):
+            one.routes.append(routes[start:stop])
 
     def record(
         self, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None

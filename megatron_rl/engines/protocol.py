@@ -21,7 +21,7 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.types import KeptSets
+from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
@@ -73,6 +73,8 @@ class Sampled:
         finish_reason: "stop", "length", or "interrupted" before either.
         kept: [s] what the tokens were drawn from, where `sampling.is_truncated`.
         num_cached: tokens of the request that a prefix cache had; None: the engine does not say.
+        routes: [n, layers, choices] of the request's tokens and these, where `EngineSpec.records_routes`; those of
+            the last token, which is not fed, are not known.
     """
 
     key: int
@@ -81,6 +83,7 @@ class Sampled:
     finish_reason: str
     kept: KeptSets | None = None
     num_cached: int | None = None
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class EngineSpec:
         ranks: of the job, on which the engines are; None: all.
         adapters: that the engine keeps beside the model's weights; None: it has the sum of both.
         stop: strings that end a response beside its stop tokens (the engine asks after each token); None: none.
+        records_routes: responses come with the experts that were chosen for each of their tokens.
     """
 
     model_path: str
@@ -131,6 +135,12 @@ class EngineSpec:
     ranks: range | None = None
     adapters: AdapterShape | None = None
     stop: StopStrings | None = None
+    records_routes: bool = False
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Of the routes that responses come with; None: they come without."""
+        return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
         """Of a rank in its engine, where `tensor_model_parallel_size` neighbors are one."""

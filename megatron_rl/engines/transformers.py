@@ -9,6 +9,7 @@ each row draws its noise from its own generator (the Gumbel-max trick).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,9 @@ class HuggingFaceEngine(WaitingRequests):
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
         self._bitwise, self._stop = spec.config.bitwise, spec.stop
+        self._chosen: list[torch.Tensor] | None = None if spec.route_shape is None else []  # by forward and layer
+        self._num_routers = 0 if spec.route_shape is None else self._listen_to_routers()
+        self._route_shape = spec.route_shape
         self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
@@ -117,6 +121,36 @@ class HuggingFaceEngine(WaitingRequests):
 
     def end_weight_update(self) -> None:
         """Nothing to do: nothing is cached between calls."""
+
+    def _listen_to_routers(self) -> int:
+        """Note the experts [b * s, choices] that they choose from now on; returns how many routers there are."""
+        routers = [module for name, module in self._model.named_modules() if name.endswith(".mlp.gate")]
+
+        def listen(_: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+            assert self._chosen is not None
+            self._chosen.append(output[2])
+
+        for router in routers:
+            router.register_forward_hook(listen)
+        return len(routers)
+
+    def _take_routes(self, num_rows: int) -> list[Any]:
+        """What was chosen in a batch: of each row [s - 1, layers, choices], padding on its left."""
+        shape, chosen = self._route_shape, self._chosen
+        if shape is None or chosen is None:
+            return [None] * num_rows
+        self._chosen = []
+        assert self._num_routers == shape.layers, f"{self._num_routers} routers in {shape.layers} layers"
+        forwards = [torch.stack(chosen[i : i + shape.layers], 1) for i in range(0, len(chosen), shape.layers)]
+        routes = torch.cat([x.view(num_rows, -1, shape.layers, shape.choices) for x in forwards], 1)
+        return list(routes.cpu().numpy().astype(shape.dtype))
+
+    def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
+        """Of the tokens [start, stop) of a row; the last one may not have been fed."""
+        if routes is None or self._route_shape is None:
+            return None
+        found = routes[start : stop - 1]
+        return np.concatenate([found, self._route_shape.unknown(stop - start - len(found))])
 
     @torch.no_grad()
     def step(self) -> list[Sampled]:
@@ -148,7 +182,12 @@ class HuggingFaceEngine(WaitingRequests):
         steps = [kept.split() for kept in sampler.kept]
         sets = [KeptSets.join(parts) for parts in zip(*steps, strict=True)] if steps else [None] * len(batch)
         lengths = [stopping.lengths.get(row) if stopping else None for row in range(len(batch))]
-        return [self._cut(*row) for row in zip(batch, tokens, picked, sets, lengths, strict=True)]
+        found = [self._cut(*row) for row in zip(batch, tokens, picked, sets, lengths, strict=True)]
+        routes = self._take_routes(len(batch))
+        return [
+            replace(one, routes=self._cut_routes(part, width - len(prompt), width + len(one.tokens)))
+            for one, prompt, part in zip(found, prompts, routes, strict=True)
+        ]
 
     @staticmethod
     def _cut(

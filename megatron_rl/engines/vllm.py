@@ -47,8 +47,10 @@ from megatron_rl.engines.vllm_arguments import (
 )
 from megatron_rl.engines.vllm_bitwise import make_batch_invariant
 from megatron_rl.engines.vllm_coding import register_method
+from megatron_rl.engines.vllm_experts import find_packed_experts
 from megatron_rl.engines.vllm_limits import check_device_limits, check_options
 from megatron_rl.engines.vllm_lora import list_adapter_params, take_slot
+from megatron_rl.engines.vllm_routes import RouteRecorder
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
 from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
@@ -113,7 +115,10 @@ class VllmEngine:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
         self._kept = KeptSetRecorder(worker.model_runner) if records_kept_sets(spec) else None
-        self._packed_experts = _find_packed_experts(worker.get_model(), spec.process.device)
+        self._routes: RouteRecorder | None = None
+        if spec.route_shape is not None:
+            self._routes = RouteRecorder(worker.get_model(), worker.model_runner, spec.route_shape)
+        self._packed_experts = find_packed_experts(worker.get_model(), spec.process.device)
         check_placements(
             self.placements(spec.process.rank),
             {name: tuple(p.shape) for name, p in self.params.items() if not name.endswith(SCALE_SUFFIX)},
@@ -199,6 +204,8 @@ class VllmEngine:
         for request, name in zip(requests, names, strict=True):
             self._names[request.key], self._keys[_short(name)] = name, request.key
             self._requests[request.key] = request
+            if self._routes is not None:
+                self._routes.expect(name, request)
 
     def step(self) -> list[Sampled]:
         """One forward for everything that runs; a response is returned by the step that samples its last token."""
@@ -245,10 +252,11 @@ class VllmEngine:
         if request.sampling.is_truncated:
             assert self._kept is not None, "config.rollout_checks refuses it"
             kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
+        routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
         if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
             picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
-        return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None)
+        return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None, routes)
 
     def has_requests(self) -> bool:
         """True if something runs or waits."""
@@ -272,6 +280,8 @@ class VllmEngine:
         self._names, self._keys, self._requests = {}, {}, {}
         if self._kept is not None:
             self._kept.clear()
+        if self._routes is not None:
+            self._routes.clear()
 
     def tokens_in_flight(self) -> int:
         """Tokens sampled so far for responses that are not finished."""
@@ -352,20 +362,6 @@ def _take_adapters(worker: Any, spec: EngineSpec) -> Any:
     assert spec.adapters is not None
     take_slot(worker, LoRAModel(1, spec.adapters.rank, {}))
     return LoRARequest("policy", 1, "in memory")
-
-
-def _find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Fused expert weights with the instruction set that vLLM's CPU kernel wants them packed for."""
-    if device.type != "cpu":
-        return []
-    packed = []
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "w13_weight"):
-            experts = module.quant_method.moe_kernel.fused_experts
-            if not experts._use_zentorch:  # that kernel takes them as they are
-                packed += [(param.data, experts.isa) for param in (module.w13_weight, module.w2_weight)]
-    return packed
 
 
 def _pack_experts(param: torch.Tensor, instructions: str) -> None:

@@ -27,7 +27,7 @@ from megatron_rl.experience.payload import Payload, fetch_branches, hold, split_
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, join_headers
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import reduce_scalars
-from megatron_rl.types import Branch, Prompt, Rollout, Turn
+from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Experience:
     kl_per_rollout = _Slot()
     update_logprobs = _Slot()
     update_entropy = _Slot()
+    replayed_routes = _Slot()
 
     def __init__(
         self,
@@ -200,6 +201,7 @@ class Experience:
             parts[0]._payload.ranks,
             sum(part.count_bytes() for part in parts),
             any(part._payload.has_kept for part in parts),
+            parts[0]._payload.route_shape,
         )
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
@@ -327,7 +329,9 @@ def replicate(
     """
     headers = build_headers(rollouts, holder=0, mask_truncated=mask_truncated)
     has_kept = any(branch.kept is not None for _, rollout in rollouts for branch in rollout.branches)
-    payload = hold(rollouts, headers, np.arange(group.size())[None], 0, has_kept)
+    found = [branch.routes for _, rollout in rollouts for branch in rollout.branches if branch.routes is not None]
+    route_shape = RouteShape.of(found[0]) if found else None
+    payload = hold(rollouts, headers, np.arange(group.size())[None], 0, has_kept, route_shape)
     return Experience(headers, prompts, payload, group, baselines=baselines)
 
 

@@ -24,7 +24,7 @@ from megatron_rl.packing.buckets import Buckets, padding_metrics
 from megatron_rl.packing.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrompts
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.types import Branch, LossLedger
+from megatron_rl.types import Branch, LossLedger, RouteShape
 
 FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
@@ -51,6 +51,7 @@ class Packing:
         lengths: [n] tokens behind the prompt.
         versions: [t] int32, optimizer steps behind the weights that sampled a token; without meaning elsewhere.
         turn_rewards: [t] float32, of turns, at the last token of each; None: no turn here has a reward of its own.
+        routes: [t, layers, choices] the experts that the engine chose for each token; None: it did not tell.
         metrics: how good the plan is, averaged over minibatches (padding by bucket: over the whole step).
     """
 
@@ -60,6 +61,7 @@ class Packing:
     lengths: np.ndarray
     versions: torch.Tensor
     turn_rewards: torch.Tensor | None
+    routes: torch.Tensor | None
     metrics: dict[str, float]
 
     def rows(self, sequences: np.ndarray) -> torch.Tensor:
@@ -140,6 +142,7 @@ class Packer:
             headers.num_response_tokens,
             torch.zeros_like(batch.tokens, dtype=torch.int32) if versions is None else versions,
             _place(branches, "rewards", starts, batch),
+            _place_routes(branches, batch),
             self._measure(minibatches),
         )
 
@@ -201,8 +204,11 @@ def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int
 
 
 def number_prompts(headers: Headers) -> np.ndarray:
-    """[n] a number per run of sequences with the same prompt (a branch may have less of it than the others)."""
-    names = ("prompt_id", "num_prompt_tokens")
+    """[n] a number per run of sequences with the same prompt (a branch may have less of it than the others).
+
+    One whose engine sent the prompt's tokens to other experts has a prompt of its own, which replays them.
+    """
+    names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
 
 
@@ -232,3 +238,17 @@ def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch:
         values = np.zeros(len(batch.tokens), found.dtype) if values is None else values
         values[starts[index] : starts[index] + len(found)] = found
     return None if values is None else torch.from_numpy(values).to(batch.tokens.device)
+
+
+def _place_routes(branches: Mapping[int, Branch], batch: TrainBatch) -> torch.Tensor | None:
+    """The routes of all tokens; those of a shared prompt are the same in all of its sequences."""
+    known = {index: branch.routes for index, branch in branches.items() if branch.routes is not None}
+    if not known:
+        return None
+    ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
+    routes = RouteShape.of(next(iter(known.values()))).unknown(len(ids))
+    bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
+    for start, stop in pairwise(bounds):
+        if (found := known.get(int(ids[start]))) is not None:
+            routes[start:stop] = found[positions[start:stop]]
+    return torch.from_numpy(routes).to(batch.tokens.device)

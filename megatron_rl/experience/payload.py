@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.experience.fetch import Fetched, Read
 from megatron_rl.experience.table import Headers
-from megatron_rl.types import Branch, KeptSets, Rollout
+from megatron_rl.types import Branch, KeptSets, Rollout, RouteShape
 
 _PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
 # (values of each sequence [n], columns, what looks them up here) -> those that this rank needs; collective
@@ -27,23 +27,30 @@ class Payload:
         ranks: [num_replicas, width] the ranks on which the sequences of each holder are.
         num_bytes: that this rank has received for it.
         has_kept: some tokens of the step were drawn from kept sets; the same on every rank.
+        route_shape: of the routes of the tokens; None: there are none. The same on every rank.
     """
 
     branches: Mapping[int, Branch]
     ranks: np.ndarray
     num_bytes: int = 0
     has_kept: bool = False
+    route_shape: RouteShape | None = None
 
 
 def hold(
-    held: Iterable[tuple[int, Rollout]], headers: Headers, ranks: np.ndarray, num_bytes: int, has_kept: bool = False
+    held: Iterable[tuple[int, Rollout]],
+    headers: Headers,
+    ranks: np.ndarray,
+    num_bytes: int,
+    has_kept: bool = False,
+    route_shape: RouteShape | None = None,
 ) -> Payload:
     """The payload of this rank.
 
     Args:
         held: the rollouts that are here, with the index of their prompt in the step.
         headers: of the step.
-        ranks, num_bytes, has_kept: as in `Payload`.
+        ranks, num_bytes, has_kept, route_shape: as in `Payload`.
     """
     firsts = headers.rollouts.rows
     starts = dict(
@@ -62,6 +69,7 @@ def hold(
         ranks,
         num_bytes,
         has_kept,
+        route_shape,
     )
 
 
@@ -88,6 +96,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch) -> dict[int
     lengths = headers["num_tokens"]
     found = fetch(lengths, dtypes, read)
     kept = _fetch_kept(payload, lengths, fetch) if payload.has_kept else {}
+    routes = _fetch_routes(payload, payload.route_shape, lengths, fetch) if payload.route_shape else {}
     columns = {name: split_values(values, found.sequences, lengths) for name, values in found.columns.items()}
     of_version = {v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}}
     return {
@@ -99,6 +108,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch) -> dict[int
             int(rows["num_prompt_tokens"][i]),
             kept.get(i),
             columns["rewards"][i] if rows["has_turn_rewards"][i] else None,
+            routes.get(i),
         )
         for i in found.sequences.tolist()
     }
@@ -123,6 +133,20 @@ def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int
     found = fetch(sizes, {"ids": torch.int32}, read)
     ids = split_values(found.columns["ids"], found.sequences, sizes)
     return {index: KeptSets(ids[index], counts[index]) for index in counts}
+
+
+def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetch: Fetch) -> dict[int, np.ndarray]:
+    """The routes of the sequences, [s, layers, choices] each; unknown where a sequence came without."""
+
+    def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+        branches = [payload.branches[i] for i in sequences.tolist()]
+        found = [shape.unknown(len(b.tokens)) if b.routes is None else b.routes for b in branches]
+        return torch.from_numpy(np.concatenate([shape.unknown(0), *found]).ravel())
+
+    sizes = lengths * (shape.layers * shape.choices)
+    found = fetch(sizes, {"routes": torch.from_numpy(shape.unknown(0)).dtype}, read)
+    parts = split_values(found.columns["routes"], found.sequences, sizes)
+    return {i: part.reshape(-1, shape.layers, shape.choices) for i, part in parts.items()}
 
 
 def split_values(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:

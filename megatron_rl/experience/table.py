@@ -29,6 +29,7 @@ HEADER = np.dtype(
     [
         ("prompt_id", np.int64),
         ("answer", np.uint64),  # see `hash_answer`; 0 where nobody asked
+        ("prompt_routes", np.uint64),  # hash of the prompt's routes; 0 where they are not known
         ("reward", np.float64),
         ("earlier_reward", np.float64),  # of it, what turns before the last one of this sequence have got
         ("sample_index", np.int32),
@@ -156,6 +157,7 @@ def build_headers(
                 (
                     rollout.prompt.prompt_id,
                     answer,
+                    _hash_routes(branch),
                     rollout.reward,
                     before,
                     rollout.sample_index,
@@ -229,6 +231,14 @@ def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
 def hash_answer(answer: str) -> int:
     """8 bytes that stand for an answer where only its identity matters."""
     return int.from_bytes(blake2b(answer.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
+
+
+def _hash_routes(branch: Branch) -> int:
+    """8 bytes that stand for the routes of a prompt; 0: they are not known."""
+    if branch.routes is None:
+        return 0
+    prompt = branch.routes[: branch.num_prompt_tokens]
+    return int.from_bytes(blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
 
 
 def _components_by(names: Sequence[str], headers: Headers) -> np.ndarray:

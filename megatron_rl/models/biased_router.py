@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_rl.models.routing import RoutedRouter
 from megatron_rl.parallel.collectives import current_device
 
 
-class BiasedRouter(TopKRouter):
+class BiasedRouter(RoutedRouter):
     """megatron-core's, with a bias [E] in float32 that is a weight like others, but not trained by gradients.
 
     megatron-core's own bias is a buffer: it counts the tokens of every forward pass and is updated over process groups
@@ -25,3 +25,15 @@ class BiasedRouter(TopKRouter):
         self.expert_bias = torch.nn.Parameter(
             torch.zeros(self.num_experts, dtype=torch.float32, device=current_device()), requires_grad=False
         )
+
+    @torch.no_grad()
+    def shift_bias(self, loads: torch.Tensor, rate: float) -> None:
+        """Make experts with more tokens than the mean less likely, and the others likelier, each by `rate`.
+
+        The rule of 2408.15664, algorithm 1: b_i += u sign(mean of c - c_i).
+
+        Args:
+            loads: [E] tokens of each expert.
+            rate: u.
+        """
+        self.expert_bias += rate * (loads.double().mean() - loads).sign().to(self.expert_bias)

@@ -8,7 +8,7 @@ The layer spec is megatron-core's local one with our RMSNorm (its own refuses se
 order of the fused QKV rows, our packed core attention and our gated activation. Where Transformer Engine is used,
 its linears and norms take the same places under the same parameter names (norms are not fused into the linears),
 so one placement table serves both; attention and activation are ours either way. A mixture of experts is
-megatron-core's SequentialMLP.
+megatron-core's SequentialMLP behind a router that can be told its choice (`routing.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.linears import adapt_layer, pad_linears
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.sandwich_layer import SandwichLayer
+from megatron_rl.models.routing import RoutedLayer, RoutedRouter
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -143,8 +144,8 @@ def build_layer_spec(
     if num_experts:
         moe: Any = moe_utils
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
-        if config.moe_router_score_function == "sigmoid":
-            mlp.router = BiasedRouter
+        spec.module = RoutedLayer
+        mlp.router = BiasedRouter if config.moe_router_score_function == "sigmoid" else RoutedRouter
         mlps = [mlp.experts.submodules, mlp.shared_experts.submodules]
         mlp = mlps[0]
     for part in mlps:

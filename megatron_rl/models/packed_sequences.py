@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
 from megatron_rl.models.rotary import compute_rotary_table
+from megatron_rl.models.routing import RowRoutes
 from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.weights.families import ModelShape
@@ -54,6 +55,7 @@ class PackedSequences(PackedSeqParams):
         unrotated_layers: megatron-core's numbers of the layers that do not use it.
         cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
             has whole sequences then, whatever the context parallel size. None: rows see each other only.
+        routes: of the rows that this rank's layers are given; None: nobody asks.
     """
 
     segments: Segments
@@ -61,6 +63,7 @@ class PackedSequences(PackedSeqParams):
     unrotated_layers: frozenset[int] = frozenset()
     sliding: tuple[frozenset[int], Segments, RotaryTable] | None = None
     cache: CachedRows | None = None
+    routes: RowRoutes | None = None
 
     def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
         """What a layer of megatron-core's number uses; no table: it does not rotate."""

@@ -72,6 +72,10 @@ class TrainBatch:
         update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
             last pipeline stage writes them where there is room for them. NaN: no step has used it.
         kept: what each token was drawn from; None: the whole vocabulary.
+        replayed_routes: [t, layers, choices] the experts of each token that the actor replays; see `RouteShape`.
+        routes_used: the same shape; a pass writes the experts that it chose where there is room for them: those of
+            this rank's rows and layers.
+        flipped: bool; an update writes where a router would not have chosen the experts that it replays, likewise.
         slices: one per microbatch.
         minibatch_sizes: microbatches of each minibatch.
         ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
@@ -101,6 +105,9 @@ class TrainBatch:
     update_logprobs: torch.Tensor | None = None
     update_entropy: torch.Tensor | None = None
     kept: PackedKeptSets | None = None
+    replayed_routes: torch.Tensor | None = None
+    routes_used: torch.Tensor | None = None
+    flipped: torch.Tensor | None = None
     ledgers: Sequence[LossLedger] = ()
     names: Sequence[str] = ()
 
@@ -138,6 +145,8 @@ class TrainBatch:
             assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)
             self.update_entropy.copy_(other.update_entropy)
+        if self.flipped is not None and other.flipped is not None:
+            self.flipped.copy_(other.flipped)
 
     def _part(self, slices: list[MicrobatchSlice]) -> TrainBatch:
         start, stop = slices[0].start, slices[-1].stop

@@ -59,6 +59,11 @@ class Actor:
         """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
         return self.model.compute_forward(batch, self.head)
 
+    def record_routes(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with room for the experts that the next pass over it chooses; itself where there are none."""
+        routing = self.model.routing
+        return batch if routing is None else replace(batch, routes_used=routing.make_room(batch))
+
     def compute_sum_pi_squared(self, batch: TrainBatch) -> torch.Tensor:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from; as above."""
         return self.model.compute_forward(batch, self.head.compute_sum_pi_squared)
@@ -81,6 +86,9 @@ class Actor:
             step_loss, settings = self._policy_loss, replace(loss, kl_coef=0.0)
         else:
             step_loss, settings = self._given_loss, loss
+        if self.model.routing is not None:
+            self.model.routing.clear()
+            minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
         step_loss.set_settings(settings)
         self._update.forward_backward(minibatch, step_loss)
 
@@ -90,6 +98,8 @@ class Actor:
         For a function: its loss and the mean per token of each metric it reports, as `<its name>/<metric>`.
         """
         result = self._update.optim_step()
+        routing = self.model.routing
+        routed = {} if routing is None else routing.measure(result.minibatch)
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
         if result.loss is self._given_loss:
             name = getattr(result.loss.settings, "__name__", "loss")
@@ -103,6 +113,7 @@ class Actor:
                 "policy/grad_norm": result.grad_norm,
                 "policy/lr": result.lr,
                 **reported,
+                **routed,
             }
         return {
             "policy/loss": totals["loss"],
@@ -115,6 +126,7 @@ class Actor:
             **({"distill/kl": totals["divergence"] / tokens} if "divergence" in totals else {}),
             **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
             **describe_ledgers(result),
+            **routed,
             **({"lora/norm": trained.measure_norm()} if isinstance(trained := self.model.trained, Adapters) else {}),
         }
 

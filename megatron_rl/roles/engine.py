@@ -85,6 +85,7 @@ def _build_engine(
             ranks=ranks,
             adapters=actor.model.adapters if config.hybrid.lora == "adapter" else None,
             stop=stop,
+            records_routes=config.actor.router_replay == "engine",
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:

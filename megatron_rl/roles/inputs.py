@@ -96,6 +96,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
     policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
+    policy.check_router_replay(config.actor.router_replay)
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     check_stop_strings(rollout.stop, tokenizer)

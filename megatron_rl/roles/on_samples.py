@@ -84,7 +84,32 @@ class PolicyOnSamples(RoleOnSamples):
 
 
 class ActorOnSamples(PolicyOnSamples):
-    """The policy in training."""
+    """The policy in training.
+
+    Attributes:
+        records_routes: updates replay the experts that `logprobs` chose.
+    """
+
+    def __init__(self, role: Any, packer: Packer) -> None:
+        super().__init__(role, packer)
+        self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
+
+    def read(self, samples: Experience, *names: str) -> TrainBatch:
+        """Its share of the samples, with the experts to replay where they are known."""
+        packing = samples.pack(self.packer)
+        if samples.replayed_routes is None and packing.routes is not None:
+            samples.replayed_routes = Column(packing.routes, packing)
+        return super().read(samples, *names, "replayed_routes")
+
+    def logprobs(self, samples: Experience) -> Column:
+        """Log-probs of the tokens in the loss, 0 elsewhere; the experts chosen for them are noted to be replayed."""
+        if not (self.records_routes and self.is_here and samples.replayed_routes is None):
+            return super().logprobs(samples)
+        batch = self.role.record_routes(self.read(samples))
+        found = self.as_column(samples, self.role.compute_logprobs(batch))
+        samples.replayed_routes = self.as_column(samples, batch.routes_used)
+        assert found is not None
+        return found
 
     def sum_pi_squared(self, samples: Experience) -> Column:
         """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""

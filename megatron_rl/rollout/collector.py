@@ -237,7 +237,8 @@ class Collector:
         has_kept = self._config.rollout.is_truncated and not with_answers
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
-            payload = hold(held, headers, np.array(self._generator.engines.of), num_bytes, has_kept)
+            route_shape = None if with_answers else self._generator.route_shape
+            payload = hold(held, headers, np.array(self._generator.engines.of), num_bytes, has_kept, route_shape)
             samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)

@@ -59,6 +59,7 @@ class EpisodeGenerator:
         engines: the ranks of each.
         is_first: this rank is the first of its engine.
         metrics: of the last generation, the same on every rank.
+        route_shape: of the routes that rollouts come with; None: they come without.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class EpisodeGenerator:
         self._generator, self._processes, self._group = generator, processes, group
         self._in_flight = config.agents.episodes_in_flight
         self.engines, self.is_first = generator.engines, generator.is_first
+        self.route_shape = generator.route_shape
         self.metrics: dict[str, float] = {}
 
     def generate(
@@ -182,7 +184,7 @@ class _Episodes:
         if sampled.key < 0 or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
             self._ends.pop(index, None)  # what is wrong is said in the end
             return
-        self._recordings[index].reply(sampled.tokens, sampled.logprobs, sampled.kept)
+        self._recordings[index].reply(sampled.tokens, sampled.logprobs, sampled.kept, sampled.routes)
         if self._processes is not None:
             self._ends[index] = sampled.finish_reason
             self._processes.tell(index, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finish_reason)

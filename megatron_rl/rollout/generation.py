@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import BuiltEngine
-from megatron_rl.engines.checking import check_sampled
+from megatron_rl.engines.checking import check_routes, check_sampled
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
@@ -22,7 +22,7 @@ from megatron_rl.rollout.cache_use import CacheUse
 from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import Listener, close_batch, serve
-from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 from megatron_rl.weights.families import ModelShape
 
 
@@ -39,6 +39,7 @@ class Generator(Protocol):
     engines: EngineRanks
     is_first: bool  # this rank speaks for its engine
     metrics: dict[str, float]  # of the last generation, the same on every rank
+    route_shape: RouteShape | None  # of the routes that rollouts come with
 
     def generate(
         self,
@@ -74,6 +75,7 @@ class RolloutGenerator:
         metrics: of the last generation, the same on every rank.
         engine_index: of this rank's; -1: it has none.
         is_first: this rank is its first, which speaks for it.
+        route_shape: of the routes that rollouts come with; None: they come without.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class RolloutGenerator:
     ) -> None:
         self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
         self._group, self._progress, self._dispatch = group, progress, config.dispatch
-        self.engines, self.metrics = engine.ranks, dict[str, float]()
+        self.engines, self.metrics, self.route_shape = engine.ranks, dict[str, float](), engine.route_shape
         self.engine_index, _ = engine.ranks.find(group.rank())
         self.is_first = self.engine_index >= 0 and channel.is_first
 
@@ -236,6 +238,8 @@ class RolloutGenerator:
                 is_truncated=any(request.sampling.is_truncated for request in requests),
                 has_whole=not any(request.sampling.keeps_likely for request in requests),
             )
+            if self.route_shape is not None:
+                check_routes([*asked, *unasked.values()], f"rollout engine {self.engine_index}", self.route_shape)
         except UserError as error:
             return error
         return None
@@ -274,7 +278,7 @@ class _Stream:
             sampled.finish_reason,
             self._policy_version,
             sampled.kept,
-        )
+        ).with_routes(sampled.routes)
         self._count(len(sampled.tokens))
         if self._listener is not None:
             self._listener(rollout)

@@ -248,7 +248,7 @@ class RolloutStream:
             held.finish_reason,
             held.versions,
             held.kept,
-        )
+        ).with_routes(held.routes)
 
     def _step_of(self, key: int) -> int:
         """The step that learns from a sample, where none is dropped; also part of its seed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_rl.training.adapters import Adapters, fill_model, list_params, mer
 from megatron_rl.training.fully_sharded import build_sharded, local_values, reshard
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
+from megatron_rl.training.routing import Routing
 from megatron_rl.training.setup import RoleSetup
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `heads.py`
@@ -49,6 +51,7 @@ class PackedModel(LaidOutModel):
         device: of the weights.
         stages: model chunks (`vpp_size` of them).
         ddp: wrappers of the stages of a model that is trained; none where its ranks share the weights (ZeRO-3).
+        routing: its routers; None: it has none.
         stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
     """
 
@@ -86,6 +89,10 @@ class PackedModel(LaidOutModel):
         )
         self.device = next(self.stages.parameters()).device
         fill_model(self, spec, setup.seed)
+        self.routing: Routing | None = None
+        if setup.shape.num_experts:
+            sequence_parallel = spec.layout.sequence_parallel
+            self.routing = Routing(setup.shape, groups, sequence_parallel=sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable and not self.is_fully_sharded:
@@ -266,6 +273,8 @@ class PackedModel(LaidOutModel):
             cp_rank=self.groups.at.cp,
             backend=self.attention_backend,
         )
+        if self.routing is not None:
+            packed = replace(packed, routes=self.routing.describe(microbatch))
         mine = self.own_rows(microbatch)
         output = module(
             microbatch.tokens[None, mine],

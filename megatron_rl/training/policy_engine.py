@@ -24,6 +24,7 @@ from megatron_rl.engines.paging import ContinuousBatch, Rows
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
+from megatron_rl.models.routing import RowRoutes
 from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.packing.prefix import SegmentKeys, move_to_device
 from megatron_rl.parallel.collectives import broadcast_tensors
@@ -70,6 +71,7 @@ class PolicyEngine:
             max_tokens=_STEP_TOKENS,
             stop=spec.stop,
         )
+        self._route_shape = spec.route_shape
 
     def _count_blocks(self, spec: EngineSpec) -> int:
         """Room for `max_num_seqs` full sequences, as far as it may be taken; the same on every rank of the engine."""
@@ -130,7 +132,8 @@ class PolicyEngine:
         if not self.has_requests():
             return []
         rows = self._batch.plan(self._model.pad_multiple)  # the same lengths of rows as in training
-        hidden = self._run_stages(rows)
+        used = self._make_room(rows)
+        hidden = self._run_stages(rows, used)
         found, kept = torch.empty(2, len(rows.running), dtype=torch.float64), None  # exact for tokens and for float32
         if hidden is not None:
             *values, kept = self._draw(hidden, rows)
@@ -139,7 +142,21 @@ class PolicyEngine:
         if rows.running[0].request.sampling.is_truncated:
             kept = self._share_kept(kept or KeptSets.whole(len(rows.running)))
         tokens, logprobs = found.tolist()
+        if used is not None:
+            self._batch.record_routes(rows, self._combine(used))
         return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
+
+    def _make_room(self, rows: Rows) -> torch.Tensor | None:
+        """For the experts of the rows, [t, layers, choices]; None: nobody asks."""
+        if self._route_shape is None:
+            return None
+        return torch.from_numpy(self._route_shape.unknown(len(rows.tokens))).to(self._model.device)
+
+    def _combine(self, used: torch.Tensor) -> np.ndarray:
+        """What the ranks of the engine have chosen, each in its layers and for its rows: what is unknown is larger."""
+        found = used.int()
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        return found.to(used.dtype).cpu().numpy()
 
     def _share_kept(self, kept: KeptSets) -> KeptSets:
         """Those of the rank that draws; of the others the number of rows counts."""
@@ -150,11 +167,14 @@ class PolicyEngine:
         broadcast_tensors([ids], self._leader, self._group)
         return KeptSets(ids.numpy(), counts.numpy())
 
-    def _run_stages(self, rows: Rows) -> torch.Tensor | None:
+    def _run_stages(self, rows: Rows, used: torch.Tensor | None) -> torch.Tensor | None:
         """Hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage; None elsewhere."""
         model, groups = self._model, self._model.groups
         tokens, positions = (move_to_device(values, model.device) for values in (rows.tokens, rows.positions))
         packed = self._describe(rows, positions)
+        if used is not None:
+            assert model.routing is not None, "a mixture of experts"
+            packed = replace(packed, routes=RowRoutes(used=used[model.routing.shard(0, len(used))]))
         size = len(rows.tokens) // (groups.layout.tp_size if model.config.sequence_parallel else 1)
         for module in model.modules:
             module.eval()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.types import UserError
+from megatron_rl.types import RouteShape, UserError
 from megatron_rl.weights.family import ExpertNames, Family, SigmoidRouter
 from megatron_rl.weights.rope import RopeScaling
 
@@ -130,6 +130,11 @@ class ModelShape:
     sliding_window: int = 0
     sliding_rope_theta: float = 0.0
     attention_scale: float | None = None
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """Of the routes of its tokens; layers with a router come after those without."""
+        return RouteShape(self.num_layers - self.dense_layers, self.experts_per_token, self.num_experts)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
         """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
@@ -282,6 +287,23 @@ class ModelShape:
                 source=f"{section}.sequence_parallel",
                 expected="true for a mixture of experts under tensor parallelism",
                 hint=f"set {section}.sequence_parallel=true",
+            )
+
+    def check_router_replay(self, source: str) -> None:
+        """Refuse to replay the choices of routers that are not there.
+
+        Args:
+            source: `actor.router_replay`.
+
+        Raises:
+            UserError: the model is dense.
+        """
+        if source != "off" and not self.num_experts:
+            raise UserError(
+                f"actor.router_replay = {source!r}, and the model has no routers",
+                source="actor.router_replay and the model's config.json",
+                expected="off for a dense model",
+                hint="leave actor.router_replay out",
             )
 
     def check_rollout_layout(self, tp_size: int) -> None:

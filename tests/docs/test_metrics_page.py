@@ -30,6 +30,7 @@ NOT_RECORDED = (
     "aggregation/",
     "schedule/",
     "lora/",
+    "moe/",
     "agents/",
     "mismatch/lag",
     "sampling/kept",

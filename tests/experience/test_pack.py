@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,10 @@ from sample_rollouts import ROLLOUTS, split
 
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.experience.fetch import Holders
-from megatron_rl.experience.pack import Packer, Packing, list_replicas
+from megatron_rl.experience.pack import Packer, Packing, list_replicas, number_prompts
 from megatron_rl.experience.table import Headers, build_headers
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.types import Branch, Rollout
+from megatron_rl.types import Branch, Rollout, RouteShape
 
 
 def pack(rollouts: list[tuple[int, Rollout]], algorithm: AlgorithmConfig, size: int = 4) -> tuple[Headers, Packing]:
@@ -74,6 +75,26 @@ def test_rows_of_the_tokens_behind_the_prompts() -> None:
         expected = [(i, headers["num_prompt_tokens"][i] + p) for i in order for p in range(packing.lengths[i])]
         assert list(zip(batch.sequence_ids[rows].tolist(), batch.position_ids[rows].tolist(), strict=True)) == expected
     assert not batch.loss_mask[batch.sequence_ids == 1].any() and batch.ledgers[0].num_tokens == 8
+
+
+def test_a_prompt_is_shared_where_the_engine_routed_it_alike() -> None:
+    """Of three responses to a prompt the last one's prompt went to other experts; routes follow their tokens."""
+    shape, rollouts = RouteShape(1, 1, 8), []
+    for sample in range(3):
+        rollout = replace(ROLLOUTS[0][1], sample_index=sample)
+        routes = shape.unknown(len(rollout.branches[0].tokens))
+        routes[:-1] = 3 if sample == 2 else 5
+        routes[rollout.branches[0].num_prompt_tokens : -1] = sample
+        rollouts.append((0, rollout.with_routes(routes)))
+    headers, packing = pack(rollouts, AlgorithmConfig())
+    assert number_prompts(headers).tolist() in ([0, 0, 1], [1, 1, 2])
+    batch, start = packing.batch, headers["num_prompt_tokens"][0]
+    assert packing.routes is not None and int((batch.position_ids[batch.sequence_ids >= 0] == 0).sum()) == 2
+    for sample in range(3):
+        is_mine = batch.sequence_ids == sample
+        found = packing.routes[is_mine & (batch.position_ids >= start), 0, 0].tolist()
+        assert found == [sample] * (len(found) - 1) + [255]
+    assert packing.routes[(batch.sequence_ids == 2) & (batch.position_ids < start)].unique().tolist() == [3]
 
 
 def test_replicas_of_a_layout() -> None:

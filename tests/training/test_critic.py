@@ -57,7 +57,7 @@ LAYOUTS = {
     "cp2-tp2-sp-zero3": Case(4, dict(tp_size=2, cp_size=2), SP | dict(zero_stage=3)),
 }
 TOLERANCE = 1e-5
-# Adam's first step divides a gradient by itself: see WEIGHT_TOLERANCE in test_actor.py.
+# Adam's first step divides a gradient by itself: see WEIGHT_TOLERANCE in actor_runs.py.
 WEIGHT_TOLERANCE = 5e-5
 
 

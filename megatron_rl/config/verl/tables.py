@@ -58,7 +58,9 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "entropy_checkpointing": Ignored("log-probs and entropy are computed in chunks"),
     "freeze_vision_tower": Ignored(_TEXT),
     "checkpoint.async_save": Renamed("checkpoint.async_save"),
-    "router_replay.mode": Only(("disabled",), "routing is computed anew in training"),
+    "router_replay.mode": Renamed(
+        "actor.router_replay", (("disabled", "off"), ("R2", "trainer"), ("R3", "engine")), closed=True
+    ),
 }
 
 _CRITIC: dict[str, Alias] = trainable_names("critic") | {

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the checks of a config that is about replaying the choices of routers."""
+
+from __future__ import annotations
+
+from megatron_rl.config.checked import CheckedConfig
+from megatron_rl.config.server import SERVER_ENGINES
+
+_HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {}"
+
+
+def check_router_replay(config: CheckedConfig) -> None:
+    """Routes can be recorded where the forward of the engine is in sight, one step at a time."""
+    if config.get("actor.router_replay") != "engine":
+        return
+    engine = config.get("rollout.engine")
+    config.require(
+        engine not in SERVER_ENGINES,
+        "actor.router_replay",
+        f"with rollout.engine = {engine!r}: servers do not tell which experts they choose",
+        expected="off or trainer",
+        hint=_HINT.format("rollout.engine=vllm"),
+    )
+    for leaf, needed in (("enforce_eager", True), ("async_scheduling", False), ("model_runner", "v1")):
+        config.require(
+            engine != "vllm" or config.get(f"rollout.{leaf}") == needed,
+            f"rollout.{leaf}",
+            "with actor.router_replay = 'engine': routers are listened to in each forward",
+            expected=str(needed).lower(),
+            hint=_HINT.format(f"rollout.{leaf}={str(needed).lower()}"),
+        )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routers of a model replay and did: the rows of this rank, and metrics over all of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.models.routing import RoutingCounts, RowRoutes
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.weights.families import ModelShape
+
+
+class Routing:
+    """The routers of the stages of this rank.
+
+    Every choice of a token in a layer is made on one rank of a role: layers are shared by pipeline stages, rows by data
+    and context parallel ranks, and by tensor parallel ranks too (experts under TP need sequence parallelism). So
+    counts are summed over all ranks of the role.
+
+    Args:
+        shape: of the model.
+        groups: of the role.
+        sequence_parallel: tensor parallel ranks share the rows.
+        device: of the model.
+    """
+
+    def __init__(
+        self, shape: ModelShape, groups: ParallelGroups, *, sequence_parallel: bool, device: torch.device
+    ) -> None:
+        self._shape, self._groups = shape.route_shape, groups
+        self._tp_size = groups.layout.tp_size if sequence_parallel else 1
+        self._counts = RoutingCounts.zeros(self._shape.layers, self._shape.experts, device)
+
+    def own_rows(self, length: int) -> slice:
+        """The rows of a microbatch of so many that the layers of this rank are given."""
+        layout, at = self._groups.layout, self._groups.at
+        shard = shard_rows(length, layout.cp_size, at.cp)
+        return self.shard(shard.start, shard.stop)
+
+    def shard(self, start: int, stop: int) -> slice:
+        """Of the rows that tensor parallel ranks have in common, those that the layers of this rank are given."""
+        part = shard_rows(stop - start, self._tp_size, self._groups.at.tp if self._tp_size > 1 else 0)
+        return slice(start + part.start, start + part.stop)
+
+    def describe(self, microbatch: TrainBatch) -> RowRoutes:
+        """What the layers must know of the rows of a microbatch."""
+        mine = self.own_rows(len(microbatch.tokens))
+
+        def cut(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[mine]
+
+        is_update = microbatch.flipped is not None
+        return RowRoutes(
+            cut(microbatch.replayed_routes),
+            cut(microbatch.routes_used),
+            cut(microbatch.loss_mask) if is_update else None,
+            cut(microbatch.flipped),
+            self._counts if is_update else None,
+        )
+
+    def make_room(self, batch: TrainBatch) -> torch.Tensor:
+        """For the experts that a pass chooses, [t, layers, choices]; unknown so far."""
+        nothing = torch.from_numpy(self._shape.unknown(1)).to(batch.tokens.device)
+        return nothing.repeat(len(batch.tokens), 1, 1)
+
+    def clear(self) -> None:
+        """Count from zero."""
+        for counts in self._counts.tensors():
+            counts.zero_()
+
+    def measure(self, minibatch: TrainBatch) -> dict[str, float]:
+        """Metrics of the update of a minibatch, `moe/...`, the same on every rank; collective over the role."""
+        groups, found = self._groups, self._counts
+        flipped = minibatch.column("flipped").to(torch.uint8)  # of this rank's layers
+        if groups.pp.size() > 1:
+            dist.all_reduce(flipped, op=dist.ReduceOp.MAX, group=groups.pp)
+        flips = (flipped.bool() & minibatch.loss_mask).sum() if groups.is_last_stage else flipped.new_zeros(())
+        totals = torch.cat([*(x.double().flatten() for x in found.tensors()), flips.double()[None]])
+        dist.all_reduce(totals, group=groups.world)
+        counts = RoutingCounts(*_split(totals, found))
+        return describe_routing(counts, self._shape.choices, float(totals[-1]))
+
+
+def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:
+    """Flat numbers as counts, float64."""
+    parts = totals[:-1].split([x.numel() for x in like.tensors()])
+    return [part.view(x.shape) for part, x in zip(parts, like.tensors(), strict=True)]
+
+
+def describe_routing(counts: RoutingCounts, choices: int, num_flipped: float) -> dict[str, float]:
+    """Metrics of the routers.
+
+    Args:
+        counts: over all ranks.
+        choices: experts of a token.
+        num_flipped: tokens for which a router would have chosen other experts in some layer than it replayed.
+
+    Returns:
+        moe/max_load: tokens of the busiest expert of all layers, over those of an expert if all had as many.
+        moe/mean_load: the same of the busiest expert of each layer, mean over layers.
+        moe/dead_experts: experts without a token, over all layers.
+        moe/entropy: of the gates' distributions over that of even ones, mean over tokens and layers.
+        moe/agreement: with routes to replay, choices of a token in a layer that the router alone would have made.
+        moe/flipped_tokens: with routes to replay, tokens whose experts would have been others in some layer.
+    """
+    loads = counts.loads.double()
+    busiest = loads.amax(1) * loads.shape[1] / loads.sum(1).clamp(min=1)
+    tokens = (loads.sum(1) / choices).clamp(min=1)
+    assert not float(counts.strayed), f"{int(counts.strayed)} tokens went to other experts than their routes say"
+    metrics = {
+        "moe/max_load": float(busiest.max()),
+        "moe/mean_load": float(busiest.mean()),
+        "moe/dead_experts": float((loads == 0).sum()),
+        "moe/entropy": float((counts.entropy / tokens).mean()) / math.log(loads.shape[1]),
+    }
+    if replayed := float(counts.replayed.sum()):
+        metrics["moe/agreement"] = float(counts.agreeing.sum()) / replayed
+        metrics["moe/flipped_tokens"] = num_flipped / float(counts.replayed.max())
+    return metrics

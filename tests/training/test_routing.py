@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers that are told which experts to choose: updates equal transformers told the same, in every layout.
+
+The routes are drawn at random, so that nearly every token goes where its router would not have sent it; those of some
+tokens are not known. How routes come from engines is in tests/engines/test_routes.py. Not covered: GPUs.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from role_setups import take_step
+
+from actor_runs import (
+    ALGORITHM,
+    LENGTHS,
+    Case,
+    Measured,
+    assert_same,
+    build_actor,
+    build_batch,
+    train,
+    train_with_transformers,
+)
+from distributed import run_ranks
+from megatron_rl.types import RouteShape
+from tiny_models import save_tiny_model
+
+LAYERS, EXPERTS, CHOICES = 4, 4, 2
+SHAPE = RouteShape(LAYERS, CHOICES, EXPERTS)
+UNKNOWN = 4  # the rollout of which nothing is known
+
+
+def draw_routes() -> np.ndarray:
+    """[rollouts + 1, longest, layers, choices]; of the last token of each rollout nothing is known, nor of padding."""
+    rng = np.random.default_rng(3)
+    routes = np.stack([SHAPE.unknown(max(LENGTHS))] * (len(LENGTHS) + 1))
+    for i, length in enumerate(LENGTHS):
+        for place in range(0 if i == UNKNOWN else length - 1):
+            routes[i, place] = [rng.permutation(EXPERTS)[:CHOICES] for _ in range(LAYERS)]
+    return routes
+
+
+ROUTES = draw_routes()
+SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
+LAYOUTS = {
+    "tp2-sp": Case(2, dict(tp_size=2), SP),
+    "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
+    "cp2": Case(2, dict(cp_size=2)),
+    "ep2": Case(2, dict(ep_size=2)),
+    "full": Case(1, {}, FULL),
+    "selective": Case(1, {}, dict(recompute_granularity="selective")),
+    "ep2-pp2-full": Case(4, dict(ep_size=2, pp_size=2), FULL),
+    "tp2-cp2-sp-full": Case(4, dict(tp_size=2, cp_size=2), SP | FULL),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> torch.nn.Module:
+    return save_tiny_model(path, "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def single(path: Path, model: torch.nn.Module) -> Measured:
+    """The run on one rank, with which the others are compared."""
+    return train(Case(routes=ROUTES), path)
+
+
+def replay_in_transformers(model: Any) -> None:
+    """Let every gate choose what `ROUTES` says; sequences come one at a time, in their order."""
+
+    def replace_forward(gate: Any, layer: int) -> None:
+        calls = 0
+
+        def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            nonlocal calls
+            logits = torch.nn.functional.linear(hidden, gate.weight)
+            probs = logits.softmax(-1)
+            given = torch.from_numpy(ROUTES[calls % len(LENGTHS), : len(hidden), layer].astype(np.int64))
+            calls += 1
+            chosen = torch.where(given[:, :1] == 255, probs.topk(CHOICES, -1).indices, given)
+            shares = probs.gather(1, chosen)
+            return logits, shares / shares.sum(-1, keepdim=True), chosen
+
+        gate.forward = forward
+
+    for layer, block in enumerate(model.model.layers):
+        replace_forward(block.mlp.gate, layer)
+
+
+def test_replay_equals_transformers_with_the_same_choices(single: Measured, model: torch.nn.Module) -> None:
+    """Log-probs, losses, and all weights after an update: gates and experts have the gradients of the current gate."""
+    told = copy.deepcopy(model)
+    replay_in_transformers(told)
+    expected = train_with_transformers(told)
+    known = [{name: got[name] for name in want} for got, want in zip(single.metrics, expected.metrics, strict=True)]
+    assert_same(replace(single, metrics=known), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_does_not_change_the_numbers(layout: str, single: Measured, path: Path) -> None:
+    """Also what the routers did is counted once, whatever is shared or computed again."""
+    found = train(replace(LAYOUTS[layout], routes=ROUTES), path)
+    assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
+    assert_same(found, single)
+
+
+def test_routers_are_described(single: Measured, path: Path) -> None:
+    """Of random routes about one in six is the router's own choice (of 4 experts 2); what nobody told is not counted.
+
+    In the metrics of an update: loads by the routes that the tokens in the loss have.
+    """
+    first = single.metrics[0]
+    assert 0.05 < first["moe/agreement"] < 0.35
+    assert first["moe/flipped_tokens"] > 0.95
+    assert first["moe/dead_experts"] == 0 and 1 < first["moe/mean_load"] <= first["moe/max_load"] < 2
+    assert 0.5 < first["moe/entropy"] < 1
+
+
+def record_and_replay(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Log-probs and an update without routes, with those that the model has chosen itself, and beside each other."""
+    actor = build_actor(Case(), path)
+    batch = actor.record_routes(build_batch(actor.model, Case()))
+    own = actor.compute_logprobs(batch)
+    replayed = replace(batch, replayed_routes=batch.routes_used, routes_used=None)
+    again = actor.record_routes(replayed)
+    found = {"own": own, "replayed": actor.compute_logprobs(again), "used": batch.routes_used}
+    found["used_again"] = again.routes_used
+    take_step(actor, replace(batch, old_logprobs=own), ALGORITHM)
+    found["metrics"] = take_step(actor, replace(replayed, old_logprobs=own), ALGORITHM)
+    found["tokens"] = batch.sequence_ids >= 0
+    return found
+
+
+def test_what_a_pass_chose_is_replayed(path: Path, model: torch.nn.Module) -> None:
+    """R2: with its own choices a pass has the same bits; an update later, routers have moved, the choices have not."""
+    found = run_ranks(record_and_replay, 1, path)[0]
+    assert torch.equal(found["own"], found["replayed"])
+    assert torch.equal(found["used"], found["used_again"]) and int(found["used"].max()) < EXPERTS
+    assert 0.5 < found["metrics"]["moe/agreement"] < 1, "an update at this learning rate flips some"
+
+
+def test_engines_without_routes_measure_no_agreement(path: Path, model: torch.nn.Module) -> None:
+    """Off is off: no routes, no metric that would compare with them, and loads that are those of the routers."""
+    found = train(Case(), path).metrics[0]
+    assert {name for name in found if name.startswith("moe/")} == {
+        "moe/max_load",
+        "moe/mean_load",
+        "moe/dead_experts",
+        "moe/entropy",
+    }
+
+
+def test_unknown_routes_fit_the_type() -> None:
+    """255 experts and an unknown one fit a byte, 256 do not."""
+    assert RouteShape(2, 1, 255).unknown(3).dtype == np.uint8
+    assert RouteShape(2, 1, 256).unknown(3).dtype == np.int16
+    assert int(RouteShape(2, 1, 256).unknown(1).max()) > 256
+    assert RouteShape.of(RouteShape(2, 1, 256).unknown(3)).unknown(0).dtype == np.int16
