@@ -37,6 +37,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("moe/dead_experts", "experts without a token in the loss, over all layers", "experts"),
         Metric("moe/entropy", "of the gates' distributions over that of even ones"),
         Metric("moe/agreement", "choices in a layer that the router alone would have made as it replays them", "share"),
+        Metric("moe/bias_norm", "of all biases of routers that have them, after the update"),
         Metric("moe/flipped_tokens", "tokens whose experts would have been others in some layer", "share"),
     ),
     "Reward and responses": (

@@ -16,7 +16,7 @@ from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
 from megatron_rl.config.rollout_checks import check_agents, check_rollout, check_schedule
-from megatron_rl.config.routing_checks import check_router_replay
+from megatron_rl.config.routing_checks import check_routers
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.config.teacher_checks import check_reset, check_teachers
 from megatron_rl.config.zero_checks import check_zero_stages
@@ -160,7 +160,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
         check_quantization(config, section)
     check_zero_stages(config)
     check_rollout(config)
-    check_router_replay(config)
+    check_routers(config)
     check_schedule(config)
     check_agents(config)
     _check_reward(config)

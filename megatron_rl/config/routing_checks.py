@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the checks of a config that is about replaying the choices of routers."""
+"""The part of the checks of a config that is about routers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from megatron_rl.config.server import SERVER_ENGINES
 _HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {}"
 
 
-def check_router_replay(config: CheckedConfig) -> None:
+def check_routers(config: CheckedConfig) -> None:
     """Routes can be recorded where the forward of the engine is in sight, one step at a time."""
+    _check_bias_rate(config)
     if config.get("actor.router_replay") != "engine":
         return
     engine = config.get("rollout.engine")
@@ -29,3 +30,23 @@ def check_router_replay(config: CheckedConfig) -> None:
             expected=str(needed).lower(),
             hint=_HINT.format(f"rollout.{leaf}={str(needed).lower()}"),
         )
+
+
+def _check_bias_rate(config: CheckedConfig) -> None:
+    """Biases are weights of the model, which a rank has whole."""
+    rate = config.get("actor.router_bias_rate")
+    config.require(rate >= 0, "actor.router_bias_rate", "is below 0", expected="0 or more", hint="0.001 is usual")
+    config.require(
+        not rate or config.get("actor.lora.rank") == 0,
+        "actor.router_bias_rate",
+        "with actor.lora, which leaves the weights of the model as they are",
+        expected="0",
+        hint="leave it out",
+    )
+    config.require(
+        not rate or config.get("actor.zero_stage") == 1,
+        "actor.router_bias_rate",
+        "with actor.zero_stage = 3, under which no rank has a whole bias",
+        expected="0",
+        hint="leave it out, or set actor.zero_stage=1",
+    )

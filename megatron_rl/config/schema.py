@@ -134,6 +134,11 @@ class ActorConfig(TrainedConfig):
         "Mixture of experts: where the experts of a token come from in log-probs and updates. off: the router of the "
         "moment; engine: what the rollout engine chose (R3); trainer: what the pass for old_logprobs chose (R2).",
     )
+    router_bias_rate: float = option(
+        0.0,
+        "Routers with biases (DeepSeek-V3, GLM-4.5): after each update the bias of an expert with more tokens in the "
+        "loss than the mean falls by so much, that of any other rises (2408.15664); 0: biases stay.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

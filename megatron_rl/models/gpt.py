@@ -31,13 +31,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
-from megatron_rl.models.biased_router import BiasedRouter
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.linears import adapt_layer, pad_linears
 from megatron_rl.models.rms_norm import RMSNorm
+from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
 from megatron_rl.models.sandwich_layer import SandwichLayer
-from megatron_rl.models.routing import RoutedLayer, RoutedRouter
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups

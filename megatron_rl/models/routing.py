@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_rl.parallel.collectives import current_device
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,35 @@ class RoutedRouter(TopKRouter):
         if self.router_replay is not None:
             self.router_replay.count(logits.flatten(0, -2), routing_map)
         return shares, routing_map
+
+
+class BiasedRouter(RoutedRouter):
+    """Chooses experts by scores with a bias, and weighs them by the scores without (arXiv 2408.15664).
+
+    The bias [E] in float32 is a weight like others, but not trained by gradients.
+
+    megatron-core's own bias is a buffer: it counts the tokens of every forward pass and is updated over process groups
+    that it takes for global.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        assert self.num_experts is not None, "a router has experts to choose from"
+        self.expert_bias = torch.nn.Parameter(
+            torch.zeros(self.num_experts, dtype=torch.float32, device=current_device()), requires_grad=False
+        )
+
+    @torch.no_grad()
+    def shift_bias(self, loads: torch.Tensor, rate: float) -> None:
+        """Make experts with more tokens than the mean less likely, and the others likelier, each by `rate`.
+
+        The rule of 2408.15664, algorithm 1: b_i += u sign(mean of c - c_i).
+
+        Args:
+            loads: [E] tokens of each expert.
+            rate: u.
+        """
+        self.expert_bias += rate * (loads.double().mean() - loads).sign().to(self.expert_bias)
 
 
 class RoutedLayer(TransformerLayer):

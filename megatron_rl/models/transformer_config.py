@@ -133,7 +133,7 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
 
 
 def _router_settings(shape: ModelShape) -> dict[str, Any]:
-    """Of a router whose scores are sigmoids; its bias is a parameter of ours, see `models/biased_router.py`."""
+    """Of a router whose scores are sigmoids; its bias is a parameter of ours, see `models/routing.py`."""
     if shape.router is None:
         return {}
     groups = shape.router if shape.router.num_groups > 1 else None

@@ -45,6 +45,7 @@ class Actor:
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.step = build_step(self.model, self.head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "actor")
+        self._router_bias_rate = config.router_bias_rate
         self._kl_coef = torch.zeros((), device=self.model.device)
         self._is_first_pass = torch.zeros((), dtype=torch.bool, device=self.model.device)
         self._policy_loss = StepLoss("policy", self._compute_policy_loss, self.model.device)
@@ -99,7 +100,8 @@ class Actor:
         """
         result = self._update.optim_step()
         routing = self.model.routing
-        routed = {} if routing is None else routing.measure(result.minibatch)
+        stages, rate = self.model.stages, self._router_bias_rate
+        routed = {} if routing is None else routing.finish(result.minibatch, stages, rate)
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
         if result.loss is self._given_loss:
             name = getattr(result.loss.settings, "__name__", "loss")

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_rl.models.routing import RoutingCounts, RowRoutes
+from megatron_rl.models.routing import BiasedRouter, RoutingCounts, RowRoutes
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.ulysses import shard_rows
@@ -33,6 +33,7 @@ class Routing:
         self, shape: ModelShape, groups: ParallelGroups, *, sequence_parallel: bool, device: torch.device
     ) -> None:
         self._shape, self._groups = shape.route_shape, groups
+        self._num_layers, self._has_biases = shape.num_layers, shape.router is not None
         self._tp_size = groups.layout.tp_size if sequence_parallel else 1
         self._counts = RoutingCounts.zeros(self._shape.layers, self._shape.experts, device)
 
@@ -73,8 +74,31 @@ class Routing:
         for counts in self._counts.tensors():
             counts.zero_()
 
-    def measure(self, minibatch: TrainBatch) -> dict[str, float]:
-        """Metrics of the update of a minibatch, `moe/...`, the same on every rank; collective over the role."""
+    def finish(self, minibatch: TrainBatch, stages: torch.nn.Module, bias_rate: float) -> dict[str, float]:
+        """Metrics of the update of a minibatch, `moe/...`, the same on every rank; collective over the role.
+
+        Args:
+            minibatch: of this rank.
+            stages: of the model, whose biased routers balance the loads of the update.
+            bias_rate: how far their biases move; 0: they stay.
+        """
+        counts, flips = self._reduce(minibatch)
+        routers = [module for module in stages.modules() if isinstance(module, BiasedRouter)]
+        for router in routers if bias_rate else ():
+            assert router.layer_number is not None, "megatron-core numbers the layers"
+            router.shift_bias(counts.loads[router.layer_number - 1 - self._num_layers], bias_rate)
+        metrics = describe_routing(counts, self._shape.choices, flips)
+        if self._has_biases:
+            squares = torch.stack(
+                [counts.loads.new_zeros(()), *(r.expert_bias.double().square().sum() for r in routers)]
+            )
+            total = squares.sum()
+            dist.all_reduce(total, group=self._groups.pp)
+            metrics["moe/bias_norm"] = math.sqrt(float(total))
+        return metrics
+
+    def _reduce(self, minibatch: TrainBatch) -> tuple[RoutingCounts, float]:
+        """The counts of all ranks, float64, and the number of tokens that were flipped."""
         groups, found = self._groups, self._counts
         flipped = minibatch.column("flipped").to(torch.uint8)  # of this rank's layers
         if groups.pp.size() > 1:
@@ -82,8 +106,7 @@ class Routing:
         flips = (flipped.bool() & minibatch.loss_mask).sum() if groups.is_last_stage else flipped.new_zeros(())
         totals = torch.cat([*(x.double().flatten() for x in found.tensors()), flips.double()[None]])
         dist.all_reduce(totals, group=groups.world)
-        counts = RoutingCounts(*_split(totals, found))
-        return describe_routing(counts, self._shape.choices, float(totals[-1]))
+        return RoutingCounts(*_split(totals, found)), float(totals[-1])
 
 
 def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:

@@ -168,3 +168,57 @@ def test_unknown_routes_fit_the_type() -> None:
     assert RouteShape(2, 1, 256).unknown(3).dtype == np.int16
     assert int(RouteShape(2, 1, 256).unknown(1).max()) > 256
     assert RouteShape.of(RouteShape(2, 1, 256).unknown(3)).unknown(0).dtype == np.int16
+
+
+BIASED = Case(actor=dict(router_bias_rate=0.01))
+BIASED_LAYOUTS = {
+    "full": Case(1, {}, FULL),
+    "ep2-tp2-sp": Case(4, dict(ep_size=2, tp_size=2), SP),
+    "pp2-cp2-full": Case(4, dict(pp_size=2, cp_size=2), FULL),
+}
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of sigmoid routers with biases, whose first layer is dense."""
+    path = tmp_path_factory.mktemp("biased")
+    save_tiny_model(path, "glm4_moe")
+    return path
+
+
+def balance(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """The routes of a batch, its mask, biases before and after an update, and those after it without a rate."""
+    found: dict[str, Any] = {}
+    for name, case in (("kept", Case()), ("moved", BIASED)):
+        actor = build_actor(case, path)
+        batch = actor.record_routes(build_batch(actor.model, case))
+        batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
+        found["before"] = {k: p.clone() for k, p in actor.model.params.items() if k.endswith("expert_bias")}
+        found["metrics"] = take_step(actor, batch, ALGORITHM)
+        found[name] = {k: p.clone() for k, p in actor.model.params.items() if k.endswith("expert_bias")}
+    return found | {"routes": batch.routes_used, "mask": batch.loss_mask}
+
+
+def test_biases_follow_the_rule_of_deepseek(biased: Path) -> None:
+    """b_i += u sign(mean - c_i), written as a loop over the tokens in the loss; without a rate they stay."""
+    found = run_ranks(balance, 1, biased)[0]
+    assert found["before"].keys() == found["kept"].keys() and len(found["before"]) == found["routes"].shape[1]
+    assert all(torch.equal(found["before"][name], found["kept"][name]) for name in found["before"])
+    for layer, name in enumerate(sorted(found["before"])):
+        bias = found["before"][name].tolist()
+        loads = [0] * len(bias)
+        for row, is_counted in enumerate(found["mask"].tolist()):
+            for expert in found["routes"][row, layer].tolist() if is_counted else ():
+                loads[expert] += 1
+        mean = sum(loads) / len(loads)
+        expected = [b + 0.01 * ((load < mean) - (load > mean)) for b, load in zip(bias, loads, strict=True)]
+        assert found["moved"][name].tolist() == pytest.approx(expected, abs=1e-7)
+    norm = torch.cat([*found["moved"].values()]).double().norm().item()
+    assert found["metrics"]["moe/bias_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", BIASED_LAYOUTS)
+def test_biases_move_alike_in_every_layout(layout: str, biased: Path) -> None:
+    """Tokens are counted once, whatever is computed again; replicas of a bias are bitwise equal (see `merge`)."""
+    case = BIASED_LAYOUTS[layout]
+    assert_same(train(replace(case, actor=case.actor | BIASED.actor), biased), train(BIASED, biased))
