@@ -47,14 +47,12 @@ from megatron_rl.engines.vllm_arguments import (
 )
 from megatron_rl.engines.vllm_bitwise import make_batch_invariant
 from megatron_rl.engines.vllm_coding import register_method
-from megatron_rl.engines.vllm_experts import find_packed_experts
+from megatron_rl.engines.vllm_experts import RouteRecorder, find_packed_experts, list_params
 from megatron_rl.engines.vllm_limits import check_device_limits, check_options
 from megatron_rl.engines.vllm_lora import list_adapter_params, take_slot
-from megatron_rl.engines.vllm_routes import RouteRecorder
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
 from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
-from megatron_rl.weights.experts import split_experts
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
@@ -107,10 +105,7 @@ class VllmEngine:
         self._keys: dict[str, int] = {}  # and back, from the short name
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
-        # A linear with adapters has the one without inside.
-        self.params: dict[str, torch.Tensor] = split_experts(
-            {name.replace(".base_layer.", "."): p.data for name, p in worker.get_model().named_parameters()}
-        )
+        self.params: dict[str, torch.Tensor] = list_params(worker.get_model())
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)

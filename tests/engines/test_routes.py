@@ -93,7 +93,7 @@ def interrupt_and_continue(engine: BuiltEngine) -> tuple[list[Request], list[Sam
     ]
     whole = [again[s.key].extend(s, 1) for s in generate(engine.requests, rest)]
     return requests, [
-        Sampled(r.key, w.tokens, w.logprobs, "", None, w.routes) for r, w in zip(requests, whole, strict=True)
+        Sampled(r.key, w.tokens, w.logprobs, "", routes=w.routes) for r, w in zip(requests, whole, strict=True)
     ]
 
 
