@@ -6,8 +6,8 @@
 
 Ray Train's TorchTrainer starts one worker per rank (one GPU each where the cluster has GPUs), numbers them node by
 node as torchrun does, and calls what `launch/pretrain_grpo.py` calls; the Ray dashboard and debugger see the workers.
-With --max-failures a failed run is started again and goes on from the newest checkpoint in trainer.run_dir, which must
-lie on a disk that all nodes share. Ray is not among the requirements: pip install "ray[train]".
+With --max-failures a failed run is started again and continues from the newest checkpoint in trainer.run_dir, which
+must be on a disk that all nodes share. Ray is not among the requirements: pip install "ray[train]".
 
 Checked with Ray 2.60 on one machine without GPUs (4 workers, the metrics of torchrun); not run on a cluster or on GPUs.
 """
@@ -31,7 +31,7 @@ from megatron_rl.types import UserError  # noqa: E402
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """One rank: Ray has set torchrun's environment variables and initialised torch.distributed."""
+    """One rank: Ray has set torchrun's environment variables and initialized torch.distributed."""
     os.chdir(settings["directory"])  # Ray starts workers in a directory of its own; recipes name relative paths
     from launch.pretrain_grpo import train as train_rank
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run a launcher, hand SIGTERM and SIGUSR1 on to it, and say by the exit code whether the run is to go on.
+# Run a launcher, hand SIGTERM and SIGUSR1 on to it, and say by the exit code whether the run is to continue.
 #   bash launch/supervise.sh RUN_DIR torchrun ...
 # torchrun exits with 1 after a signal, whatever its ranks did. A run that was stopped by one and has saved leaves
 # RUN_DIR/stopped.json; this script exits with 75 then: start the same command again (docs/checkpoints.md). After a

@@ -5,7 +5,7 @@
 #   NNODES=2 MASTER_ADDR=node0 RUN_DIR=/shared/runs/a bash launch/train_multi_node.sh RECIPE.yaml [key=value ...]
 #
 # The nodes meet through torchrun's c10d rendezvous; they need no rank numbers and may start in any order. When a rank
-# fails or a node is lost, all ranks are stopped and started again, up to MAX_RESTARTS times, and go on from the newest
+# fails or a node is lost, all ranks are stopped and started again, up to MAX_RESTARTS times, and continue from the newest
 # checkpoint in RUN_DIR (trainer.save_freq decides how much is lost). A node that left is waited for: the world size
 # of a run does not change.
 #

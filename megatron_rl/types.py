@@ -20,7 +20,7 @@ import numpy as np
 
 
 class UserError(ValueError):
-    """Something the user can mend; entry points print it without a traceback and exit with 2.
+    """Something the user can fix; entry points print it without a traceback and exit with 2.
 
     Args:
         found: what was found, with the numbers, in one sentence.
@@ -40,7 +40,7 @@ class UserError(ValueError):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; what it needs to go on is on the disk. Entry points exit with EXIT_PREEMPTED."""
+    """A signal asked the run to stop; what it continues from is on the disk. Entry points exit with EXIT_PREEMPTED."""
 
 
 # Exit codes of a rank beside 0; see docs/checkpoints.md.
@@ -48,7 +48,7 @@ EXIT_FAILED = 1  # an unexpected exception, no memory, a peer that is gone
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 EXIT_INTERRUPTED = 130  # Ctrl-C
-EXIT_STALLED = 70  # the watchdog ended a rank that waited in vain
+EXIT_STALLED = 70  # the watchdog ended a rank that was stuck
 
 
 def mark_reported(error: BaseException, code: int) -> None:

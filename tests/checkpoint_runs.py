@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save an actor after one update and go on in any layout; what tests of checkpoint/ share.
+"""Save an actor after one update and continue in any layout; what tests of checkpoint/ share.
 
 Optimizer states are compared as logical tensors, gathered here from the pieces of all ranks.
 """
@@ -76,7 +76,7 @@ def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, root: Path
     saver = make_saver(root, outcomes, **settings)
     saver.save(make_content(path), {"actor": actor})
     saved = snapshot(actor)
-    metrics = update(actor, case)  # goes on while the checkpoint is being written
+    metrics = update(actor, case)  # continues while the checkpoint is being written
     saver.wait()
     if outcomes[0].error is not None:
         raise outcomes[0].error

@@ -86,7 +86,7 @@ def run_ranks(
         world_size: number of ranks.
         *args: handed to ``fn`` as they are.
         timeout: seconds for the whole call, including the start.
-        dying: ranks that are meant to die; the others go on, and the result of these is None.
+        dying: ranks that are meant to die; the others continue, and the result of these is None.
 
     Returns:
         What ``fn`` returned on rank 0, 1, ...; must be picklable. Tensors come back as CPU copies.

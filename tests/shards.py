@@ -120,7 +120,7 @@ def place_megatron(shape: ModelShape, layout: ParallelLayout) -> list[list[Shard
 
 
 def place_vllm(shape: ModelShape, world_size: int, tp_size: int) -> list[list[ShardBox]]:
-    """Tables of all ranks that run world_size / tp_size engines on neighbouring ranks."""
+    """Tables of all ranks that run world_size / tp_size engines on neighboring ranks."""
     return [vllm_placements(shape, tp_size=tp_size, tp_rank=rank % tp_size) for rank in range(world_size)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of two engines, watched from outside while it goes on: status page, rollout lines, TensorBoard.
+"""A run of two engines, watched from outside while it continues: status page, rollout lines, TensorBoard.
 
 Not covered: bars of a whole run (tests/observability/test_progress.py draws them on a pseudo-terminal), and W&B in it.
 """

@@ -179,7 +179,7 @@ def _check_links(peers: list[Peer], rank: int, timeout: float) -> Iterator[Findi
                 "clock",
                 "warning",
                 f"the clock of {peer.host} is {skew:+.1f} s off that of {mine.host}",
-                "synchronise the clocks (chrony): logs and 'newest checkpoint' go by them",
+                "synchronize the clocks (chrony): logs and 'newest checkpoint' go by them",
             )
     if rank == 0:
         yield Finding(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/errors.md`: every error that a user can mend, read from the syntax trees of the sources.
+"""The page `docs/errors.md`: every error that a user can fix, read from the syntax trees of the sources.
 
 Every `UserError(found, source=, expected=, hint=)` of the package, the tools and the launchers is one row. Parts that
 only the moment of the error knows are shown as `{name}`. A function that builds an error out of texts that its callers
@@ -22,7 +22,7 @@ _MARK = "\0"  # encloses a placeholder until the row is formatted
 _INTRODUCTION = """\
 # Errors
 
-Whatever a user can mend is one error with four parts, printed once and without a traceback:
+Whatever a user can fix is one error with four parts, printed once and without a traceback:
 
 ```
 error: actor.lr = -1.0 is negative
@@ -32,7 +32,7 @@ error: actor.lr = -1.0 is negative
 ```
 
 Settings, model directory, data, layout and rewards are checked before any model is built, on every rank alike. Once a
-run goes on, whatever fails on one rank or on all of them ends the job with one message of the same form: its source is
+run has begun, what fails on one rank or on all of them ends the job with one message of the same form: its source is
 the rank, the step and the phase. The traceback is in `logs/rank<N>.log`, with the last collectives of that rank. This
 page lists all such errors by the room of the code that raises them. `{{name}}` stands for what only the moment knows.
 It is made from the sources by `python tools/make_docs.py`.
@@ -44,7 +44,7 @@ It is made from the sources by `python tools/make_docs.py`.
 | 0 | done | |
 | {failed} | an unexpected error, no memory, a lost rank; a tool: a difference | follow the hint; {traceback} |
 | {user_error} | one of the errors on this page | follow the hint |
-| {stalled} | the watchdog ended a rank that waited in vain | rank 0 printed [who waited for whom]({watchdog}) |
+| {stalled} | the watchdog ended a rank that was stuck | rank 0 printed [who waited for whom]({watchdog}) |
 | {preempted} | a signal asked the run to stop, and it has saved | [start the same command again]({signals}) |
 | {interrupted} | Ctrl-C | |
 

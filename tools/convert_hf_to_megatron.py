@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py --hf DIR --out DIR
 
 Any TP/PP/VPP/DP/EP layout loads the result, megatron-core's own models included. Config and tokenizer go along.
-The output has the suffix .partial until it is whole; a conversion that was interrupted goes on where it stopped.
+The output has the suffix .partial until it is whole; a conversion that was interrupted continues where it stopped.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 DIR is a run directory (its newest checkpoint is taken), a checkpoint step_<N>, the output of
 convert_hf_to_megatron.py, or a checkpoint that megatron-core wrote (pass --config then). The result has sharded
 safetensors, config, tokenizer and generation config: transformers, vLLM and a hub take it as it is. The output has the
-suffix .partial until it is whole; a conversion that was interrupted goes on where it stopped.
+suffix .partial until it is whole; a conversion that was interrupted continues where it stopped.
 """
 
 from __future__ import annotations

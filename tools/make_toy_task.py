@@ -197,7 +197,7 @@ def _expressions(larger: int, smaller: int, operations: str) -> list[tuple[str, 
 
 
 def train_tokenizer(alphabet: str) -> bytes:
-    """A sentencepiece model with one piece per character and no normalisation; round trips exactly."""
+    """A sentencepiece model with one piece per character and no normalization; round trips exactly."""
     model = io.BytesIO()  # no file names inside the model: its bytes depend on the alphabet only
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([alphabet]),
@@ -220,7 +220,7 @@ def train_tokenizer(alphabet: str) -> bytes:
 
 
 def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
-    """A randomly initialised Qwen2ForCausalLM in HF format, float32.
+    """A randomly initialized Qwen2ForCausalLM in HF format, float32.
 
     Returns:
         Number of parameters (tied embeddings counted once).

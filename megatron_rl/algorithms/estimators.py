@@ -141,7 +141,7 @@ def compute_reinforce_plus_plus_advantages(inputs: AdvantageInputs, config: Algo
 
 
 def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 11-16), whitened as PPO implementations do.
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 11-16), whitened as PPO implementations do.
 
         delta_t = r_t + gamma V_{t+1} - V_t             V = 0 after the last token
         A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l}
@@ -187,11 +187,11 @@ def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist
     sums = torch.stack([loss_mask.sum().double(), values.sum()])
     dist.all_reduce(sums, group=group)
     count, total = sums
-    centred = torch.where(loss_mask, values - total / count.clamp(min=1), 0.0)
-    squares = centred.square().sum()
+    centered = torch.where(loss_mask, values - total / count.clamp(min=1), 0.0)
+    squares = centered.square().sum()
     dist.all_reduce(squares, group=group)
     variance = squares / (count - 1).clamp(min=1)
-    return (centred * (variance + _VARIANCE_EPSILON).rsqrt()).float()
+    return (centered * (variance + _VARIANCE_EPSILON).rsqrt()).float()
 
 
 def _centre(scores: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:

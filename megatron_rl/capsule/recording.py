@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the capsule of a step while the run goes on.
+"""Write the capsule of a step while the run continues.
 
     <run_dir>/capsules/step_<N>/
         manifest.json        config, layouts, packages, batch plan, metrics; what values.safetensors holds
@@ -100,7 +100,7 @@ class CapsuleRecorder:
         return self._run.dir / "capsules" / f"step_{step}.partial"
 
     def _report_failure(self, step: int, error: UserError) -> None:
-        self._run.log.error("capsule of step %d failed, the run goes on: %s", step, error)
+        self._run.log.error("capsule of step %d failed, the run continues: %s", step, error)
         if self._run.is_writer:
             shutil.rmtree(self._partial(step), ignore_errors=True)
 

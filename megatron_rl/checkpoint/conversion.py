@@ -246,7 +246,7 @@ def _write_distcp(
     writer = ChunkWriter(path)
     try:
         for name in unit.tensors:
-            with safe_open(files[name], "pt") as handle:  # opened anew: pages of other tensors leave the memory
+            with safe_open(files[name], "pt") as handle:  # opened again: pages of other tensors leave the memory
                 stored = handle.get_slice(name)
                 for place in table[name]:
                     for part in _split_rows(place, dtypes[name].itemsize):

@@ -165,7 +165,7 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and the remains of unfinished ones; returns the steps that went.
 
     Those that were written because time had passed go whatever `keep_last` is. The one that `latest` names is never
-    deleted. Newer ones are damaged (the run went on from an older one): they do not count, and stay until the run
+    deleted. Newer ones are damaged (the run continued from an older one): they do not count, and stay until the run
     reaches their step again.
     """
     for path in root.glob("step_*"):

@@ -48,7 +48,7 @@ class RunContent:
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
-    """What is known when the checkpoint is taken; nothing in it changes when training goes on.
+    """What is known when the checkpoint is taken; nothing in it changes when training continues.
 
     Args:
         content: of the run.

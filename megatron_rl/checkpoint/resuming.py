@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Go on from a training checkpoint, in any layout.
+"""Continue from a training checkpoint, in any layout.
 
 Everything is checked before anything is changed: the digests of all files, the model, its vocabulary, the type of the
 weights. Then every rank fills its parameters and optimizer states in place.
@@ -32,7 +32,7 @@ from megatron_rl.weights.megatron_global import megatron_global_placements
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """What a run goes on from.
+    """What a run continues from.
 
     Attributes:
         directory: the checkpoint.
@@ -40,8 +40,8 @@ class ResumedRun:
         policy_version: optimizer steps behind the actor's weights.
         recipe: the config of the run that wrote it, as YAML.
         state: as it was given to `save`.
-        same_layout: every role is laid out as before, so that random numbers were restored and the run goes on
-            bit by bit; False: they start anew.
+        same_layout: every role is laid out as before, so that random numbers were restored and the run continues
+            bit by bit; False: they start again.
     """
 
     directory: Path

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which file of a model in HF format holds which tensor.
 
-Every header is read here, so whoever opens a file afterwards meets a whole one: the header of a safetensors file says
+Every header is read here, so a file that is opened afterwards is whole: the header of a safetensors file says
 how long the file is, and the library refuses one of another length. Altered elements of a tensor are not found: the
 format has no checksums.
 """

@@ -143,7 +143,7 @@ class CheckpointSaver:
             roles: of this rank: "actor" and, where there is one, "critic". `content.side_files` names the roles of all
                 ranks.
             with_optimizer: save optimizer states and random numbers too (else it cannot be resumed from).
-            is_best: `best` shall name it.
+            is_best: `best` will point to it.
             export: called on every rank with a directory inside the new checkpoint (to write the HF model there).
             rank_state: what this rank alone has; default: its random number generators as they are now.
         """

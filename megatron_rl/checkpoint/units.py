@@ -2,7 +2,7 @@
 """A conversion as units of work: one output file each, written by any process, never twice.
 
 A finished unit leaves a note in `<output>.partial/.units/`: its file with digest, and what is in it. A conversion
-that was interrupted goes on with the units that have none. Notes count only for the same job: the same source
+that was interrupted continues with the units that have none. Notes count only for the same job: the same source
 files and settings, as the *fingerprint* says.
 """
 

@@ -27,7 +27,7 @@ class AlgorithmConfig:
     )
     norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
     gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
-    gae_lambda: float = option(1.0, "Lambda of generalised advantage estimation.")
+    gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.")
     policy_loss: str = option(
         "ppo",
         "Policy loss: ppo (clipped ratio per token), gspo (ratio per sequence), geo_mean (GMPO), cispo, sapo, "

@@ -221,7 +221,7 @@ def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
             f"{model_size}",
             source=f"world size (torchrun), or the placement of the role, and the layout of the section {section}",
             expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
-            hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbours",
+            hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbors",
         )
     return world_size // model_size
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`${...}` in values: references to other settings, as verl's recipes have them.
 
-Understood are `${section.key}`, `${.key}` (a neighbour; one more dot per level upwards) and
+Understood are `${section.key}`, `${.key}` (a neighbor; one more dot per level upwards) and
 `${oc.select:section.key,default}`. A reference sees the value that is valid in the end, the command line included.
 Everything else that Hydra resolves (environment variables, arithmetic) is refused.
 """

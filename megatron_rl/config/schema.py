@@ -303,7 +303,7 @@ class TrainerConfig:
         "steps",
     )
     save_final: bool = option(True, "Save a checkpoint after the last step.")
-    seed: int = option(1, "Seed of data order, sampling and initialisation.")
+    seed: int = option(1, "Seed of data order, sampling and initialization.")
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(
         4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts"

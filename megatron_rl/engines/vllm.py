@@ -3,7 +3,7 @@
 
 What in-process vLLM needs (each guarded by a test):
 
-* torch.distributed is initialised before, else world > tp breaks;
+* torch.distributed is initialized before, else world > tp breaks;
 * its shutdown must not destroy the job's process groups;
 * on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
 * on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a

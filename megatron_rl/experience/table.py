@@ -124,7 +124,7 @@ class Headers:
         return Headers(rows, (*self.names, name), np.column_stack([self.components, scores[rollout]]))
 
     def select_groups(self, groups: Sequence[int]) -> tuple[Headers, np.ndarray]:
-        """Some groups in the order given, numbered anew; and where each of their sequences stood before, [k]."""
+        """Some groups in the order given, renumbered; and where each of their sequences stood before, [k]."""
         bounds = np.searchsorted(self.rows["group"], [[group, group + 1] for group in groups]).reshape(-1, 2)
         order = np.concatenate([np.arange(*bound) for bound in bounds]) if len(bounds) else np.zeros(0, np.int64)
         rows = self.rows[order].copy()

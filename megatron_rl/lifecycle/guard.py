@@ -2,7 +2,7 @@
 """Around the program of a rank: whatever it raises becomes one message of the job.
 
 The traceback goes to the rank's log, the message (`failures.py`) to the console, once. Where all ranks have raised, the
-exception goes on, marked as reported; a rank that fails alone ends its process, and the watchdogs end the others.
+exception continues, marked as reported; a rank that fails alone ends its process, and the watchdogs end the others.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class RMSNorm(torch.nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
+        """Normalize the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
         if self.is_zero_centered:
             return _normalize(x.float(), 1 + self.weight.float(), self.eps).type_as(x)
         return _normalize(x, self.weight, self.eps)

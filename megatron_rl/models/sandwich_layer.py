@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer that normalises what attention and MLP return as well, before it is added (Gemma 3, GLM-4)."""
+"""A layer that normalizes what attention and MLP return as well, before it is added (Gemma 3, GLM-4)."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
         moe_ffn_hidden_size=shape.ffn_hidden_size,
-        # Softmax over the selected experts' logits = shares that are normalised after the selection.
+        # Softmax over the selected experts' logits = shares that are normalized after the selection.
         moe_router_pre_softmax=not shape.normalizes_shares,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

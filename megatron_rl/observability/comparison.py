@@ -123,7 +123,7 @@ def plot_comparison(runs: Runs, metrics: Sequence[str], path: Path) -> None:
         figure.savefig(path)
 
 
-def _draw_label(axes: Any, seeds: Sequence[tuple[list[int], list[float]]], colour: str, label: str) -> None:
+def _draw_label(axes: Any, seeds: Sequence[tuple[list[int], list[float]]], color: str, label: str) -> None:
     """The mean of the seeds that have a step; the band is where two or more have it."""
     at: dict[int, list[float]] = {}
     for steps, values in seeds:
@@ -134,7 +134,7 @@ def _draw_label(axes: Any, seeds: Sequence[tuple[list[int], list[float]]], colou
     steps, found = zip(*sorted(at.items()), strict=True)
     name = label if len(seeds) == 1 else f"{label} ({len(seeds)} runs)"
     marker = "o" if len(steps) < 15 else None
-    axes.plot(steps, [fmean(values) for values in found], color=colour, lw=1.8, marker=marker, ms=4, label=name)
+    axes.plot(steps, [fmean(values) for values in found], color=color, lw=1.8, marker=marker, ms=4, label=name)
     if len(seeds) > 1:
         low, high = [min(values) for values in found], [max(values) for values in found]
-        axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)

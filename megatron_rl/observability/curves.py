@@ -18,7 +18,7 @@ from megatron_rl.observability.summary import phase_seconds
 CURVES_FILE = "curves.png"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"
 _SETS = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE)
-# the phases in the order of a step, each with its own colour in every picture
+# the phases in the order of a step, each with its own color in every picture
 _PHASES = {
     "reshard": "#7fb7d8",
     "rollout": _BLUE,
@@ -111,8 +111,8 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
         return
     for index, key in enumerate(keys):
         steps, values = read_points(records, key)
-        colour = _SETS[index % len(_SETS)]
-        axes.plot(steps, values, color=colour, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
+        color = _SETS[index % len(_SETS)]
+        axes.plot(steps, values, color=color, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
             axes.annotate(
                 f"{value:.3f}",
@@ -121,7 +121,7 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
                 xytext=(0, 7),
                 ha="center",
                 fontsize=9,
-                color=colour,
+                color=color,
             )
     axes.margins(y=0.15)
     axes.legend(loc="best")
@@ -135,10 +135,10 @@ def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
         ("mismatch/max", "mismatch, max", _RED),
     )
     drawn = []
-    for key, label, colour in curves:
+    for key, label, color in curves:
         steps, values = read_points(records, key)
         if any(values):  # a KL that is off is 0 at every step and tells nothing
-            axes.plot(steps, values, color=colour, lw=1.8, label=label)
+            axes.plot(steps, values, color=color, lw=1.8, label=label)
             drawn += values
     if not drawn:
         return

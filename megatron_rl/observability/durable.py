@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str, errors: str = "strict") -> None:
-    """Write a file beside its place, bring it to the disk and move it there: whoever reads sees the old one or all.
+    """Write a file beside its place, bring it to the disk and move it there: a reader sees the old or the new file.
 
     Args:
         path: of the file.

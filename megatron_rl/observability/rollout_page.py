@@ -25,17 +25,17 @@ from megatron_rl.types import UserError
 
 _PARTS = Path(__file__).parent / "viewer"
 _CHUNK = 64  # rollouts whose tokens are parsed together
-_SCALE_QUANTILE = 0.99  # of the sizes of a run's values: where the colour is full
+_SCALE_QUANTILE = 0.99  # of the sizes of a run's values: where the color is full
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to colour tokens.
+    """A way to color tokens.
 
     Attributes:
         key, label, meaning: name in the data, name in the menu, sentence in the legend.
         kind: "diverging" (around 0), "sequential" (from 0) or "flag".
-        transform: of a value before it is coloured: "none", "log" or "negative".
+        transform: of a value before it is colored: "none", "log" or "negative".
         decimals: kept of a value.
     """
 

@@ -2,7 +2,7 @@
 """How many responses and tokens all engines have generated so far, while they generate.
 
 The thread that runs an engine only adds to two numbers. Another one adds what is new to counters in the job's store,
-twice a second, and tells the sums over all engines to whoever shows them, on rank 0.
+twice a second, and tells the sums over all engines to the display on rank 0.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RolloutProgress:
 
     @contextmanager
     def follow(self, total: int, tokens_in_flight: Callable[[], int] | None) -> Iterator[None]:
-        """A generation goes on in the block.
+        """A generation continues in the block.
 
         Args:
             total: responses of all engines.
@@ -100,7 +100,7 @@ class RolloutProgress:
                 looks.append((now, tokens))
                 if self._show is not None:
                     self._show(RolloutCount(finished, total, tokens, max(0.0, speed), now - start))
-        except Exception as error:  # the store is gone; a run goes on without being watched
+        except Exception as error:  # the store is gone; a run continues without being watched
             self._store = None
             logging.getLogger(__name__).warning("the progress of rollouts is no longer shown: %s", error)
         if self._show is not None:

@@ -119,7 +119,7 @@ class StatusPage(Sink):
         return f"http://{host}:{port}{self._path}"
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Go on with the curves."""
+        """Continue the curves."""
         self._add(step, record)
 
     def _add(self, step: int, record: Mapping[str, float | None]) -> None:

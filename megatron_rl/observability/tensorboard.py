@@ -20,7 +20,7 @@ class TensorBoard(Sink):
 
     Args:
         run_dir: run directory.
-        after_step: go on after this step: TensorBoard hides what it has from there on; None: a new run.
+        after_step: continue after this step: TensorBoard hides what it has from there on; None: a new run.
         samples_every: steps between two sets of sample texts; 0: none.
     """
 

@@ -82,7 +82,7 @@ class PhaseTimers:
                     self._bytes[name] = max(self._bytes.get(name, 0), self.memory_probe())
 
     def current(self) -> tuple[str, float]:
-        """What goes on now inside of the step, and for how many seconds; may be asked by another thread."""
+        """What happens now inside the step, and for how many seconds; may be asked by another thread."""
         going = [item for item in zip(tuple(self.phases), tuple(self.began)) if item[0] != "step"]
         if not going:
             return "between phases", 0.0

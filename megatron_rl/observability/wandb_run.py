@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run in Weights & Biases, through its own package; needed only where it is asked for.
 
-The id of the run is kept in <run_dir>/wandb_id: a run that is started again goes on under the same id. Steps that are
+The id of the run is kept in <run_dir>/wandb_id: a run that is started again continues under the same id. Steps that are
 done again after a restart are logged again; the axis of every chart is the metric `step`.
 """
 
@@ -76,7 +76,7 @@ class WandbRun(Sink):
         self._total_steps, self._exit_code = total_steps, 1
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Log the metrics; if that fails the run goes on without W&B and says so."""
+        """Log the metrics; if that fails the run continues without W&B and says so."""
         if self._run is None:
             return
         self._exit_code = int(step < self._total_steps)

@@ -9,7 +9,7 @@ padding enters no loss and no metric. With buckets all that describes a microbat
 segments come empty ones, up to the number that there is room for.
 
 Where prompts are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
-segments of their own: position and predecessor of their first token go on from the prompt.
+segments of their own: position and predecessor of their first token continue from the prompt.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     shared   [prompt response_1] [response_2] [response_3]
 
 A bracket is a segment: attention is causal inside of it. A segment without a prompt of its own also sees the keys of
-the shared one, its prefix, and its positions go on where the prompt ends. The mathematics is that of the plain
+the shared one, its prefix, and its positions continue where the prompt ends. The mathematics is that of the plain
 packing; the prompt's tokens are computed once per group and microbatch instead of once per response.
 """
 

@@ -134,7 +134,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
 
     torchrun keeps one store for all attempts of a restarted job: ranks would find the addresses of those that were
     killed (pytorch/pytorch issues 135712 and 167288). So every rank knocks under a new name, rank 0 answers each name
-    that it finds, the names of dead ranks too, and goes on when all ranks have come to the place that it named.
+    that it finds, the names of dead ranks too, and continues when all ranks have come to the place that it named.
 
     Raises:
         TimeoutError: (rank 0; elsewhere torch's own error) a rank did not come in time.
@@ -242,7 +242,7 @@ def exchange_bytes(
 
     Args:
         pieces: [k] uint8 for each rank of the group, on a device that the group serves.
-        sizes: bytes that come from each rank, known beforehand.
+        sizes: bytes that come from each rank, known in advance.
         group: ranks that exchange.
 
     Returns:

@@ -7,7 +7,7 @@ which `torch.cuda` is a null CUDA runtime that lives on the CPU and the factory 
 `device="cuda"` as `"cpu"`. The real torch stays as it is for everybody else: vLLM and transformers
 see `torch.cuda.is_available() == False`.
 
-What a view cannot reach (names bound at import, strings compared) is mended per module in `FIXES`.
+What a view cannot reach (names bound at import, strings compared) is fixed per module in `FIXES`.
 It lists every private name that this file relies on; a test asserts that they still exist.
 """
 

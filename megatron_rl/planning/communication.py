@@ -168,6 +168,6 @@ def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
 
 
 def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
-    """The ranks that share the experts are neighbours in cp x dp."""
+    """The ranks that share the experts are neighbors in cp x dp."""
     first = layout.first_rank
     return WITHIN if cluster.is_within_node([first, first + layout.tp_size * layout.ep_size - 1]) else ACROSS

@@ -238,7 +238,7 @@ class BucketTransport:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._group.rank()} waited in vain for a bucket of a reshard "
+                f"rank {self._group.rank()} gave up waiting for a bucket of a reshard "
                 f"(to rank {exchange.to}, from rank {exchange.origin}): {error}"
             ) from error
         for view, piece in exchange.scattered:

@@ -155,7 +155,7 @@ class Resharder:
             target.copy_(origin[place])
         self._buckets.run()
         if self._is_pulling:
-            self._meet("after")  # nobody goes on writing a source that a peer is still reading
+            self._meet("after")  # nobody overwrites a source that a peer is still reading
         return self.stats
 
     def _meet(self, when: str) -> None:
@@ -165,7 +165,7 @@ class Resharder:
             dist.barrier(group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._group.rank()} waited in vain for the other ranks {when} the pull of a reshard: {error}"
+                f"rank {self._group.rank()} gave up waiting for the other ranks {when} the pull of a reshard: {error}"
             ) from error
 
 

@@ -45,7 +45,7 @@ class Export:
 def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:
     """Bytes that /dev/shm lacks to hold the parameters of all ranks of the node; 0 if they fit.
 
-    Touching shared memory beyond its limit kills a process, so it is checked beforehand. Storages that
+    Touching shared memory beyond its limit kills a process, so it is checked first. Storages that
     are shared already need no more.
     """
     if any(tensor.is_cuda for tensor in params.values()):

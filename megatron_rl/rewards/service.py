@@ -135,7 +135,7 @@ class RewardService:
                 found,
                 source=self._setting,
                 expected='status 200 and {"scores": [one per sample]}',
-                hint="start or mend the service, raise reward.service_retries, or set "
+                hint="start or fix the service, raise reward.service_retries, or set "
                 "reward.service_on_failure=fallback",
             ) from failure
         logging.getLogger(__name__).warning("%s; the fallback reward is used", found)

@@ -93,12 +93,12 @@ class GraphStep(StaticStep):
         return len(self._graphs)
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Capture what the minibatch needs and is not captured yet; leaves rubbish in the gradients."""
+        """Capture what the minibatch needs and is not captured yet; leaves arbitrary values in the gradients."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._make_rng_capturable()
         if self._settings.setdefault(loss.name, loss.settings) != loss.settings:
-            log.warning("the settings of the %s loss have changed: its graphs are captured anew", loss.name)
+            log.warning("the settings of the %s loss have changed: its graphs are captured again", loss.name)
             self._graphs = {key: found for key, found in self._graphs.items() if key[0] != loss.name}
             self._settings[loss.name] = loss.settings
         missing = {}

@@ -130,7 +130,7 @@ def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[Fast
         "step_mode=graph (one pipeline stage, dense models)",
     )
     if device.type == "cuda":
-        yield FastPath("batches", "copied from pinned memory while the host goes on", True)
+        yield FastPath("batches", "copied from pinned memory while the host continues", True)
 
 
 def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:

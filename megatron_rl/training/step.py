@@ -107,7 +107,7 @@ class EagerStep:
         self.model, self.optimizer, self._head = model, optimizer, head
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """What must be done before the gradients are cleared; may leave rubbish in them."""
+        """What must be done before the gradients are cleared; may leave arbitrary values in them."""
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""

@@ -28,9 +28,9 @@ FUSED_KINDS = {"qkv": ("q.weight", "k.weight", "v.weight"), "gate_up": ("gate", 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honours_head_dim=False),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honors_head_dim=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
-    "mistral": Family("MistralForCausalLM", honours_sliding_window=True),
+    "mistral": Family("MistralForCausalLM", honors_sliding_window=True),
     # Its first configs say "gelu" and mean the approximation, as transformers and vLLM know.
     "gemma": Family(
         "GemmaForCausalLM",
@@ -57,7 +57,7 @@ FAMILIES: dict[str, Family] = {
         scoring="Gemma3TextForSequenceClassification",
         vllm_module="gemma3",
     ),
-    "phi3": Family("Phi3ForCausalLM", is_fused=True, partial_rotary=1.0, honours_sliding_window=True),
+    "phi3": Family("Phi3ForCausalLM", is_fused=True, partial_rotary=1.0, honors_sliding_window=True),
     "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True, rope_theta=2e6),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -66,7 +66,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        honours_sliding_window=True,
+        honors_sliding_window=True,
         experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size"),
     ),
     "glm4_moe": Family(

@@ -54,12 +54,12 @@ class Family:
     Attributes:
         architecture: name of the transformers class with a language-model head.
         qkv_bias: the q, k and v projections have a bias; None: config.json's `attention_bias` says.
-        qk_norm: q and k are normalised per head; None: config.json's `use_qk_norm` says.
-        honours_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
+        qk_norm: q and k are normalized per head; None: config.json's `use_qk_norm` says.
+        honors_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
         is_fused: q, k and v are one tensor of a checkpoint, and gate and up are one.
         partial_rotary: share of a head that is rotated where config.json does not say; None: all of it always.
         may_skip_rotary: config.json's `no_rope_layers` lists layers whose q and k are not rotated.
-        honours_sliding_window: config.json's `sliding_window` alone limits the attention.
+        honors_sliding_window: config.json's `sliding_window` alone limits the attention.
         activations: config.json's `hidden_act` that are served; all of them mean the first (the default as well).
         ties_by_default: what a config.json without `tie_word_embeddings` means.
         norms: norms of a layer -> their kinds, one of `NORM_KINDS`, in the order of the checkpoint.
@@ -78,8 +78,8 @@ class Family:
     is_fused: bool = False
     partial_rotary: float | None = None
     may_skip_rotary: bool = False
-    honours_head_dim: bool = True
-    honours_sliding_window: bool = False
+    honors_head_dim: bool = True
+    honors_sliding_window: bool = False
     activations: tuple[str, ...] = ("silu",)
     ties_by_default: bool = False
     norms: tuple[tuple[str, str], ...] = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))

@@ -82,7 +82,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
     _refuse_options(config, family, rope, source)
     try:
         num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        head_dim = (config.get("head_dim") if family.honours_head_dim else None) or hidden // num_heads
+        head_dim = (config.get("head_dim") if family.honors_head_dim else None) or hidden // num_heads
         experts = _read_experts(config, family, source)
         scaling, longest = read_rope_scaling(rope, config)
         size_key = family.experts.size_key if family.experts else "intermediate_size"
@@ -125,7 +125,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         **{name: bool(config.get(name)) for name in _MUST_BE_OFF},
         "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "sliding_window": family.honours_sliding_window and _cuts_attention(config),
+        "sliding_window": family.honors_sliding_window and _cuts_attention(config),
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
         "rope_scaling": not is_served(rope, config),
@@ -192,7 +192,7 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
     normalizes_shares = bool(config.get("norm_topk_prob")) if config["model_type"] != "mixtral" else True
     if per_token == 1 and normalizes_shares:
         raise UserError(
-            "num_experts_per_tok = 1 with normalised shares",
+            "num_experts_per_tok = 1 with normalized shares",
             source=source,
             expected="2 experts per token or more",
             hint="the share of a single expert is always 1, so its router would never learn",

@@ -26,7 +26,7 @@ def huggingface_placements(shape: ModelShape) -> list[ShardBox]:
 
 
 def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> PlacementTable:
-    """Placements of all parameters of one vLLM TP rank (unquantised; fused experts seen as matrices).
+    """Placements of all parameters of one vLLM TP rank (unquantized; fused experts seen as matrices).
 
     Raises:
         UserError: vLLM cannot split the padded vocabulary over `tp_size` ranks.

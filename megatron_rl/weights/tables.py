@@ -58,11 +58,11 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """The table but for these parameters; tables that share rows go on sharing them."""
+        """The table but for these parameters; tables that share rows keep sharing them."""
         return PlacementTable(_drop(self.rows, params), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """The table of these HF tensors; tables that share rows go on sharing them."""
+        """The table of these HF tensors; tables that share rows keep sharing them."""
         return PlacementTable(_keep(self.rows, names), self.boxes)
 
 

@@ -140,7 +140,7 @@ def test_adaptive_coefficient_settles_where_the_kl_is_on_target() -> None:
 
 
 def test_controllers_resume() -> None:
-    """An adaptive one goes on where it was; a fixed one follows its config; switching starts from the config."""
+    """An adaptive one continues where it was; a fixed one follows its config; switching starts from the config."""
     adaptive = AdaptiveKL(0.5, target=2.0, horizon=1000.0)
     adaptive.update(4.0, 100)
     resumed = AdaptiveKL(0.5, target=2.0, horizon=1000.0)

@@ -237,7 +237,7 @@ def change_weight(capsule: Path) -> tuple[float, float]:
 
 
 def test_a_changed_weight_is_named(grpo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By the refusal, and by the comparison of a replay that goes on nevertheless, in either kind of layout."""
+    """By the refusal, and by the comparison of a replay that continues nevertheless, in either kind of layout."""
     capsule = tmp_path / "step_2"
     shutil.copytree(grpo, capsule)
     old, new = change_weight(capsule)
@@ -354,7 +354,7 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(task: Path, tmp_p
     (tmp_path / "run/capsules").write_text("no directory")
     assert run_ranks(train, 1, overrides_for(task, tmp_path / "run", *COMMON), timeout=150) == [None]
     log = (tmp_path / "run/logs/rank0.log").read_text()
-    assert "capsule of step 2 failed, the run goes on" in log and (tmp_path / "run/summary.json").exists()
+    assert "capsule of step 2 failed, the run continues" in log and (tmp_path / "run/summary.json").exists()
 
 
 def test_command(grpo: Path, tmp_path: Path) -> None:

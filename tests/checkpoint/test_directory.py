@@ -127,7 +127,7 @@ def test_pruning(keep_last: int | None, keep_best: bool, left: list[int], tmp_pa
 
 
 def test_damaged_checkpoints_do_not_count(tmp_path: Path):
-    """The run went on from 5 because 8 is damaged: 8 must not make it lose 5 or 6."""
+    """The run continued from 5 because 8 is damaged: 8 must not make it lose 5 or 6."""
     for step in (4, 5, 6, 8):
         write_step(tmp_path, step)
     point_at(tmp_path, "latest", 6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers go on where they were, also in the streams that CUDA graphs know. Not covered: CUDA generators."""
+"""Random numbers continue where they were, also in the streams that CUDA graphs know. Not covered: CUDA generators."""
 
 from __future__ import annotations
 

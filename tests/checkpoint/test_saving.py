@@ -116,7 +116,7 @@ def _limit_files(num_bytes: int) -> None:
 
 @pytest.mark.parametrize("where,is_async", [("rank 1", False), ("rank 1", True), ("index", True)])
 def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(where: str, is_async: bool, path: Path, tmp_path: Path):
-    """A file may not become larger, on one rank only; the run goes on and the next save works."""
+    """A file may not become larger, on one rank only; the run continues and the next save works."""
 
     def on_rank(rank: int, world_size: int) -> list[SaveOutcome]:
         actor, outcomes = build_actor(Case(2), path), []

@@ -81,7 +81,7 @@ def _score_on_rank(rank: int, tp_size: int, shape: ModelShape, directory: Path, 
     with torch.no_grad():
         logits = model(TOKENS, positions, None)[..., :VOCAB_SIZE]
     copy.mkdir(exist_ok=True)
-    filesystem_async._results_queue = queue.Queue()  # its own starts a process that imports this one anew
+    filesystem_async._results_queue = queue.Queue()  # its own starts a process that imports this one again
     dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata)}, str(copy))
     return logits
 

@@ -184,7 +184,7 @@ def test_no_name_has_two_meanings() -> None:
 
 
 def test_the_page_of_names_is_in_step() -> None:
-    """`python tools/make_docs.py` mends it."""
+    """`python tools/make_docs.py` fixes it."""
     page = format_page()
     assert (ROOT / "docs/verl_keys.md").read_text() == page
     assert all(f"`{name}`" in page for name in [*alias_names(), *PATTERNS])

@@ -66,7 +66,7 @@ def tokenizer(request, tmp_path):
 
 
 def test_round_trip_and_special_tokens(tokenizer):
-    """Covers ASCII arithmetic only, not the normalisation of published tokenizers."""
+    """Covers ASCII arithmetic only, not the normalization of published tokenizers."""
     ids = tokenizer.encode("37+45=82")
     assert len(ids) == 8
     assert tokenizer.decode([1, *ids, 2, 0, 0]) == "37+45=82"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages that are made from the code are what the code says, and say all of it.
 
-`python tools/make_docs.py` mends the first test. Not covered: whether an error reads well.
+`python tools/make_docs.py` fixes the first test. Not covered: whether an error reads well.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_an_error_built_by_a_helper_is_a_row_per_caller(tmp_path: Path) -> None:
         tmp_path,
         """
 def _bad(path, what):
-    return UserError(f"{path} is {what}", source=str(path), expected="a file", hint="mend it")
+    return UserError(f"{path} is {what}", source=str(path), expected="a file", hint="fix it")
 def f(path, size):
     if size:
         raise _bad(path, f"{size} bytes long")

@@ -18,7 +18,7 @@ from megatron_rl.experience.fetch import FetchPlan, Holders, fetch, for_readers,
 
 
 def draw_holders(rng: np.random.Generator, num_sequences: int, world_size: int, width: int) -> Holders:
-    """Replicas of neighbouring ranks, as those of an engine or of a role."""
+    """Replicas of neighboring ranks, as those of an engine or of a role."""
     ranks = np.arange(world_size).reshape(-1, width)
     return Holders(rng.integers(0, len(ranks), num_sequences), ranks)
 

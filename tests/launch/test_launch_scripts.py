@@ -239,7 +239,7 @@ def test_slurm_on_amd(environment: dict[str, str]) -> None:
 
 
 def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, str]) -> None:
-    """USR1 comes three minutes before the time limit; the step hears of it, saves and says that it is to go on."""
+    """USR1 comes three minutes before the time limit; the step hears of it, saves and says that it is to continue."""
     process = subprocess.Popen(
         ["bash", "launch/slurm.sbatch", RECIPE],
         cwd=ROOT,

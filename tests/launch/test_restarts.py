@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch script under real torchrun: a killed rank, a signal, a hang; the job goes on with the same numbers.
+"""The launch script under real torchrun: a killed rank, a signal, a hang; the job continues with the same numbers.
 
 Not covered: several nodes, SLURM itself (tests/launch/test_launch_scripts.py has stand-ins), GPUs.
 """
@@ -81,7 +81,7 @@ def write_recipe(task: Path, tmp_path: Path, *extra: str) -> Path:
 
 
 def test_a_killed_rank_and_a_signal(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """kill -9 of a rank: torchrun starts all again. SIGTERM to the script: 75 within 60 s; the next start goes on."""
+    """kill -9 of a rank: torchrun starts all again. SIGTERM to the script: 75 within 60 s; the next start continues."""
     recipe, run_dir, output = write_recipe(task, tmp_path), tmp_path / "run", tmp_path / "output"
     job = start(recipe, run_dir, output=output)
     try:

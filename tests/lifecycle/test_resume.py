@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed or asked to stop goes on as if nothing had happened: bitwise equal metrics and rollouts.
+"""A run that is killed or asked to stop continues as if nothing had happened: bitwise equal metrics and rollouts.
 
 One kill and two signals here; test_kill_soak.py has dozens, tests/launch/test_restarts.py the same under torchrun.
 Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.

@@ -79,7 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "smollm3": dict(family="smollm3"),
 }
-# Their shares are normalised after the selection, before it, and always; the last has more experts per token.
+# Their shares are normalized after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(family="qwen3_moe"),
     "qwen3_moe-shares": dict(family="qwen3_moe", norm_topk_prob=False, num_experts=8),

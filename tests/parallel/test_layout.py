@@ -96,7 +96,7 @@ def test_expert_groups_are_those_of_megatron(layout: ParallelLayout, data: st.Da
         assert sorted(ours) == sorted(generator.get_ranks(token)), token
 
 
-def test_expert_parallel_ranks_are_neighbours_in_data_parallelism() -> None:
+def test_expert_parallel_ranks_are_neighbors_in_data_parallelism() -> None:
     layout = ParallelLayout(16, tp_size=2, pp_size=2, ep_size=2)
     assert layout.expert_coordinates(2) == ExpertCoordinates(tp=0, ep=1, dp=0, pp=0)
     assert layout.expert_coordinates(5) == ExpertCoordinates(tp=1, ep=0, dp=1, pp=0)

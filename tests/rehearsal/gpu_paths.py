@@ -82,7 +82,7 @@ def start() -> list[str]:
 
 
 def memory() -> int:
-    """The peak, which is counted anew."""
+    """The peak, which is counted again."""
     with (
         patch.object(torch.cuda, "max_memory_allocated", lambda device: 7),
         patch.object(torch.cuda, "reset_peak_memory_stats") as reset,

@@ -285,7 +285,7 @@ def test_replicas_of_a_real_model_share_the_load(world: int, sizes: dict[str, in
 
 @pytest.mark.parametrize("rollout_tp,num_overlapping", [(8, 8), (4, 2), (2, 4), (1, 8)])
 def test_what_the_fixed_order_of_shards_overlaps(rollout_tp: int, num_overlapping: int) -> None:
-    """Engines are runs of neighbouring ranks and rank % tp fixes the shard: how many of 8 ranks keep their own.
+    """Engines are runs of neighboring ranks and rank % tp fixes the shard: how many of 8 ranks keep their own.
 
     At equal TP all do, which is the most that any order can give. Below it, ranks in steps of
     training tp / rollout tp would all keep theirs; docs/resharding.md says why that is not done.

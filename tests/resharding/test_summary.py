@@ -121,7 +121,7 @@ def test_the_gather_path_receives_all_that_is_not_held(sizes: dict[str, int], bl
 
 
 def test_gather_crosses_nodes_by_stage_and_not_by_tensor_parallel_rank() -> None:
-    """Two stages on two nodes of two ranks: half a stage comes from the other node, two halves from the neighbour."""
+    """Two stages on two nodes of two ranks: half a stage comes from the other node, two halves from the neighbor."""
     halves = [
         Shard((stage * 2 + tp,), (hold(f"t{stage}", tp * 4, tp * 4 + 4),))
         for stage, tp in ((0, 0), (0, 1), (1, 0), (1, 1))

@@ -32,13 +32,13 @@ async def count(test: str) -> dict[str, int]:
     return {"requests": requests_seen[test], "most_busy": most_busy[test]}
 
 
-@app.post("/{behaviour}/{test}")
-async def answer(behaviour: str, test: str, request: Request) -> Any:
-    """The length of each response as its score, unless the behaviour is another one."""
+@app.post("/{behavior}/{test}")
+async def answer(behavior: str, test: str, request: Request) -> Any:
+    """The length of each response as its score, unless the behavior is another one."""
     samples = (await request.json())["samples"]
     requests_seen[test] += 1
     scores = [{"score": len(sample["response"]), "prompt_id": sample["prompt_id"]} for sample in samples]
-    match behaviour.split("-"):
+    match behavior.split("-"):
         case ["status", code]:
             return Response("not today", int(code))
         case ["flaky", code, count] if requests_seen[test] <= int(count):

@@ -119,7 +119,7 @@ def test_pauses_double(service):
 
 
 @pytest.mark.parametrize(
-    "behaviour, message, attempts",
+    "behavior, message, attempts",
     [
         ("status-503", "status 503: 'not today'", 3),
         ("status-422", "status 422", 1),
@@ -135,14 +135,14 @@ def test_pauses_double(service):
         ("large", "more than reward.service_max_answer_bytes = 4,000,000", 3),
     ],
 )
-def test_lasting_trouble_stops_the_run(service, behaviour, message, attempts):
-    url = f"{service}/{behaviour}/lasting-{behaviour}"
+def test_lasting_trouble_stops_the_run(service, behavior, message, attempts):
+    url = f"{service}/{behavior}/lasting-{behavior}"
     timeout = 0.3 if "0.3" in message else 20.0
     with pytest.raises(UserError, match=message) as caught:
         ask(url, replace(QUICK, service_timeout_seconds=timeout, service_max_answer_bytes=4_000_000), [make_rollout()])
     assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
     assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.service_url"
-    assert seen(service, f"lasting-{behaviour}")["requests"] == attempts
+    assert seen(service, f"lasting-{behavior}")["requests"] == attempts
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nx: "])

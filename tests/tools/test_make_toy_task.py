@@ -44,7 +44,7 @@ def read(task: Path, name: str) -> list[dict[str, str]]:
 
 
 def test_two_runs_write_the_same_bytes(tool, task, tmp_path):
-    """On one machine with one set of library versions; other versions may initialise otherwise."""
+    """On one machine with one set of library versions; other versions may initialize otherwise."""
     torch.rand(7)  # the state of the global generator must not matter
     assert tool.main(["--out", str(tmp_path), *SMALL]) == 0
     assert contents(tmp_path) == contents(task)

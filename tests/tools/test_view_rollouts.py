@@ -291,10 +291,10 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     page.check("#side-by-side")
     assert page.locator(".card").count() == 4 and page.locator(".card.selected .facts b").first.text_content() == "0.75"
     first = page.locator(".card.selected .tokens span").first
-    colour = "element => element.style.background"
-    assert first.evaluate(colour).startswith("rgba(33, 102, 172"), "advantage 0.75 is blue"
+    color = "element => element.style.background"
+    assert first.evaluate(color).startswith("rgba(33, 102, 172"), "advantage 0.75 is blue"
     page.select_option("#mode", "clipped")
-    clipped = [bool(x) for x in page.locator(".card.selected .tokens span").evaluate_all(f"all => all.map({colour})")]
+    clipped = [bool(x) for x in page.locator(".card.selected .tokens span").evaluate_all(f"all => all.map({color})")]
     assert clipped == [False, False, False, False, True, False, False, False]
     page.select_option("#mode", "ratio")
     assert page.locator("#legend").text_content().startswith("0.91.1111")

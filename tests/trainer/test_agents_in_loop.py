@@ -237,7 +237,7 @@ def test_replies_of_truncated_sampling_are_scored_over_their_sets(
 def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_alone(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None
 ) -> None:
-    """An engine of two ranks: both go on."""
+    """An engine of two ranks: both continue."""
     records = play(
         task,
         tmp_path / "run",

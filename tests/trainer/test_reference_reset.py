@@ -27,7 +27,7 @@ def run(task: Path, run_dir: Path, steps: int, world_size: int, *extra: str) -> 
 
 
 def test_a_reset_reference_is_the_policy_and_is_resumed(task: Path, tmp_path: Path) -> None:
-    """A run that ends after step 3 and goes on is, bit for bit, one that does not; in another layout nearly."""
+    """A run that ends after step 3 and continues is, bit for bit, one that does not; in another layout nearly."""
     whole = run(task, tmp_path / "whole", 5, 2)
     kl = [record["kl/per_response"] for record in whole]
     assert [value == 0 for value in kl] == [True, False, True, False, True]

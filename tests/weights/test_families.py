@@ -208,7 +208,7 @@ def test_sigmoid_routers_that_megatron_core_computes_in_another_way_are_refused(
 
 
 def test_a_single_expert_per_token_with_normalised_shares_is_refused() -> None:
-    with pytest.raises(UserError, match="num_experts_per_tok = 1 with normalised shares"):
+    with pytest.raises(UserError, match="num_experts_per_tok = 1 with normalized shares"):
         model_shape_from_config(make_config("mixtral") | dict(num_experts_per_tok=1), source="here")
 
 

@@ -79,7 +79,7 @@ def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, 
 @pytest.mark.parametrize(("family", "changes"), SHAPES)
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_vllm_shards_are_as_documented(family: str, changes: dict[str, Any], tp_size: int) -> None:
-    """Not compared with a running vLLM here; quantised and vision models have no table."""
+    """Not compared with a running vLLM here; quantized and vision models have no table."""
     shape = make_shape(family, **changes)
     full = make_full_tensors(shape)
     for tp_rank in range(tp_size):

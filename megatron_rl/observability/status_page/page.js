@@ -51,11 +51,11 @@ function chart({title, lines}) {
   picture.append(draw("text", {x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end"}, String(last)));
   const caption = make("figcaption", {}, make("h3", {}, title));
   lines.forEach((line, index) => {
-    const colour = index % 5, end = line.points[line.points.length - 1];
+    const color = index % 5, end = line.points[line.points.length - 1];
     const places = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
     if (places.length === 1) places.push(`${(x(end[0]) + 3).toFixed(1)},${y(end[1]).toFixed(1)}`);
-    picture.append(draw("polyline", {class: `line-${colour}`, points: places.join(" ")}));
-    caption.append(make("span", {}, make("i", {class: `key key-${colour}`}), `${line.name} `,
+    picture.append(draw("polyline", {class: `line-${color}`, points: places.join(" ")}));
+    caption.append(make("span", {}, make("i", {class: `key key-${color}`}), `${line.name} `,
       make("b", {}, number(end[1]))));
   });
   return make("figure", {}, caption, picture);

@@ -24,7 +24,7 @@
   const highest = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
   const state = { order: [], selected: -1, mode: null, texts: null };
 
-  // Colours.
+  // Colors.
 
   const BLUE = "33,102,172", ORANGE = "217,95,2", GREEN = "0,128,96", FULL = 0.7;
   const TRANSFORMS = { none: (x) => x, negative: (x) => -x, log: (x) => Math.log(Math.max(x, 1e-30)) };
@@ -32,7 +32,7 @@
     const strength = Math.min(Math.abs(t), 1) * FULL;
     return `rgba(${kind !== "diverging" ? GREEN : t < 0 ? ORANGE : BLUE},${strength.toFixed(3)})`;
   };
-  const colourOf = (mode, value) =>
+  const colorOf = (mode, value) =>
     mode.kind === "flag" ? (value ? shade("diverging", -1) : "")
       : shade(mode.kind, TRANSFORMS[mode.transform](value) / mode.scale);
   const round = (x) => (x === null ? "none" : String(Number(x.toPrecision(5))));
@@ -40,7 +40,7 @@
   function drawLegend() {
     const legend = find("legend"), mode = state.mode;
     legend.replaceChildren();
-    if (!mode) return legend.append("no token values in this run: tokens are not coloured");
+    if (!mode) return legend.append("no token values in this run: tokens are not colored");
     const bar = make("span", "bar");
     if (mode.kind === "flag") {
       bar.style.background = shade("diverging", -1);
@@ -53,7 +53,7 @@
       legend.append(`${isDiverging ? "" : "≤ "}${end(isDiverging ? -1 : 0)}`, bar, end(1));
     }
     const missing = index.modes.filter((m) => !m.num_rollouts).map((m) => m.label);
-    legend.append(make("span", "", `${mode.meaning}; no colour: no value, or nothing to show`));
+    legend.append(make("span", "", `${mode.meaning}; no color: no value, or nothing to show`));
     if (missing.length) legend.append(make("span", "note", `not in this run: ${missing.join(", ")}`));
   }
 
@@ -162,7 +162,7 @@
     say("policy_version", version[i] ?? "unknown");
     card.append(make("h2", "", `response ${sample[i] ?? ""}`), facts);
     if (state.mode && !details[state.mode.key]) {
-      card.append(make("div", "note", `this rollout has no ${state.mode.label}: its tokens are not coloured`));
+      card.append(make("div", "note", `this rollout has no ${state.mode.label}: its tokens are not colored`));
     }
     if (!details.texts && !details.ids) {
       card.append(make("div", "text", response[i]));
@@ -208,7 +208,7 @@
       const isSpecial = details.ids && (!details.texts || text === "");
       const span = make("span", isSpecial ? "special" : "", isSpecial ? `‹${details.ids[t]}›` : visible(text));
       span.dataset.t = t;
-      if (values && values[t] !== null) span.style.background = colourOf(state.mode, values[t]);
+      if (values && values[t] !== null) span.style.background = colorOf(state.mode, values[t]);
       pieces.append(span);
       const worth = ends.get(t + 1)?.reward ?? null;
       if (worth !== null) pieces.append(make("span", "observed worth", `reward ${round(worth)}`));
