@@ -277,7 +277,7 @@ def find_engine(name: str) -> EngineMaker:
     return find_entry(ENGINES, name, _SETTING)
 
 
-def share_params(params: Mapping[str, torch.nn.Parameter], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
+def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Rebind parameters to the actor's storage where shape, dtype and device agree too; returns their names.
 
     A shareable name may also be that of a view of a parameter (an expert's matrix), which cannot be rebound.

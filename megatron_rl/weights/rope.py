@@ -92,7 +92,7 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tup
     scaling = _READERS[kind](rope, config)
     if isinstance(scaling, LongropeScaling):
         return scaling, min(longest, _read_original_length(rope, config))
-    if isinstance(scaling, YarnScaling):  # the code that adds it to a config.json leaves the old length there
+    if isinstance(scaling, YarnScaling):  # added by hand: the old length is still there
         longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
     return scaling, longest
 
