@@ -12,7 +12,6 @@ from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.distillation import TeacherDivergence
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.optimizer import Optimizer
@@ -129,7 +128,7 @@ class Actor:
             **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
             **describe_ledgers(result),
             **routed,
-            **({"lora/norm": trained.measure_norm()} if isinstance(trained := self.model.trained, Adapters) else {}),
+            **({} if result.adapter_norm is None else {"lora/norm": result.adapter_norm}),
         }
 
     def _compute_policy_loss(

@@ -101,8 +101,8 @@ class Adapters:
         }
 
     @torch.no_grad()
-    def measure_norm(self) -> float:
-        """Frobenius norm of all s B A together, how far the model has been moved; collective over the role.
+    def measure_norm(self) -> torch.Tensor:
+        """[] float64, Frobenius norm of all s B A together, how far the model has been moved; collective over the role.
 
         |B A|^2 is the sum of (A A^T) * (B^T B), of r x r numbers each, and those of tensor parallel ranks add up.
         """
@@ -114,7 +114,7 @@ class Adapters:
                     squares[".experts." in name] += ((a @ a.T) * (b.T @ b)).sum()
         for is_expert, group in ((0, self.groups.collection.mp), (1, self.groups.collection.tp_ep_pp)):
             torch.distributed.all_reduce(squares[is_expert], group=group)
-        return self.shape.scale * math.sqrt(max(0.0, sum(float(square) for square in squares.values())))
+        return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
 
     def fill(self, rank: int, path: str | None, seed: int) -> None:
         """Give the adapters their first values: those in PEFT's files, or A at random and B of zeros.

@@ -19,6 +19,7 @@ from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
@@ -44,6 +45,7 @@ class StepResult:
         lr: the learning rate.
         loss: whose gradients were used.
         minibatch: of this rank.
+        adapter_norm: of the adapters after the step; None: there are none.
     """
 
     totals: dict[str, float]
@@ -51,6 +53,7 @@ class StepResult:
     lr: float
     loss: StepLoss
     minibatch: TrainBatch
+    adapter_norm: float | None = None
 
 
 class OptimizerStep:
@@ -107,7 +110,10 @@ class OptimizerStep:
         optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
         lr = optimizer.advance_schedule()
         grad_norm = self._step.finish()
-        *values, norm = torch.cat([totals, grad_norm.double()[None]]).tolist()  # the only wait for the device
+        adapters = self._step.model.trained
+        moved = [adapters.measure_norm()[None]] if isinstance(adapters, Adapters) else []
+        read = torch.cat([totals, grad_norm.double()[None], *moved]).tolist()  # the only wait for the device
+        values, norm, moved = read[: len(totals)], read[len(totals)], read[len(totals) + 1 :]
         found = dict(zip(loss.metric_names, values, strict=True))
         for ledger in minibatch.ledgers:
             check_ledger(ledger, found["tokens"], found["weights"])
@@ -125,7 +131,7 @@ class OptimizerStep:
         if norm == 0 and _is_pulled_anywhere(loss, groups.world):
             raise explain_lost_gradient(optimizer.steps + 1, self._role)
         optimizer.count_step()
-        return StepResult(found, norm, lr, loss, minibatch)
+        return StepResult(found, norm, lr, loss, minibatch, *moved)
 
 
 def _is_pulled_anywhere(loss: StepLoss, group: dist.ProcessGroup) -> bool:
