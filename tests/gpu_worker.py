@@ -65,7 +65,7 @@ class Llm:
         cache = [torch.zeros(1 << 16)]
         self._pool = {"weights": own, "kv_cache": cache}
         sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=None))
-        runner = SimpleNamespace(input_batch=None, sampler=sampler)
+        runner = SimpleNamespace(requests={}, input_batch=None, sampler=sampler)
         worker = SimpleNamespace(get_model=lambda: self._model, model_runner=runner)
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)),

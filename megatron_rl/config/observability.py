@@ -35,6 +35,9 @@ class HealthConfig:
     explained_variance_floor: float | None = option(
         0.0, "Alarm when the critic explains less of the returns' variance, after two windows."
     )
+    dead_experts_limit: float | None = option(
+        1.0, "Alarm when more experts, over all layers, get no token of an update.", "experts"
+    )
     components: bool = option(True, "Alarm when one component of the reward rises while another falls.")
 
 

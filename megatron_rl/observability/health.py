@@ -36,6 +36,7 @@ class HealthSettings(Protocol):
     uninformative_limit: float | None
     sample_size_floor: float | None
     explained_variance_floor: float | None
+    dead_experts_limit: float | None
     components: bool
 
 
@@ -190,6 +191,7 @@ CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
         "{:.0%} of the groups have equal rewards and teach nothing.",
     ),
     "components": _components,
+    "dead-experts": _above("moe/dead_experts", "dead_experts_limit", "{:.3g} experts get no token of an update."),
     "critic": _critic,
 }
 

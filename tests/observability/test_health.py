@@ -36,6 +36,7 @@ HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value after this s
     "policy/grad_norm": lambda t: 2 - t,
     "policy/clip_fraction": lambda t: 0.02,
     "response/truncated": lambda t: 0.3 * t,
+    "moe/dead_experts": lambda t: 0.2,
     "value/explained_variance": lambda t: min(0.9, 10 * t - 0.5),
 }
 # The curve of a run that goes wrong from its half on.
@@ -56,6 +57,7 @@ WRONG: dict[str, dict[str, Callable[[float], float]]] = {
         "reward/accuracy": lambda t: 0.5 if t < 0.5 else 0.1,
         "reward/format": lambda t: 0.5 if t < 0.5 else 0.9,
     },
+    "dead-experts": {"moe/dead_experts": lambda t: 0.0 if t < 0.5 else 12.0},
     "critic": {"value/explained_variance": lambda t: 0.8 if t < 0.5 else -0.5},
 }
 
@@ -109,6 +111,7 @@ def test_an_alarm_can_be_turned_off(name: str) -> None:
         "no-signal": "uninformative_limit",
         "components": "components",
         "critic": "explained_variance_floor",
+        "dead-experts": "dead_experts_limit",
     }[name]
     off = replace(SETTINGS, **{setting: False if name == "components" else None})
     assert name not in {alarm.name for alarm in watch(make_records(WRONG[name]), off)}
