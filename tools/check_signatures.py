@@ -11,6 +11,7 @@ Ends with status 1 if a name is missing or a call does not fit, and says which l
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -103,8 +104,11 @@ def _resolve(name: str) -> Any:
     return found
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     package, absent, misfits, fitting = ROOT / "megatron_rl", set[str](), [], 0
     for path in sorted(package.rglob("*.py")):
         for use in list_uses(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()):

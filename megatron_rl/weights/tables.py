@@ -17,7 +17,7 @@ from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
-_WHOLE = ("hidden", *NORM_KINDS, "head", "router", "router_bias", "score")  # kinds of which every TP rank has all
+_WHOLE = ("hidden", "head", "router", "router_bias", "score")  # kinds of which every TP rank has all
 
 
 class Rows(tuple[Row, ...]):
@@ -119,8 +119,10 @@ def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """The matrices of a tensor of a kind: the kind of each, and that of its boxes."""
-    return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]] if kind in FUSED_KINDS else [(kind, kind)]
+    """The matrices of a tensor of a kind: the kind of each, and that of its boxes; norms of all places share one."""
+    if kind in FUSED_KINDS:
+        return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
+    return [(kind, "hidden" if kind in NORM_KINDS else kind)]
 
 
 @lru_cache(maxsize=1)

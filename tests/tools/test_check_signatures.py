@@ -40,5 +40,5 @@ def test_misfits_are_named() -> None:
 
 @pytest.mark.slow
 def test_program_fits_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main() == 0, capsys.readouterr().out
+    assert tool.main([]) == 0, capsys.readouterr().out
     assert int(capsys.readouterr().out.splitlines()[-1].split()[0]) > 50
