@@ -30,9 +30,7 @@ class Metric:
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Mixtures of experts (docs/mixtures.md)": (
-        Metric(
-            "moe/max_load", "tokens of the busiest expert of all layers, over those of an expert if all had as many"
-        ),
+        Metric("moe/max_load", "load of the busiest expert of all layers, relative to an even load"),
         Metric("moe/mean_load", "the same of the busiest expert of each layer, mean over layers"),
         Metric("moe/dead_experts", "experts without a token in the loss, over all layers", "experts"),
         Metric("moe/entropy", "of the gates' distributions over that of even ones"),

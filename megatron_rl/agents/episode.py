@@ -53,7 +53,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Opening:
-    """What one episode begins with; `tokens` are those of the task's prompt."""
+    """What one episode begins with; `tokens` encode the task's prompt."""
 
     task: Task
     tokens: list[int]

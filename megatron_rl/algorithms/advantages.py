@@ -106,7 +106,7 @@ def compute_token_rewards(
         kl_coef: its weight.
         loss_mask: [t] bool, response tokens in the loss.
         sequence_ids: [t] int64, index of the sequence; -1 on padding.
-        turn_rewards: [t] of turns, at the last token of each; those of the last turn of a sequence are in `rewards`.
+        turn_rewards: [t], the reward of a turn at its last token; that of a sequence's last turn is in `rewards`.
 
     Returns:
         [t] float32; 0 outside the mask.

@@ -87,7 +87,7 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
         "rollout.engine",
         "with top_p, top_k, min_p or min_tokens: its server does not tell what it draws from, as training must know",
         expected="vllm or vllm_server",
-        hint="leave them out, those of validation too, or set rollout.engine=vllm_server",
+        hint="leave them out, in validation too, or set rollout.engine=vllm_server",
     )
 
 
