@@ -132,4 +132,4 @@ def install(shape: ModelShape) -> None:
         module.__dict__.update(values)
         sys.modules[name] = module
     vllm = SimpleNamespace(LLM=Llm, SamplingParams=None)
-    seam.__dict__.update(prepare_vllm=lambda device: vllm, _register_model=lambda vllm, spec: None)
+    seam.__dict__.update(prepare_vllm=lambda device: vllm, register_model=lambda vllm, spec: None)

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.agents.episode import Answer
+from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RolloutConfig
@@ -28,11 +30,14 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.rollout.control import open_channel
+from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.order import STRIDE, SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
-from megatron_rl.rollout.stream import RolloutStream, Taken
+from megatron_rl.rollout.stream import Clock, RolloutStream, Taken
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout
 
@@ -42,9 +47,9 @@ OPTIMIZER_STEPS = 2  # of a step of the main loop
 INFORMATIVE = {0, 2, 3, 6}  # prompts whose responses have different rewards
 
 
-def length_of(prompt_id: int, sample: int) -> int:
-    """Tokens of a response: most are short, one in eight is at the limit."""
-    rng = np.random.default_rng([prompt_id, sample])
+def length_of(prompt_id: int, sample: int, turn: int = 0) -> int:
+    """Tokens of a reply: most are short, one in eight is at the limit."""
+    rng = np.random.default_rng([prompt_id, sample] + [turn] * (turn > 0))
     return 40 if rng.random() < 1 / 8 else int(rng.integers(1, 12))
 
 
@@ -68,10 +73,11 @@ class VersionEngine:
         for key, (request, tokens) in list(self._running.items()):
             tokens.append(self._weights.policy_version)
             prompt_id, prompt_length = request.tokens[:2].tolist()
-            whole = length_of(prompt_id, key % GROUP)
             assert len(request.tokens) - prompt_length + request.sampling.max_tokens == SAMPLING.max_tokens
-            if len(request.tokens) - prompt_length + len(tokens) == whole:
-                finished.append(self._end(key, "length" if whole == SAMPLING.max_tokens else "stop"))
+            if len(tokens) == request.sampling.max_tokens:
+                finished.append(self._end(key, "length"))
+            elif request.num_sampled + len(tokens) == length_of(prompt_id, key % STRIDE % GROUP, request.turn):
+                finished.append(self._end(key, "stop"))
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
@@ -93,6 +99,35 @@ class VersionEngine:
 
     def close(self) -> None:
         pass
+
+
+class ScriptedProcesses:
+    """Environments that say [7, 8] to each reply but the last, some of them slowly; each turn is worth a half."""
+
+    def __init__(self, pause: random.Random, turns: int) -> None:
+        self._pause, self._turns = pause, turns
+        self._played: dict[int, int] = {}
+        self._answers: dict[int, Answer] = {}
+
+    def open(self, key: int, prompt: Prompt) -> None:
+        assert key not in self._played
+        self._played[key] = 0
+        self._answers[key] = Answer(Tail([]))
+
+    def tell(self, key: int, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        assert len(tokens) == len(logprobs) > 0
+        self._played[key] += 1
+        is_last = self._played[key] == 1 + key % self._turns
+        self._answers[key] = Answer(None if is_last else Tail([7, 8]), reward=0.5)
+
+    def wait(self) -> dict[int, Answer]:
+        if self._answers and self._pause.random() < 0.2:
+            time.sleep(0.005)
+        answers, self._answers = self._answers, {}
+        return answers
+
+    def close(self, key: int) -> None:
+        del self._played[key]
 
 
 class StepScorer:
@@ -124,6 +159,7 @@ class Job:
         first: rank with an engine; those before it train.
         rounds: of dynamic sampling; None: there is none.
         trace: directory of the trace; None: none is written.
+        turns: of the longest episodes; None: plain responses.
     """
 
     schedule: ScheduleConfig
@@ -133,6 +169,7 @@ class Job:
     first: int = 0
     rounds: int | None = None
     trace: Path | None = None
+    turns: int | None = None
 
     def __post_init__(self) -> None:
         rank, engines = dist.get_rank(), EngineRanks.consecutive(range(self.first, dist.get_world_size()), self.width)
@@ -142,7 +179,7 @@ class Job:
         config: Any = SimpleNamespace(
             schedule=self.schedule,
             rollout=RolloutConfig(n=GROUP, dispatch="samples"),
-            agents=AgentsConfig(),
+            agents=AgentsConfig(environment=None if self.turns is None else "scripted"),
             trainer=SimpleNamespace(seed=1),
             data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
             algorithm=SimpleNamespace(
@@ -168,7 +205,10 @@ class Job:
         replayed = None if replay is None else read_trace(Path(replay), number)
         speaks_for = self.generator.engine_index if self.generator.is_first else None
         trace = ScheduleTrace(number, speaks_for, self.trace, replayed)
-        self.stream = RolloutStream(self.generator, self.prompts, config, end, dist.group.WORLD, training, trace)
+        order = SampleOrder(self.prompts, config)
+        carried = CarriedResponses(order) if self.turns is None else self.carry_episodes(order, self.turns)
+        clock = Clock(end, training, trace)
+        self.stream = RolloutStream(self.generator, order, carried, config, clock, dist.group.WORLD)
         plan: Any = None  # of a reward model
         scorer: Any = StepScorer()
         rewards = RewardSources(plan, scorer, None, False)
@@ -182,6 +222,11 @@ class Job:
             group=dist.group.WORLD,
         )
 
+    def carry_episodes(self, order: SampleOrder, turns: int) -> Episodes:
+        """Few of them are open at a time."""
+        processes: Any = ScriptedProcesses(self.pause, turns) if self.generator.is_first else None
+        return Episodes(order, processes, 5, shift=0)
+
     def take(self, told: list[Rollout] | None = None) -> Taken:
         """One step."""
         return self.stream.take(SAMPLING, None if told is None else lambda rollout, step: told.append(rollout))
@@ -189,7 +234,7 @@ class Job:
     def collect(self, step: int) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
         """One step of scored groups: metrics, and rows as those of `describe`, the same on every rank."""
         samples = self.collector.collect(step)
-        found = samples.fetch_rollouts(BATCH * GROUP, lambda tokens: "", on_all=True)
+        found = samples.fetch_rollouts(range(BATCH * GROUP), lambda tokens: "", on_all=True)
         rows = [(number // GROUP, *describe_rollout(rollout)) for number, (rollout, _) in enumerate(found)]
         return samples.metrics, rows
 

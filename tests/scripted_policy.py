@@ -64,7 +64,7 @@ class ScriptedPolicy:
             row={"kind": kind, "out": str(out)},
             messages=QUESTION,
         )
-        processes, recording = self.processes, Recording(prompt, 0, 1)
+        processes, recording = self.processes, Recording(prompt, 0)
         requests: list[list[int]] = []
         processes.open(0, prompt)
         while (answer := processes.wait()[0]).tail is not None:
@@ -74,7 +74,7 @@ class ScriptedPolicy:
             reply = self.spell(replies[(len(requests) - 1) % len(replies)] if replies else "answer")
             is_cut = answer.max_tokens is not None and answer.max_tokens < len(reply)
             reply = reply[: answer.max_tokens]
-            recording.reply(np.array(reply, np.int32), -np.arange(len(reply), dtype=np.float32))
+            recording.reply(np.array(reply, np.int32), -np.arange(len(reply), dtype=np.float32), 1)
             processes.tell(0, reply, [-float(i) for i in range(len(reply))], "length" if is_cut else "stop")
         processes.close(0)
         rollout = recording.finish(answer.finish_reason or "stop")

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.roles.actor import Actor
@@ -79,7 +79,7 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
     plans, ledgers, weights = [], [], []
     for members in (range(8), range(8, 12)):
         part = [lengths[i] for i in members]
-        shared = group_of and SharedPrompts([group_of[i] for i in members], [PROMPT] * len(part))
+        shared = group_of and share_prompts([group_of[i] for i in members], [PROMPT] * len(part))
         plans.append(
             (
                 members,
@@ -103,7 +103,7 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
         dp_rank=model.groups.at.dp,
         padding=Padding(model.pad_multiple, buckets, LONGEST),
         device=device,
-        group_of=group_of,
+        shared=group_of and share_prompts(group_of, [PROMPT] * len(lengths)),
     )
     advantages = expand_to_tokens(rng.normal(size=len(lengths)), batch)
     noise = torch.from_numpy(rng.normal(size=(len(lengths) + 1, LONGEST)).astype(np.float32)).to(device)

@@ -82,7 +82,7 @@ def test_a_run_that_is_watched(task: Path, tmp_path: Path, vllm_imported: None) 
     assert [value for _, value in rewards] == [r["reward/mean"] for r in records[1 : len(rewards) + 1]]
     logged = [json.loads(line) for line in (run_dir / "rollouts" / "step_2.jsonl").read_text().splitlines()]
     shown = next(answer["samples"] for answer in seen if answer["samples"]["step"] == 2)
-    assert [row["response"] for row in shown["rows"]] == [row["response"] for row in logged]
+    assert [row["response"] for row in shown["rows"]] == [row["response"] for row in logged[:4]]
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"histograms": 0})
     events.Reload()

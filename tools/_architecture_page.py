@@ -8,13 +8,13 @@ from tools._rooms import ROOMS
 _HEAD = """<!-- Made by tools/make_docs.py from tools/_rooms.py; do not edit. -->
 # Architecture
 
-One program, run by every rank, trains a policy. Two things travel through it: samples and weights. The code lies in
-rooms, the sub-packages of `megatron_rl/`.
+One program, run by every rank, trains a policy. Two things travel through it: samples and weights. The code is divided
+into rooms, the subpackages of `megatron_rl/`.
 
 ## Rooms
 
-A room imports rooms of lower layers only, and rooms of one layer do not know each other; `types` is the vocabulary of
-all. `tests/test_house.py` enforces it from the table that this page is made from.
+A room imports only rooms of lower layers. Rooms of the same layer do not import each other; every room may import
+`types`. `tests/test_house.py` enforces this from the table that generates this page.
 
 | layer | room | what it does |
 |---|---|---|
@@ -26,37 +26,37 @@ _ROADS = """
 ```text
  data          prompts of step n, shuffled by (seed, epoch)
   |
- rollout       asks an engine (engines, through weight_sync) and scores what it answers (rewards)
+ rollout       generates with an engine (engines, through weight_sync) and scores the responses (rewards)
   |
- experience    headers of the step on every rank; a role fetches its share of the tokens and packs it (packing)
+ experience    headers of the step on every rank; each role fetches its share of the tokens and packs it (packing)
   |
- training      old log-probs, reference log-probs, values: columns, which other roles fetch (roles)
+ training      old log-probs, reference log-probs and values: columns that other roles fetch (roles)
   |
  algorithms    advantages and the loss, as sums over tokens with global denominators
   |
  training      optimizer steps of actor and critic
   |
- observability one record per step; checkpoint and capsule keep what a later run needs
+ observability one record per step; checkpoint and capsule store what a later run needs
 ```
 
 ## The road of the weights
 
 ```text
- checkpoint    HF files or a distributed checkpoint, in boxes of logical tensors (weights)
+ checkpoint    HF files or a distributed checkpoint, as boxes of logical tensors (weights)
   |
- models        Megatron shards, in the layout of the role (parallel)
+ models        Megatron shards in the role's layout (parallel)
   |
  training      optimizer steps
   |
- weight_sync   the switch of modes: planned once and executed by resharding, with a certificate over every tensor
+ weight_sync   switches between training and rollout: resharding plans once, moves the weights and certifies them
   |
  engines       the engine's own parameters, sharing the actor's storage where the layouts agree
   |
- checkpoint    back to the disk, for any other layout
+ checkpoint    back to disk, for any other layout
 ```
 
-The loop that joins both is `Trainer.train` in `megatron_rl/trainer/grpo.py`; pictures are in [Concepts](concepts.md),
-and what a newcomer adds to which room is in [Extending](extending.md).
+`Trainer.train` in `megatron_rl/trainer/grpo.py` joins both roads. [Concepts](concepts.md) has pictures, and
+[Extending](extending.md) says what to add to which room.
 """
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/errors.md`: every error that a user can fix, read from the syntax trees of the sources.
+"""The page `docs/errors.md`: every error that a user can fix, by what is wrong, read from the syntax trees.
 
-Every `UserError(found, source=, expected=, hint=)` of the package, the tools and the launchers is one row. Parts that
-only the moment of the error knows are shown as `{name}`. A function that builds an error out of texts that its callers
-give (`require`, `_damaged`, ...) is one row per caller.
+Every `UserError(found, source=, expected=, hint=)` of the package, the tools and the launchers is one row, without its
+source, which an error prints. Parts that are only known when the error occurs are shown as `{name}`. A function that
+builds an error out of texts that its callers give (`require`, `_damaged`, ...) is one row per caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "\0"  # encloses a placeholder until the row is formatted
 _INTRODUCTION = """\
 # Errors
 
-Whatever a user can fix is one error with four parts, printed once and without a traceback:
+Everything that a user can fix is one error with four parts, printed once and without a traceback:
 
 ```
 error: actor.lr = -1.0 is negative
@@ -31,25 +31,26 @@ error: actor.lr = -1.0 is negative
   hint:     set actor.lr to 0 or more
 ```
 
-Settings, model directory, data, layout and rewards are checked before any model is built, on every rank alike. Once a
-run has begun, what fails on one rank or on all of them ends the job with one message of the same form: its source is
-the rank, the step and the phase. The traceback is in `logs/rank<N>.log`, with the last collectives of that rank. This
-page lists all such errors by the room of the code that raises them. `{{name}}` stands for what only the moment knows.
-It is made from the sources by `python tools/make_docs.py`.
+Settings, model directory, data, layout and rewards are checked on every rank before any model is built. Once a
+run has begun, a failure on one rank or all of them ends the job with one message of the same form; its source is
+the rank, the step and the phase. `logs/rank<N>.log` has the traceback and the last collectives of that rank.
+
+The tables list all such errors by what is wrong. To find yours, search this page for some of its words; `{{name}}`
+stands for what is only known when the error occurs. `python tools/make_docs.py` makes the page from the sources.
 
 ## Exit codes
 
 | a rank or a tool exits with | meaning | what to do |
 |---|---|---|
 | 0 | done | |
-| {failed} | an unexpected error, no memory, a lost rank; a tool: a difference | follow the hint; {traceback} |
+| {failed} | an unexpected error, out of memory, a lost rank; for a tool: a difference | follow the hint; {traceback} |
 | {user_error} | one of the errors on this page | follow the hint |
-| {stalled} | the watchdog ended a rank that was stuck | rank 0 printed [who waited for whom]({watchdog}) |
-| {preempted} | a signal asked the run to stop, and it has saved | [start the same command again]({signals}) |
+| {stalled} | the watchdog ended a stuck rank | rank 0 printed [who waited for whom]({watchdog}) |
+| {preempted} | a signal stopped the run after it saved | [run the same command again]({signals}) |
 | {interrupted} | Ctrl-C | |
 
-torchrun itself exits with 1 for all of them; `launch/train_single_node.sh` (with `RUN_DIR`) and
-`launch/train_multi_node.sh` pass {preempted} on.
+torchrun itself exits with 1 in all cases; `launch/train_single_node.sh` (with `RUN_DIR`) and
+`launch/train_multi_node.sh` return {preempted}.
 """
 _VALUES = {
     "failed": EXIT_FAILED,
@@ -64,40 +65,92 @@ _VALUES = {
 
 
 @dataclass(frozen=True)
-class _Row:
-    """The four parts of one error, with marked placeholders."""
+class Row:
+    """One error.
+
+    Attributes:
+        path: the file that raises it, from the root.
+        line: in it.
+        parts: found, source, expected and hint, with marked placeholders.
+    """
 
     path: Path
     line: int
     parts: tuple[str, ...]
 
 
+# What is wrong -> one line about it, and the files whose errors belong to it: the longest prefix of a path decides.
+_AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Settings, recipes and the command line": (
+        "A name, a type, a bound, or settings that do not go together.",
+        ("config/", "roles/resolve", "launch/"),
+    ),
+    "Batch sizes": (
+        "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",
+        ("config/batch_plan", "config/sft_plan"),
+    ),
+    "Layouts, placement and memory": (
+        "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
+        ("config/placement", "parallel/", "planning/"),
+    ),
+    "Model directories and families": (
+        "Missing or damaged files, architectures and options of config.json that are not supported, adapters.",
+        ("weights/", "models/", "roles/models", "roles/teacher_inputs", "checkpoint/huggingface", "checkpoint/peft"),
+    ),
+    "Data, prompts and tokenizers": (
+        "Files, rows, columns, chat templates and lengths.",
+        ("data/", "roles/prompt_inputs", "roles/inputs", "extension/reasoning_gym"),
+    ),
+    "Rewards": ("Rules, functions, workers, services and ground truths.", ("rewards/",)),
+    "Algorithms and plugins": (
+        "Estimators, losses, aggregations, and your own files.",
+        ("algorithms/", "extension/", "experience/"),
+    ),
+    "Engines, sampling and servers": (
+        "What an engine cannot serve, servers that fail, responses that are not what was asked for.",
+        ("engines/", "weight_sync/", "rollout/", "roles/bitwise"),
+    ),
+    "Environments, tools and episodes": ("Your environment, its processes, and chat templates.", ("agents/",)),
+    "The run stops during training": (
+        "A loss, a norm, a rank or a phase that fails after the start.",
+        ("training/", "trainer/", "roles/", "observability/failures", "lifecycle/watchdog", "resharding/"),
+    ),
+    "Checkpoints, resuming and conversion": (
+        "Directories, damaged or missing files, a second job, inputs that have changed.",
+        ("checkpoint/", "lifecycle/"),
+    ),
+    "Logs, metrics and pages": ("Run directories, W&B, the status page, the viewer.", ("observability/",)),
+    "Replays": ("Capsules and their replay.", ("capsule/",)),
+    "Tools, benchmarks and rehearsals": ("Arguments and inputs of commands beside training.", ("",)),
+}
+
+
 def format_page(root: Path) -> str:
-    """The page as Markdown.
+    """The page as Markdown; an error that several places raise alike is one row.
 
     Args:
         root: of the checkout; the sources below it are read, not imported.
     """
-    lines = [_INTRODUCTION.format(**_VALUES)]
-    room, path = "", Path()
-    for row in _read_rows(root):
-        if (new_room := _name_room(row.path)) != room:
-            lines.append(f"\n## {new_room}\n")
-            room = new_room
-        if row.path != path:
-            heading = row.path.as_posix().removeprefix("megatron_rl/")
-            lines.append(f"\n### {heading}\n\n| message | source | expected | hint |\n|---|---|---|---|\n")
-            path = row.path
-        lines.append(f"| {' | '.join(map(_format_cell, row.parts))} |\n")
-    return "".join(lines)
+    rows: dict[str, dict[str, None]] = {area: {} for area in _AREAS}
+    for row in read_rows(root):
+        found, _, expected, hint = map(_format_cell, row.parts)
+        rows[_find_area(row.path)][f"| {found} | {expected} | {hint} |\n"] = None
+    parts = [_INTRODUCTION.format(**_VALUES)]
+    for area, (about, _) in _AREAS.items():
+        if rows[area]:
+            parts.append(f"\n## {area}\n\n{about}\n\n| message | expected | hint |\n|---|---|---|\n")
+            parts += rows[area]
+    return "".join(parts)
 
 
-def _name_room(path: Path) -> str:
-    """`config` for a file of that sub-package, the file's own name for modules of the package's root."""
-    return path.parts[0] if path.parts[0] != "megatron_rl" else path.with_suffix("").parts[1]
+def _find_area(path: Path) -> str:
+    name = path.as_posix().removeprefix("megatron_rl/")
+    prefixes = {prefix: area for area, (_, prefixes) in _AREAS.items() for prefix in prefixes}
+    return prefixes[max((prefix for prefix in prefixes if name.startswith(prefix)), key=len)]
 
 
-def _read_rows(root: Path) -> list[_Row]:
+def read_rows(root: Path) -> list[Row]:
+    """Every error of the sources, by file and line."""
     trees = {
         path.relative_to(root): ast.parse(path.read_text(encoding="utf-8"))
         for room in _ROOMS
@@ -171,7 +224,7 @@ class _ModuleReader:
             if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant | ast.JoinedStr)
         }
 
-    def rows(self) -> Iterator[_Row]:
+    def rows(self) -> Iterator[Row]:
         """One per error written out, or per call of a function that builds one out of texts."""
         calls = [(node, builder) for node in ast.walk(self._tree) if (builder := self._builder_of(node)) is not None]
         replaced = {
@@ -205,9 +258,9 @@ class _ModuleReader:
         pieces = value.values if isinstance(value, ast.JoinedStr) else [value]
         return any(isinstance(piece, ast.Constant) and re.search("[a-z]", str(piece.value)) for piece in pieces)
 
-    def _row(self, error: ast.Call, line: int, values: Mapping[str, ast.expr]) -> _Row:
+    def _row(self, error: ast.Call, line: int, values: Mapping[str, ast.expr]) -> Row:
         parts = _parts_of(error)
-        return _Row(self._path, line, tuple(self._say(parts[part], values) for part in _PARTS))
+        return Row(self._path, line, tuple(self._say(parts[part], values) for part in _PARTS))
 
     def _say(self, node: ast.expr, values: Mapping[str, ast.expr]) -> str:
         """An expression as a reader of the error would see it, with marked placeholders."""

@@ -149,6 +149,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("packing/budget_use", "tokens over max_tokens_per_microbatch", "share"),
         Metric("packing/imbalance", "heaviest data-parallel rank over the mean"),
         Metric("packing/prompt_repeats", "executed over unique prompt tokens"),
+        Metric("packing/prefix_repeats", "computed over unique tokens (`actor.share_prompts: tree`)"),
         Metric("packing/padding_share", "padding of the buckets (step_mode static and graph)", "share"),
         Metric("packing/padding_share_<bucket>", "the same of each bucket", "share"),
         Metric(
@@ -213,13 +214,13 @@ def format_page() -> str:
 _INTRODUCTION = """\
 # Metrics
 
-Every key of a record in `metrics.jsonl` beside `step`, made from `tools/_metrics_page.py` by
-`python tools/make_docs.py`. TensorBoard and Weights & Biases show the same numbers under the same names.
+Every key of a record in `metrics.jsonl` besides `step`; `python tools/make_docs.py` makes this page from
+`tools/_metrics_page.py`. TensorBoard and Weights & Biases show the same numbers under the same names.
 
-What is measured several times in a step, once per optimizer step as a rule, is averaged. What a run does not measure is
-not in its records. Seconds and memory are rank 0's, all other numbers cover all ranks. A name in angle
-brackets stands for any text. What to turn when one of them looks wrong: [Performance](performance.md); how to report
-numbers of your own: [Extending](extending.md#metrics).
+A number that is measured several times in a step, usually once per optimizer step, is averaged. A record leaves out
+what its run does not measure. Seconds and memory are rank 0's; all other numbers cover all ranks. A name in angle
+brackets stands for any text. [Performance](performance.md) says what to tune when one looks wrong, [Health](health.md)
+which curves are unhealthy, and [Extending](extending.md#metrics) how to report your own.
 """
 
 

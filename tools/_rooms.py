@@ -48,5 +48,5 @@ ROOMS: dict[str, Room] = {
     "trainer": Room(8, "primitives, and the loops: GRPO and relatives, fine-tuning, evaluation"),
     "__init__": Room(9, "the names that a user's program imports"),
     "launch": Room(9, "entry points and recipes"),
-    "tools": Room(9, "commands beside training, benchmarks"),
+    "tools": Room(9, "all other commands, and benchmarks"),
 }

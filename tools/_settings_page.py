@@ -9,13 +9,13 @@ from megatron_rl.config.rendering import render
 _INTRODUCTION = """\
 # Settings
 
-Every setting of a run, made from `megatron_rl/config/schema.py` by `python tools/make_docs.py`.
+Every setting of a run. `python tools/make_docs.py` makes this page from `megatron_rl/config/schema.py`.
 
-A recipe is nested YAML, `section:` and below it `key: value`. On the command line `section.key=value` overrides it, and
-so does `--section.key value`. Megatron's spelling of a key works where it has one meaning: of actor, critic and reward
-model it means the actor (`--pipeline-model-parallel-size 2`); `--tensor-model-parallel-size` is refused, because the
-rollout has that key too. The names that verl uses are accepted: [verl's names](verl_keys.md). An unknown name is an
-error with the closest known ones. `--dry-run` prints the resolved settings; a run writes them to
+A recipe is nested YAML: `section:` with `key: value` below it. On the command line, `section.key=value` or
+`--section.key value` overrides it. Megatron's spelling of a key works if it has one meaning; of actor, critic and
+reward model it means the actor (`--pipeline-model-parallel-size 2`). `--tensor-model-parallel-size` is refused, because
+the rollout also has that key. [verl's names](verl_keys.md) and [TRL's](migrating.md#trl) are accepted. An unknown name
+is an error that suggests the closest known ones. `--dry-run` prints the resolved settings, and a run writes them to
 `<run_dir>/config.yaml`.
 
 A default in bold must be given. `null` means "not given". Each row is an anchor: `#actor.lr`.

@@ -12,18 +12,17 @@ from megatron_rl.config.verl.tables import ALIASES, PATTERNS
 _INTRODUCTION = """\
 # verl's names
 
-A recipe written for verl, or its command-line overrides, can be given as they are:
+Recipes and command-line overrides written for verl work unchanged:
 
     python launch/pretrain_grpo.py verl_recipe.yaml --dry-run          # what it means here, and the batch arithmetic
     torchrun --nproc-per-node 8 launch/pretrain_grpo.py verl_recipe.yaml actor_rollout_ref.rollout.n=16
 
-Every name is understood, ignored with a notice, or refused with the reason; an unknown one is an error.
-`${section.key}`, `${.key}` and `${oc.select:section.key,default}` are resolved, `~/` is your home, `null` and `???`
-mean "not given".
-Keys that this program spells in the same way (`data.train_batch_size`, `trainer.total_epochs`, ...) are simply its own.
+Every name is understood, ignored with a notice, or refused with the reason; an unknown name is an error.
+`${section.key}`, `${.key}` and `${oc.select:section.key,default}` are resolved, `~/` is your home, and `null` and `???`
+mean "not given". Keys that this program spells alike (`data.train_batch_size`, `trainer.total_epochs`) are its own.
 A dry run without `--world-size` plans for `trainer.nnodes` x `trainer.n_gpus_per_node` ranks.
 
-This page is made by `python tools/make_docs.py`; a test keeps it in step.
+`python tools/make_docs.py` makes this page from the tables of names. TRL's names are in [Migrating](migrating.md#trl).
 """
 _UNDERSTOOD = """
 ## Understood
@@ -34,13 +33,13 @@ _UNDERSTOOD = """
 _TOGETHER = """
 ## Understood together
 
-Names in one row are read together: what each means depends on the others.
+Names in one row are read together, because their meanings depend on each other.
 
 | verl | here |
 |---|---|
 """
 _ONLY = """
-## Accepted with the values that mean what is done anyway, refused with others
+## Accepted only with the values that match what this program does
 
 `null` is always accepted.
 
@@ -50,7 +49,7 @@ _ONLY = """
 _IGNORED = """
 ## Ignored, with a notice
 
-None of these changes what is computed.
+None of these changes the results.
 
 | verl | why |
 |---|---|

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the rollouts of a run into one HTML page that works from the disk, without a server or a network.
+"""Write the rollouts of one run or several into an HTML page that works from the disk, without a server or a network.
 
     python tools/view_rollouts.py checkpoints/runs/RUN --out page.html
     python tools/view_rollouts.py RUN_DIR --out page.html --steps 90-100
+    python tools/view_rollouts.py RUN_DIR OTHER_RUN_DIR --out page.html
 
-What a run logs is trainer.log_rollouts=N rollouts of each step (-1: all); see docs/rollout_viewer.md.
+What a run logs is trainer.log_rollouts=N groups of each step (-1: all); see docs/rollout_viewer.md.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def read_steps(text: str) -> range:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path, help="directory of a run")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="page to write")
     parser.add_argument("--steps", type=read_steps, metavar="FIRST[-LAST]", help="only these steps (default: all)")
     options = parser.parse_args(arguments)
     try:
-        page = write_page(options.run_dir, options.out, options.steps)
+        page = write_page(options.run_dirs, options.out, options.steps)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.agents.conversations import Context, Conversations
-from megatron_rl.agents.environment import read_tool_calls, strip_tool_calls
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.requests import BadRequest, read_chat, read_generate, read_limit, read_text
+from megatron_rl.agents.tool_formats import ToolReader
 from megatron_rl.agents.transcript import Message
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
@@ -82,7 +82,7 @@ class Endpoint:
         lock: threading.Lock,
     ) -> None:
         self._setup, self._tokenizer, self._conversations = setup, tokenizer, conversations
-        self._sample, self._lock = sample, lock
+        self._sample, self._lock, self._reader = sample, lock, ToolReader(tokenizer, setup.tool_format)
         self._answered: dict[str, _Answered] = {}
 
     def list_models(self) -> dict[str, Any]:
@@ -127,23 +127,23 @@ class Endpoint:
         if unknown := [token for token in context.tokens if token >= self._tokenizer.vocab_size]:
             raise BadRequest(f"{unknown[0]} is no token of the policy's vocabulary of {self._tokenizer.vocab_size}")
         sample = self._sample(context.tokens, limit)
-        message = self._read(sample, len(self._answered), bool(tools))
+        message = self._read(sample, len(self._answered), tools)
         if context.name:
             self._conversations.note(context, sample.tokens, message)
         return _Answered(len(self._answered), context.tokens, sample, message)
 
-    def _read(self, sample: Sample, number: int, has_tools: bool) -> Message:
+    def _read(self, sample: Sample, number: int, tools: list[Any]) -> Message:
         """The reply as a message, with the arguments of its tool calls as objects."""
-        text = self._tokenizer.decode(sample.tokens)
-        calls = [call for call in read_tool_calls(text) if call.arguments is not None] if has_tools else []
+        text, found = self._reader.read(sample.tokens, tools)
+        calls = [call for call in found if call.arguments is not None] if tools else []
         if not calls:
-            return {"role": "assistant", "content": text}
+            return {"role": "assistant", "content": self._tokenizer.decode(sample.tokens)}
         functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
         return {
             "role": "assistant",
-            "content": strip_tool_calls(text),
+            "content": text,
             "tool_calls": [
-                {"id": f"call_{number}_{i}", "type": "function", "function": function}
+                {"id": f"{number:05d}{i:04d}", "type": "function", "function": function}
                 for i, function in enumerate(functions)
             ],
         }

@@ -7,9 +7,7 @@ of its own, in a process of its own.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -20,7 +18,6 @@ from megatron_rl.extension.user_code import import_file
 from megatron_rl.types import UserError
 
 SETTING = "agents.environment"
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,11 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a reply asks for; `arguments` is None where it is no JSON object with a name and arguments."""
+    """What a reply asks for; `arguments` is None where it has no name and arguments. The id is for chat templates."""
 
     name: str
     arguments: dict[str, Any] | None
+    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Reply:
 
     Attributes:
         text: without special tokens.
-        tool_calls: what it wrote as <tool_call>{"name": text, "arguments": object}</tool_call>.
+        tool_calls: what it wrote in the format `agents.tool_format`.
         finish_reason: "stop", or "length" where it was cut.
     """
 
@@ -110,7 +108,11 @@ class Environment(Protocol):
 # Name -> module and class; "path.py:Name" is the user's.
 ENVIRONMENTS = {"calculator": ("megatron_rl.agents.calculator", "Calculator")}
 # Prefix of a name -> module and function(prefix, rest) that finds it.
-ADAPTERS = dict.fromkeys(("textarena", "gem"), ("megatron_rl.agents.adapters.games", "find_game"))
+ADAPTERS = {
+    "textarena": ("megatron_rl.agents.adapters.games", "find_game"),
+    "gem": ("megatron_rl.agents.adapters.games", "find_game"),
+    "openenv": ("megatron_rl.agents.adapters.openenv", "find_server"),
+}
 
 
 def find_environment(name: str) -> Callable[[], Environment]:
@@ -145,27 +147,6 @@ def find_environment(name: str) -> Callable[[], Environment]:
             hint="see docs/agents.md",
         )
     return cast(Callable[[], Environment], found)
-
-
-def read_tool_calls(text: str) -> list[ToolCall]:
-    """The tool calls of a reply, in the format that Qwen's and Hermes' templates teach."""
-    return [_read_tool_call(match) for match in _TOOL_CALL.findall(text)]
-
-
-def strip_tool_calls(text: str) -> str:
-    """A reply without its tool calls."""
-    return _TOOL_CALL.sub("", text).strip()
-
-
-def _read_tool_call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return ToolCall("", None)
-    name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
-    if isinstance(name, str) and isinstance(arguments, dict):
-        return ToolCall(name, arguments)
-    return ToolCall("", None)
 
 
 def check_answer(answer: Any) -> Observation | Done:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer, read_tool_calls
-from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript, Transcript
+from megatron_rl.agents.environment import Done, Environment, Reply, Task, ToolCall, check_answer
+from megatron_rl.agents.tool_formats import AUTO, ToolReader
+from megatron_rl.agents.transcript import ChatTranscript, Message, Tail, TextTranscript, Transcript
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
 
@@ -30,6 +31,7 @@ class Setup:
         run_seed: of the run.
         temperature: `rollout.temperature`.
         context_length: tokens of the longest prompt and of what may follow it.
+        tool_format: `agents.tool_format`; "auto" is found by the process from which the episodes are forked.
     """
 
     environment: str | None
@@ -43,6 +45,7 @@ class Setup:
     tools: tuple[str, ...] = ()
     temperature: float = 1.0
     context_length: int = 0
+    tool_format: str | None = AUTO
 
     @property
     def source(self) -> str:
@@ -106,21 +109,18 @@ class Episode:
         setup: of the run.
         environment: of this episode alone.
         transcript: of its conversation.
-        decode: tokens -> text.
+        tokenizer: of the policy.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        environment: Environment,
-        transcript: Transcript,
-        decode: Callable[[list[int]], str],
-    ) -> None:
-        self._setup, self._environment, self._transcript, self._decode = setup, environment, transcript, decode
+    def __init__(self, setup: Setup, environment: Environment, transcript: Transcript, tokenizer: Tokenizer) -> None:
+        self._setup, self._environment, self._transcript, self._tokenizer = setup, environment, transcript, tokenizer
+        self._reader = ToolReader(tokenizer, setup.tool_format)
+        self._tools: list[Any] = []
         self._num_turns = 0
 
     def begin(self, task: Task) -> Answer:
         """The first observation."""
+        self._tools = task.tools
         started = time.monotonic()
         found = check_answer(self._environment.reset(task))
         if isinstance(found, Done):
@@ -129,8 +129,9 @@ class Episode:
 
     def step(self, tokens: list[int], finish_reason: str) -> Answer:
         """The answer to a reply."""
-        text, started = self._decode(tokens), time.monotonic()
-        found = check_answer(self._environment.step(Reply(text, read_tool_calls(text), finish_reason)))
+        _, calls = self._reader.read(tokens, self._tools)
+        reply, started = Reply(self._tokenizer.decode(tokens), calls, finish_reason), time.monotonic()
+        found = check_answer(self._environment.step(reply))
         seconds = time.monotonic() - started
         self._num_turns += 1
         reward = None if found.reward is None else float(found.reward)
@@ -139,7 +140,15 @@ class Episode:
             return Answer(None, reward, components, seconds)
         if self._num_turns == self._setup.max_turns:
             return Answer(None, reward, seconds=seconds, finish_reason="turns")
-        return Answer(self._transcript.extend(tokens, found.messages), reward, seconds=seconds)
+        return Answer(self._transcript.extend(tokens, name_calls(found.messages, calls)), reward, seconds=seconds)
+
+
+def name_calls(messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
+    """Messages of which the i-th of the role "tool" has the id of the i-th call, as some chat templates want it."""
+    ids = iter([call.id for call in calls])
+    return [
+        {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message for message in messages
+    ]
 
 
 def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:

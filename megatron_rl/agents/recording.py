@@ -18,24 +18,25 @@ class Recording:
     Args:
         prompt: the task.
         sample_index: of the rollout in its group.
-        version: of the weights of all its replies.
 
     Attributes:
         prompt: see above.
-        num_turns: replies so far.
+        num_turns: replies so far, one that was interrupted included.
         num_forks: branches beyond the first.
         reward: sum over turns; None: no turn has one.
+        interrupted: tokens of a reply that is to be continued.
     """
 
-    def __init__(self, prompt: Prompt, sample_index: int, version: int) -> None:
-        self.prompt, self._sample_index, self._version = prompt, sample_index, version
+    def __init__(self, prompt: Prompt, sample_index: int) -> None:
+        self.prompt, self._sample_index = prompt, sample_index
         self._contexts, self._current = [_Context(prompt.tokens)], 0
         self._turns: list[Turn] = []
+        self.interrupted = 0
         self.reward: float | None = None
 
     @property
     def num_turns(self) -> int:
-        """Replies so far."""
+        """Replies so far, one that was interrupted included."""
         return len(self._turns)
 
     @property
@@ -67,19 +68,35 @@ class Recording:
         self,
         tokens: np.ndarray,
         logprobs: np.ndarray,
+        version: int,
         kept: KeptSets | None = None,
         routes: np.ndarray | None = None,
+        *,
+        is_whole: bool = True,
     ) -> None:
-        """The engine answered it.
+        """The engine answered it, or continued the answer.
 
         Args:
-            tokens, logprobs, kept: [s] of the answer.
+            tokens, logprobs, kept: [s] of the answer, or of what is new of it.
+            version: of the weights.
             routes: of the whole context with the answer, as in `Sampled`.
+            is_whole: nothing continues it.
         """
         context = self._contexts[self._current]
-        self._turns.append(Turn(self._current, context.length, context.length + len(tokens)))
-        context.append(tokens, logprobs, kept)
-        context.add_routes(routes)
+        start = context.length - self.interrupted
+        if self.interrupted:
+            self._turns.pop()
+        self.interrupted = 0 if is_whole else self.interrupted + len(tokens)
+        if is_whole or self.interrupted:
+            self._turns.append(Turn(self._current, start, context.length + len(tokens)))
+            context.append(tokens, logprobs, version, kept)
+            context.add_routes(routes)
+
+    def last_reply(self) -> tuple[list[int], list[float]]:
+        """The tokens of the last reply, and their log-probs."""
+        start = self._turns[-1].start
+        context = self._contexts[self._current]
+        return context.joined[start:].tolist(), np.concatenate(context.logprobs)[start:].tolist()
 
     def judge(self, reward: float) -> None:
         """The last reply is worth so much; in a branch that others follow, the episode is."""
@@ -89,7 +106,7 @@ class Recording:
 
     def finish(self, finish_reason: str) -> Rollout:
         """The rollout, not scored; an observation behind the last reply is left out."""
-        branches = [context.as_branch(self.prompt.tokens, self._version) for context in self._contexts]
+        branches = [context.as_branch(self.prompt.tokens) for context in self._contexts]
         return Rollout(self.prompt, self._sample_index, branches, list(self._turns), finish_reason)
 
 
@@ -99,7 +116,8 @@ class _Context:
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens: list[np.ndarray] = []
         self._sampled: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
+        self.logprobs: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
         self._kept: list[KeptSets | None] = []
         self.rewards: dict[int, float] = {}  # by the place of a token
         self._routes: np.ndarray | None = None
@@ -115,12 +133,19 @@ class _Context:
         """Whether other tokens begin with all of this."""
         return len(tokens) >= self.length and np.array_equal(tokens[: self.length], self.joined)
 
-    def append(self, tokens: np.ndarray, logprobs: np.ndarray | None = None, kept: KeptSets | None = None) -> None:
+    def append(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray | None = None,
+        version: int = 0,
+        kept: KeptSets | None = None,
+    ) -> None:
         """Tokens that were sampled, if there are log-probs."""
         count = len(tokens)
         self.tokens.append(np.asarray(tokens, np.int32))
         self._sampled.append(np.full(count, logprobs is not None))
-        self._logprobs.append(np.zeros(count, np.float32) if logprobs is None else np.asarray(logprobs, np.float32))
+        self.logprobs.append(np.zeros(count, np.float32) if logprobs is None else np.asarray(logprobs, np.float32))
+        self._versions.append(np.full(count, version, np.int32))
         self._kept.append(kept)
         self.length += count
 
@@ -128,7 +153,7 @@ class _Context:
         """What the engine says of the tokens so far."""
         self._routes = complete_routes(self._routes, routes)
 
-    def as_branch(self, prompt: np.ndarray, version: int) -> Branch:
+    def as_branch(self, prompt: np.ndarray) -> Branch:
         """The branch, up to its last sampled token; of one without, the prompt's last token is taken for a response."""
         tokens, sampled = self.joined, np.concatenate(self._sampled)
         stop = int(np.flatnonzero(sampled)[-1]) + 1 if sampled.any() else len(tokens)
@@ -137,8 +162,8 @@ class _Context:
         return Branch(
             tokens[:stop],
             sampled[:stop],
-            np.concatenate(self._logprobs)[:stop],
-            np.broadcast_to(np.int32(version), stop),
+            np.concatenate(self.logprobs)[:stop],
+            np.concatenate(self._versions)[:stop],
             num_prompt_tokens,
             self._join_kept(stop),
             self._place_rewards(stop),

@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import NoReturn
 from megatron_rl.agents.environment import Environment, find_environment
 from megatron_rl.agents.episode import Answer, Episode, Opening, Setup, build_transcript
 from megatron_rl.agents.program import find_program, run_program
+from megatron_rl.agents.tool_formats import AUTO, find_tool_format
 from megatron_rl.agents.tools.finding import find_tools
 from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -45,6 +47,8 @@ def serve(connection: Connection) -> None:
     try:
         setup: Setup = connection.recv()
         player, tokenizer = _find_player(setup), load_tokenizer(Path(setup.tokenizer))
+        if setup.tool_format == AUTO:
+            setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
     except UserError as error:
         connection.send(error)
         return
@@ -75,7 +79,7 @@ def _find_player(setup: Setup) -> Player:
     make_environment = _find_environment(setup)
 
     def play(connection: Connection, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
-        episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer.decode)
+        episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer)
         connection.send(episode.begin(opening.task))
         while True:
             tokens, _, finish_reason = connection.recv()

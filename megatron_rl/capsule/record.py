@@ -104,7 +104,7 @@ class StepObserver:
         """
         after = self._take_parameters("after", False)
         columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
-        found = samples.fetch_rollouts(len(samples.headers), decode, columns)
+        found = samples.fetch_rollouts(range(len(samples.rewards)), decode, columns)
         if not found:
             return [], [*self._before, *after]
         lengths = np.array([len(next(iter(values.values()))) for _, values in found], np.int64)

@@ -15,13 +15,16 @@ class AgentsConfig:
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, or a class of yours as path.py:Name; null: one response per prompt, "
-        "unless there are tools or a program.",
+        "calculator, textarena:GAME, gem:GAME, openenv:URL, or a class of yours as path.py:Name; null: one response "
+        "per prompt, unless there are tools or a program.",
     )
     tools: list[str] = option(
         [],
         "In place of an environment, tools that the chat template shows and replies call: calculator, python, "
         "search:CORPUS.jsonl, mcp:COMMAND, or functions of yours as path.py:function.",
+    )
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"] = option(
+        "auto", "How replies write tool calls; auto: as the chat template writes those of earlier replies."
     )
     program: str | None = option(
         None,

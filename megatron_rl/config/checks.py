@@ -324,15 +324,18 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 def _check_graph(config: CheckedConfig, section: str) -> None:
     """What the graphs of a step do not hold yet."""
-    for leaf, what in (
-        ("pipeline_model_parallel_size", "messages between stages"),
-        ("expert_model_parallel_size", "the exchange of tokens between experts"),
-    ):
+    refused = [("expert_model_parallel_size", "the exchange of tokens between experts", [1], "1")]
+    if config.get(f"{section}.pipeline_model_parallel_size") > 1:
+        refused += [
+            ("virtual_pipeline_model_parallel_size", "microbatches of an interleaved schedule", [None, 1], "null"),
+            ("overlap_grad_reduce", "the reduction during the backward of a pipeline stage", [False], "false"),
+        ]
+    for leaf, what, allowed, expected in refused:
         config.require(
-            config.get(f"{section}.{leaf}") == 1,
+            config.get(f"{section}.{leaf}") in allowed,
             f"{section}.{leaf}",
             f"is not captured yet ({what}): {section}.step_mode = 'graph' cannot take it",
-            expected="1",
+            expected=expected,
             hint=f"set {section}.step_mode=static: the same step without capture",
         )
     for leaf in ("offload_gradients", "offload_optimizer"):

@@ -86,8 +86,8 @@ class FieldInfo:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The accepted texts of a `Literal`, else ()."""
-        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+        """The accepted values of a `Literal`, as YAML writes them, else ()."""
+        return tuple(map(_write, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
 
     def describe_type(self) -> str:
         """The accepted values in words: "integer or null", "float32 | bfloat16"."""
@@ -180,7 +180,7 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if info.choices:
         if value is False and "off" in info.choices:
             return "off"  # YAML 1.1 reads the word as a boolean
-        return value if isinstance(value, str) and value in info.choices else _REFUSED
+        return value if isinstance(value, str | bool) and value in typing.get_args(info.kind) else _REFUSED
     kind = info.kind
     if kind is bool:
         return value if isinstance(value, bool) else _REFUSED
@@ -196,6 +196,10 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if item_kind is float:
         items = [_convert_number(item) for item in items]
     return list(items) if all(type(item) is item_kind for item in items) else _REFUSED
+
+
+def _write(choice: str | bool) -> str:
+    return choice if isinstance(choice, str) else str(choice).lower()
 
 
 def _convert_number(value: Any) -> Any:

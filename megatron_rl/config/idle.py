@@ -76,6 +76,18 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
         yield (f"{section}.sequence_parallel", f"{section}.tensor_model_parallel_size is 1", False)
     if role.virtual_pipeline_model_parallel_size is not None and role.pipeline_model_parallel_size == 1:
         yield (f"{section}.virtual_pipeline_model_parallel_size", f"{section}.pipeline_model_parallel_size is 1", None)
+    if role.share_prompts == "tree" and (why := _find_what_hinders_trees(role, section)):
+        yield (f"{section}.share_prompts", why, True)
+
+
+def _find_what_hinders_trees(role: Any, section: str) -> str | None:
+    if section == "reward_model":
+        return "a response is scored at its last token, which no other one may share"
+    if section == "actor" and role.router_replay != "off":
+        return f"actor.router_replay is {role.router_replay!r}: each branch has routes of its own"
+    if role.step_mode != "eager":
+        return f"{section}.step_mode is {role.step_mode!r}: prefix trees have no fixed shape"
+    return None
 
 
 def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
@@ -89,8 +101,6 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
             yield (f"{section}.{leaf}", mode, default)
     if role.step_mode == "eager":
         return
-    if role.overlap_grad_reduce:
-        yield (f"{section}.overlap_grad_reduce", f"{mode}: gradients are reduced when all are there", False)
     if role.share_prompts and role.context_parallel_size > 1:
         yield (
             f"{section}.share_prompts",

@@ -113,6 +113,7 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
         overrides,
         fields,
         _boolean_names(fields),
+        alias_names(),
         lambda name, source: unknown_key_error(name, source, fields, alias_names()),
     )
     settings = resolve_references(_without_empty_sections([_expand_layout(setting) for setting in settings]))

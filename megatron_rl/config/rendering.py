@@ -27,6 +27,7 @@ Settings are given in the recipe (nested sections) and on the command line, whic
   --section.key value             --actor.sequence_parallel   (a flag without a value means true)
   --leaf value, as in Megatron    --lr 1e-6   (a leaf of several sections needs its section)
   verl's names                    actor_rollout_ref.rollout.n=8   (list below)
+  TRL's names                     num_generations=8   (docs/migrating.md)
 """
 
 

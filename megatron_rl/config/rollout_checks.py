@@ -83,11 +83,18 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
         hint="set schedule.steps_per_update=null and schedule.replay=null, or rollout.engine=vllm",
     )
     config.require(
-        engine == "vllm_server" or not config.get("rollout.is_ever_truncated"),
+        engine != "openai" or not config.get("rollout.is_ever_truncated"),
         "rollout.engine",
         "with top_p, top_k, min_p or min_tokens: its server does not tell what it draws from, as training must know",
-        expected="vllm or vllm_server",
+        expected="vllm, vllm_server or sglang",
         hint="leave them out, in validation too, or set rollout.engine=vllm_server",
+    )
+    config.require(
+        engine != "sglang" or config.get("rollout.min_tokens") == 0,
+        "rollout.min_tokens",
+        "with rollout.engine = 'sglang', which needs a tokenizer for it and gets token ids only",
+        expected="0",
+        hint="leave it out, or set rollout.engine=vllm_server",
     )
 
 
@@ -250,13 +257,6 @@ def check_agents(config: CheckedConfig) -> None:
         f"with {source}: one of them makes the episodes",
         expected="one of agents.environment, agents.tools and agents.program",
         hint="leave out the others",
-    )
-    config.require(
-        config.get("schedule.max_staleness") == 0,
-        "schedule.max_staleness",
-        f"with {source} = {config.get(source)!r}: episodes begin and end within a step",
-        expected="0",
-        hint="set schedule.max_staleness=0",
     )
     config.require(
         config.get("trainer.capture_step") is None,

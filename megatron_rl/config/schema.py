@@ -53,7 +53,9 @@ class LayoutConfig:
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
     logprob_chunk_tokens: int = option(512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
-    share_prompts: bool = option(True, "Compute a group's prompt once per microbatch instead of once per response.")
+    share_prompts: Literal[True, False, "tree"] = option(
+        True, "Compute a group's prompt once per microbatch; tree: also what the branches of a rollout have in common."
+    )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers."
     )
@@ -93,12 +95,12 @@ class TrainedConfig(LayoutConfig):
         "Keep optimizer states, and the float32 weights of a bfloat16 model, on the host while the engine generates.",
     )
     overlap_grad_reduce: bool = option(
-        False, "Reduce gradients over DP during the backward of the last microbatch (step_mode eager, dense)."
+        False, "Reduce gradients over DP during the backward of the last microbatch (dense)."
     )
     step_mode: Literal["eager", "static", "graph"] = option(
         "eager",
         "How an optimizer step runs: eager, on microbatches of any length; static, on microbatches padded to "
-        "few shapes in buffers that stay; graph, the same replayed from CUDA graphs (one pipeline stage, dense).",
+        "few shapes in buffers that stay; graph, the same replayed from CUDA graphs (dense).",
     )
     bucket_tokens: list[int] = option(
         [],
@@ -306,7 +308,12 @@ class TrainerConfig:
     seed: int = option(1, "Seed of data order, sampling and initialization.")
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(
-        4, "Rollouts of each step written to rollouts/step_<N>.jsonl (0: none, -1: all).", "rollouts"
+        1,
+        "Groups of each step written to rollouts/, and the best, worst and longest rollout (0: none, -1: all).",
+        "groups",
+    )
+    log_validation: bool = option(
+        True, "Write the responses of every validation to validation/<set>/rollouts/step_<N>.jsonl."
     )
     profile_steps: list[int] = option(
         [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps"

@@ -164,6 +164,7 @@ def read_overrides(
     arguments: Sequence[str],
     fields: Mapping[str, FieldInfo],
     boolean_names: Collection[str],
+    aliases: Collection[str],
     unknown: Callable[[str, str], UserError],
 ) -> list[Setting]:
     """Read overrides from the command line, in their order.
@@ -172,6 +173,7 @@ def read_overrides(
         arguments: what follows the recipe on the command line.
         fields: the settings, for the Megatron spelling `--leaf value`.
         boolean_names: full names that may stand as a flag without a value.
+        aliases: further names, which may be flags where no leaf has that name.
         unknown: makes the error for an unknown leaf from (name, source).
 
     Raises:
@@ -190,7 +192,7 @@ def read_overrides(
                 expected=_SYNTAX,
                 hint="quote values that contain spaces",
             )
-        name = _flag_name(name, fields, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
+        name = _flag_name(name, fields, aliases, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
         if not separator:
             text = _take_value(name, rest, boolean_names)
         settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
@@ -200,11 +202,13 @@ def read_overrides(
 _ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
 
 
-def _flag_name(flag: str, fields: Mapping[str, FieldInfo], unknown: Callable[[str, str], UserError]) -> str:
+def _flag_name(
+    flag: str, fields: Mapping[str, FieldInfo], aliases: Collection[str], unknown: Callable[[str, str], UserError]
+) -> str:
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
-    candidates = leaf_candidates(name, fields)
+    candidates = leaf_candidates(name, fields) or [alias for alias in aliases if alias == name]
     if not candidates:
         raise unknown(name, "command line")
     if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained

@@ -10,7 +10,8 @@ token pads with EOS, which is safe because padding never enters a loss.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,8 +37,8 @@ class Tokenizer(Protocol):
         """Every token with its id."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without the special tokens."""
+    def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
+        """Text of `ids` without the special tokens, except for some of them."""
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -80,8 +81,8 @@ class SentencePieceTokenizer:
         """See `Tokenizer.read_vocabulary`."""
         return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
+    def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
+        """See `Tokenizer.decode`; sentencepiece has no text for special tokens."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -115,10 +116,17 @@ class HuggingFaceTokenizer:
         """See `Tokenizer.read_vocabulary`."""
         return self._tokenizer.get_vocab()
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
         """See `Tokenizer.decode`."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if keep:
+            known = [i for i in known if i not in self._special or self._special[i] in keep]
+        return self._tokenizer.decode(known, skip_special_tokens=not keep, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The special tokens, as `skip_special_tokens` has them."""
+        return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The tokenizer's own template with the generation prompt.

@@ -43,7 +43,9 @@ class ServedEngine(StagedWeights):
 
     def __init__(self, spec: EngineSpec, api: ServerApi) -> None:
         super().__init__(spec)
-        _check_device(spec)
+        if not spec.config.server.endpoints:
+            _check_nodes(spec)
+            _check_device(spec)
         rank = spec.process.rank
         first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
         if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
@@ -295,11 +297,25 @@ def _close(server: Server | None, directory: Path) -> None:
 _OWN = "megatron_rl_servers_"
 
 
+def _check_nodes(spec: EngineSpec) -> None:
+    """A server is one program on one node, and reads what its ranks write there."""
+    ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
+    per_node = spec.process.ranks_per_node
+    for first in ranks[::width]:
+        if first // per_node != (first + width - 1) // per_node:
+            raise UserError(
+                f"ranks {first} to {first + width - 1} are one engine on two nodes",
+                source="rollout.tensor_model_parallel_size and placement.rollout",
+                expected="a server for each engine, on one node",
+                hint=f"set rollout.tensor_model_parallel_size to a divisor of {per_node}, or rollout.server.endpoints",
+            )
+
+
 def _check_device(spec: EngineSpec) -> None:
     """A server does not give its memory back while its ranks train."""
     ranks = set(spec.ranks or range(spec.process.world_size))
     trains = spec.model is not None and ranks & {*spec.model.layout.ranks}
-    if spec.process.device.type == "cuda" and trains and not spec.config.server.endpoints:
+    if spec.process.device.type == "cuda" and trains:
         raise UserError(
             "servers on the GPUs of the actor",
             source="rollout.engine and placement",

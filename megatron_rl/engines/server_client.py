@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.stopping import StopStrings
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, UserError
 
 T = TypeVar("T")
 _LINE_BYTES = 64 << 20  # an event is a line, and the first one may repeat the prompt
@@ -41,6 +41,7 @@ class Answer:
         tokens, logprobs: sampled so far, [s].
         finish_reason: "stop" or "length"; None: more is to come.
         num_cached: as in `Sampled`.
+        kept: what the tokens were drawn from, one set each, where the stream brings it.
     """
 
     request: Request
@@ -48,11 +49,19 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     num_cached: int | None = None
+    kept: list[KeptSets] = field(default_factory=list)
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> None:
+    def extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: str | None,
+        kept: Sequence[Sequence[int]] = (),
+    ) -> None:
         """More has come, maybe the last of it."""
         self.tokens += tokens
         self.logprobs += logprobs
+        self.kept += [KeptSets(np.array(ids, np.int32), np.array([len(ids)], np.int32)) for ids in kept]
         self.finish_reason = finish_reason
 
     def count_cached(self, num_tokens: int | None) -> None:
@@ -63,7 +72,7 @@ class Answer:
         """True if a token from place `first` on ends the answer; what came behind it is dropped."""
         for end in range(first + 1, len(self.tokens) + 1):
             if self.request.ends_by(stop, self.tokens[:end]):
-                del self.tokens[end:], self.logprobs[end:]
+                del self.tokens[end:], self.logprobs[end:], self.kept[end:]
                 self.finish_reason = "stop"
                 return True
         return False
@@ -72,7 +81,8 @@ class Answer:
         """As an engine returns it."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
         reason = self.finish_reason or "interrupted"
-        return Sampled(self.request.key, tokens, logprobs, reason, num_cached=self.num_cached)
+        kept = KeptSets.join(self.kept) if self.kept else None
+        return Sampled(self.request.key, tokens, logprobs, reason, kept, self.num_cached)
 
 
 class ServerClient:

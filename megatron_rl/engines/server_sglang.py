@@ -20,6 +20,8 @@ _ON_CPU = {
     "--grammar-backend": "none",
     "--mem-fraction-static": "0.1",
 }
+_IDLE_SECONDS = 60
+_ROOM_FOR_TIES = 2  # a kernel that keeps all of the equally likely tokens at the edge would end the request otherwise
 
 
 class SglangServer:
@@ -40,6 +42,7 @@ class SglangServer:
         command += ["--tp-size", str(config.tensor_model_parallel_size), "--context-length", str(longest)]
         command += ["--max-running-requests", str(config.max_num_seqs), "--random-seed", str(spec.seed)]
         command += ["--log-level", "warning", "--skip-server-warmup", "--incremental-streaming-output"]
+        command += ["--sampling-mask-max-tokens", str(_ROOM_FOR_TIES * config.max_kept_tokens)]
         if spec.process.device.type == "cpu":
             tokens = str(longest * (config.max_num_seqs + 1))
             command += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens]
@@ -54,13 +57,19 @@ class SglangServer:
         return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """`ignore_eos` would make it ignore the stop tokens too."""
+        """`ignore_eos` would make it ignore the stop tokens too. It tells sets that `top_k` bounds only."""
         sampling = request.sampling
+        limits: dict[str, Any] = {}
+        if sampling.is_truncated:
+            top_k = min(sampling.top_k, sampling.max_kept_tokens) if sampling.top_k > 0 else sampling.max_kept_tokens
+            limits = {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
         return {
             "input_ids": request.tokens.tolist(),
             "stream": True,
             "return_logprob": True,
-            "sampling_params": {
+            "return_sampling_mask": sampling.is_truncated,
+            "sampling_params": limits
+            | {
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_tokens,
                 "sampling_seed": request.seed & 0x7FFFFFFF,
@@ -79,16 +88,22 @@ class SglangServer:
             raise ServerFailure(f"the server gave a request up: {reason}")
         answer.count_cached(meta.get("cached_tokens"))
         new = meta["completion_tokens"] - len(answer.tokens)
-        scored = meta["output_token_logprobs"][-new:] if new else []
-        tokens = event["output_ids"][-new:] if new else []
-        answer.extend(tokens, [entry[0] for entry in scored], reason and reason["type"])
+        tokens, logprobs, kept = [], [], []
+        if new and answer.request.sampling.is_truncated:  # `output_token_logprobs` are of the whole vocabulary
+            logprobs, kept = meta["output_token_sampling_logprobs"][-new:], meta["output_token_sampling_mask"][-new:]
+        elif new:
+            logprobs = [entry[0] for entry in meta["output_token_logprobs"][-new:]]
+        if new:
+            tokens = event["output_ids"][-new:]
+        answer.extend(tokens, logprobs, reason and reason["type"], kept)
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
         """All has come."""
         return sampled
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """It drops its cache of prefixes when it is told to."""
+        """It drops its cache of prefixes when it is told to, and then refuses weights while requests run."""
+        ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # that of its health, and those whose connections were closed
         body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
         answer = ask("/update_weights_from_disk", body)
         if not answer["success"]:

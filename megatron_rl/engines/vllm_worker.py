@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.engines.server_apis import write_kept_sets
-from megatron_rl.engines.vllm import prepare_vllm
+from megatron_rl.engines.vllm_library import prepare_vllm
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder
 
 prepare_vllm(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from megatron_rl.algorithms.losses import find_clipped
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.estimate import loss_inputs
+from megatron_rl.experience.experience import Experience
 from megatron_rl.experience.table import FINISH_REASONS, Headers
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.packing.batch import TrainBatch
@@ -126,6 +127,30 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
     return {} if is_plain else {"turns": turns}
 
 
+def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
+    """Which rollouts of a step are written: whole groups, and the best, the worst and the longest rollout.
+
+    Args:
+        headers: of the step.
+        num_groups: spread over the batch, others in each step; -1: all; 0: nothing is written.
+        step: of the run.
+
+    Returns:
+        Numbers of the rollouts, ascending; with `logged_as` those that are written for what they are, and with which
+        the rows are no sample of the step.
+    """
+    total = len(headers.group_sizes)
+    wanted = total if num_groups < 0 else min(num_groups, total)
+    if not wanted:
+        return {}
+    lengths, rewards = headers.sum_per_rollout(headers.num_response_tokens), headers.rollouts["reward"]
+    extremes = {int(rewards.argmax()): "best", int(rewards.argmin()): "worst", int(lengths.argmax()): "longest"}
+    found = {number: {"logged_as": name} for number, name in extremes.items()}
+    groups = (np.arange(wanted) * total // wanted + step) % total
+    found |= {number: {} for number in np.flatnonzero(np.isin(headers.rollouts["group"], groups)).tolist()}
+    return dict(sorted(found.items()))
+
+
 def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """One rollout as it is written to rollouts/step_<N>.jsonl.
 
@@ -134,20 +159,33 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
         token_texts: of the tokenizer.
         values: of its tokens in the loss, by name.
     """
-    return {
-        "prompt_id": rollout.prompt.prompt_id,
-        "sample_index": rollout.sample_index,
-        "prompt": rollout.prompt.text,
-        "response": rollout.response,
-        "ground_truth": rollout.prompt.ground_truth,
-        "reward": rollout.reward,
-        "reward_components": rollout.reward_components,
-        "finish_reason": rollout.finish_reason,
-        "policy_version": rollout.policy_version,
+    return text_row(rollout) | {
         "versions": rollout.versions.tolist(),
         "tokens": rollout.response_tokens.tolist(),
         "token_texts": token_texts(rollout.response_tokens.tolist()),
         **_describe_turns(rollout, token_texts),
         "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
         **token_fields(len(rollout.response_tokens), values),
+    }
+
+
+def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """All rollouts of a validation set without their tokens, on rank 0; none elsewhere; collective."""
+    found = (part.fetch_rollouts(range(len(part.rewards)), decode) for part in parts)
+    return [text_row(rollout) for rollouts in found for rollout, _ in rollouts]
+
+
+def text_row(rollout: Rollout) -> dict[str, Any]:
+    """One rollout without its tokens, as those of validation are written."""
+    return {
+        "prompt_id": rollout.prompt.prompt_id,
+        "sample_index": rollout.sample_index,
+        "prompt": rollout.prompt.text,
+        "response": rollout.response,
+        "num_tokens": len(rollout.response_tokens),
+        "ground_truth": rollout.prompt.ground_truth,
+        "reward": rollout.reward,
+        "reward_components": rollout.reward_components,
+        "finish_reason": rollout.finish_reason,
+        "policy_version": rollout.policy_version,
     }

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,16 +128,16 @@ class Experience:
 
     def fetch_rollouts(
         self,
-        count: int,
+        chosen: Sequence[int],
         decode: Callable[[list[int]], str],
         columns: Mapping[str, Column] | None = None,
         *,
         on_all: bool = False,
     ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
-        """The first rollouts whole, on rank 0 or on all ranks, none elsewhere; collective.
+        """Rollouts whole, on rank 0 or on all ranks, none elsewhere; collective.
 
         Args:
-            count: how many.
+            chosen: numbers of them, ascending.
             decode: response tokens -> text.
             columns: what else is wanted of their tokens, the same names on every rank.
             on_all: every rank gets them.
@@ -146,21 +145,23 @@ class Experience:
         Returns:
             Each with its values: name -> [number of its tokens in the loss].
         """
-        bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)][: count + 1]
-        readers = for_readers(len(self.headers), bounds[-1], range(self._group.size() if on_all else 1))
+        bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)]
+        parts = [range(bounds[number], bounds[number + 1]) for number in chosen]
+        is_wanted = np.isin(self.headers["rollout"], list(chosen))
+        readers = for_readers(is_wanted, range(self._group.size() if on_all else 1))
         branches = self._fetch_branches(readers)
         values: dict[str, dict[int, np.ndarray]] = {}
         for name, column in (columns or {}).items():
             found = self._fetch_column(column, readers)
             values[name] = split_values(found.columns["values"], found.sequences, self.headers.num_response_tokens)
         result = []
-        for part in (range(*bound) for bound in pairwise(bounds) if bound[0] in branches):
+        for part in (part for part in parts if part[0] in branches):
             masks = [self._find_loss_tokens(i, branches[i]) for i in part]
-            chosen = {
+            kept = {
                 name: np.concatenate([pieces[i][mask] for i, mask in zip(part, masks, strict=True)])
                 for name, pieces in values.items()
             }
-            result.append((self._restore(part[0], [branches[i] for i in part], decode), chosen))
+            result.append((self._restore(part[0], [branches[i] for i in part], decode), kept))
         return result
 
     @property
@@ -253,7 +254,9 @@ class Experience:
 
     def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:
         """The tokens of the sequences that this rank needs; collective."""
-        return fetch_branches(self._payload, self.headers, partial(self._fetch, self._holders, destination))
+        first = Holders(self._holders.replica_of, self._holders.ranks[:, :1])
+        fetches = [partial(self._fetch, source, destination) for source in (self._holders, first)]
+        return fetch_branches(self._payload, self.headers, *fetches)
 
     def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
         """A column in a packing: as it is, or fetched once."""

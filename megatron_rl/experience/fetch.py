@@ -39,9 +39,9 @@ class Holders:
         return (int(found[0, 0]), int(found[0, 1])) if len(found) else (-2, 0)
 
 
-def for_readers(num_sequences: int, wanted: int, ranks: Sequence[int]) -> Holders:
-    """Each of some ranks needs the first `wanted` sequences."""
-    return Holders(np.where(np.arange(num_sequences) < wanted, 0, -1), np.array([ranks]))
+def for_readers(is_wanted: np.ndarray, ranks: Sequence[int]) -> Holders:
+    """Each of some ranks needs the sequences [n] that are wanted."""
+    return Holders(np.where(is_wanted, 0, -1), np.array([ranks]))
 
 
 @dataclass(frozen=True)

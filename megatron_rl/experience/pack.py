@@ -22,7 +22,7 @@ from megatron_rl.experience.table import Headers
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, padding_metrics
 from megatron_rl.packing.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import SharedPrefixes, is_repeated, share_prompts
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch, LossLedger, RouteShape
 
@@ -77,7 +77,7 @@ class Packer:
 
     Attributes:
         model: whose layout decides.
-        config: the role's token budget, and whether the responses to a prompt share it.
+        config: the role's token budget, and what is shared.
         plan: batch arithmetic.
         algorithm: aggregation of the loss.
         device: where the tensors live.
@@ -107,12 +107,10 @@ class Packer:
         Collective, as `fetch_branches` is.
         """
         layout, minibatches = self.model.layout, []
-        lengths, prompt_lengths = headers["num_tokens"].tolist(), headers["num_prompt_tokens"].tolist()
-        group_of = number_prompts(headers).tolist() if self.config.share_prompts else None
+        lengths, shared = headers["num_tokens"].tolist(), self._find_shared(headers)
         for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
-            part = slice(start, stop)
-            shared = None if group_of is None else SharedPrompts(group_of[part], prompt_lengths[part])
-            minibatches.append(self._plan_minibatch(start, stop, lengths[part], shared))
+            part = None if shared is None else shared.part(start, stop)
+            minibatches.append(self._plan_minibatch(start, stop, lengths[start:stop], part))
         replica_of = np.full(len(headers), -1)
         for part in minibatches:
             for replica, microbatches in enumerate(part.plan):
@@ -130,7 +128,7 @@ class Packer:
             dp_rank=self.model.dp_rank,
             device=self.device,
             padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
-            group_of=group_of,
+            shared=shared,
         )
         batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
         starts = _find_starts(headers, batch)
@@ -146,7 +144,14 @@ class Packer:
             self._measure(minibatches),
         )
 
-    def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrompts | None) -> _Minibatch:
+    def _find_shared(self, headers: Headers) -> SharedPrefixes | None:
+        if not self.config.share_prompts:
+            return None
+        if self.config.share_prompts == "tree":
+            return share_branches(headers)
+        return share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
+
+    def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrefixes | None) -> _Minibatch:
         model = self.model
         plan = plan_microbatches(
             lengths,
@@ -193,7 +198,7 @@ class _Minibatch:
     start: int
     stop: int
     lengths: list[int]
-    shared: SharedPrompts | None
+    shared: SharedPrefixes | None
     plan: MicrobatchPlan
 
 
@@ -210,6 +215,23 @@ def number_prompts(headers: Headers) -> np.ndarray:
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
+
+
+def share_branches(headers: Headers) -> SharedPrefixes:
+    """Rollouts share their prompt, and the branches of a rollout what they have in common: a prefix tree per prompt.
+
+    Those with most of the prompt come first, rollout after rollout: then neighbors of different rollouts share what
+    the later one has of the prompt, unless the engine sent it to other experts.
+    """
+    rows = headers.rows
+    runs = np.cumsum(np.diff(rows["prompt_id"], prepend=rows["prompt_id"][:1]) != 0)
+    order = np.lexsort((rows["place"], rows["rollout"], -rows["num_prompt_tokens"], runs))
+    rows, runs = rows[order], runs[order]
+    has_prompt = is_repeated(runs) & is_repeated(rows["prompt_routes"])
+    num_shared = np.where(
+        is_repeated(rows["rollout"]), rows["num_shared"], np.where(has_prompt, rows["num_prompt_tokens"], 0)
+    )
+    return SharedPrefixes(np.argsort(order), num_shared.astype(np.int64), headers["num_tokens"], "prefix")
 
 
 def list_replicas(layout: ParallelLayout) -> np.ndarray:

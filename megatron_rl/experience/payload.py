@@ -14,6 +14,7 @@ from megatron_rl.experience.table import Headers
 from megatron_rl.types import Branch, KeptSets, Rollout, RouteShape
 
 _PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
+_VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # where they are needed
 # (values of each sequence [n], columns, what looks them up here) -> those that this rank needs; collective
 Fetch = Callable[[np.ndarray, Mapping[str, torch.dtype], Read], Fetched]
 
@@ -73,31 +74,32 @@ def hold(
     )
 
 
-def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch) -> dict[int, Branch]:
+def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_first: Fetch) -> dict[int, Branch]:
     """The tokens of the sequences that this rank needs, by their index; collective.
 
     Args:
         payload: what is here.
         headers: of the step.
         fetch: brings values of the sequences from where they are held to this rank.
+        fetch_from_first: the same from the first rank of each holder, which alone knows the rewards of turns.
     """
     rows = headers.rows
-    dtypes = dict(_PAYLOAD)
-    if (rows["first_version"] != rows["last_version"]).any():
-        dtypes["versions"] = torch.int32
-    if rows["has_turn_rewards"].any():
-        dtypes["rewards"] = torch.float32
+    has_versions = bool((rows["first_version"] != rows["last_version"]).any())
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         found = [(i, getattr(payload.branches[i], name)) for i in sequences.tolist()]
         arrays = [np.zeros(lengths[i], np.float32) if array is None else array for i, array in found]
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
 
+    dtypes = _PAYLOAD | _VERSIONS | _REWARDS
     lengths = headers["num_tokens"]
-    found = fetch(lengths, dtypes, read)
+    found = fetch(lengths, _PAYLOAD | (_VERSIONS if has_versions else {}), read)
     kept = _fetch_kept(payload, lengths, fetch) if payload.has_kept else {}
     routes = _fetch_routes(payload, payload.route_shape, lengths, fetch) if payload.route_shape else {}
     columns = {name: split_values(values, found.sequences, lengths) for name, values in found.columns.items()}
+    if rows["has_turn_rewards"].any():
+        judged = fetch_from_first(lengths, _REWARDS, read)
+        columns["rewards"] = split_values(judged.columns["rewards"], judged.sequences, lengths)
     of_version = {v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}}
     return {
         i: Branch(

@@ -18,6 +18,7 @@ from hashlib import blake2b
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.packing.prefix import arrange_branches
 from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.validation import name_answer
 from megatron_rl.types import Branch, Rollout
@@ -27,12 +28,14 @@ _CUT, _FAILED = ("length", "turns"), ("timeout", "error")
 
 HEADER = np.dtype(
     [
-        ("prompt_id", np.int64),
+        ("prompt_id", np.int32),
         ("answer", np.uint64),  # see `hash_answer`; 0 where nobody asked
         ("prompt_routes", np.uint64),  # hash of the prompt's routes; 0 where they are not known
         ("reward", np.float64),
         ("earlier_reward", np.float64),  # of it, what turns before the last one of this sequence have got
-        ("sample_index", np.int32),
+        ("sample_index", np.int16),
+        ("place", np.int16),  # see `arrange_branches`
+        ("num_shared", np.int32),  # likewise
         ("group", np.int32),  # index of the prompt in the step
         ("rollout", np.int32),  # index of the rollout in the step
         ("num_prompt_tokens", np.int32),
@@ -149,7 +152,7 @@ def build_headers(
         in_loss = rollout.finish_reason not in (*_FAILED, *(_CUT if mask_truncated else ()))
         reason = FINISH_REASONS.index(rollout.finish_reason)
         earlier = 0.0
-        for branch in rollout.branches:
+        for branch, place, num_shared in zip(rollout.branches, *arrange_branches(rollout.branches), strict=True):
             earlier, before = earlier + _sum_rewards(branch), earlier + _sum_rewards(branch, len(branch.tokens) - 1)
             versions = branch.versions[branch.sampled]
             first, last = (versions.min(), versions.max()) if len(versions) else (0, 0)
@@ -161,6 +164,8 @@ def build_headers(
                     rollout.reward,
                     before,
                     rollout.sample_index,
+                    place,
+                    num_shared,
                     group,
                     0,
                     branch.num_prompt_tokens,

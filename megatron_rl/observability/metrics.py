@@ -23,6 +23,7 @@ from megatron_rl.observability.durable import replace_text
 from megatron_rl.types import UserError
 
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
+VALIDATION = "validation"  # a folder of rollouts for each set
 NumberRecord = Mapping[str, int | float]
 Record = Mapping[str, float | None]  # as read back
 

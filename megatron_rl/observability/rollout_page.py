@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML page out of the rollouts of a run: what `tools/view_rollouts.py` writes.
 
-The page holds its data as JSON in elements that browsers do not run: one index of all rollouts (what the list shows,
-sorts and filters) and the per-token values in chunks, which are parsed when a rollout is opened. `<` is escaped in
-them, the script puts texts into the page as text only, and a content security policy allows no script but the page's
-own and no connection at all.
+The page holds its data as compressed JSON in elements that browsers do not run: one index of all rollouts (what the
+list shows, sorts and filters) and the per-token values in chunks, which are read when a rollout is opened. The script
+puts texts into the page as text only, and a content security policy allows no script but the page's own and no
+connection at all.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +28,8 @@ from megatron_rl.types import UserError
 _PARTS = Path(__file__).parent / "viewer"
 _CHUNK = 64  # rollouts whose tokens are parsed together
 _SCALE_QUANTILE = 0.99  # of the sizes of a run's values: where the color is full
+_COMPRESSION = 4  # level of gzip
+_SCALE_VALUES = 32  # of a rollout, which this is taken from
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Mode:
 
 
 MODES = (
+    Mode("surprise", "surprise", "minus the log-prob that the engine reported", "sequential", transform="negative"),
     Mode("advantage", "advantage", "blue: the update makes the token likelier; orange: less likely", "diverging"),
     Mode(
         "gap",
@@ -66,7 +71,6 @@ MODES = (
     Mode("clipped", "clipped", "the loss of that optimizer step was clipped at this token", "flag"),
     Mode("entropy", "entropy", "of the policy's next-token distribution in that optimizer step, in nats", "sequential"),
     Mode("value", "value", "what the critic expected here", "diverging"),
-    Mode("surprise", "surprise", "minus the log-prob that the engine reported", "sequential", transform="negative"),
     Mode(
         "age",
         "older weights",
@@ -135,28 +139,28 @@ def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, P
     return chosen
 
 
-def write_page(run_dir: Path, out: Path, steps: range | None = None) -> Page:
-    """Write the page of a run.
+def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) -> Page:
+    """Write the page of a run, or of several, whose responses to a prompt in a step stand side by side.
 
     Args:
-        run_dir: the run's directory.
+        run_dirs: the runs' directories.
         out: the file; it appears when it is complete.
         steps: only these; None: all.
 
     Raises:
         UserError: no rollouts there, or a line that is none.
     """
-    files = find_rollout_files(run_dir, steps)
-    name = run_dir.resolve().name
-    head, tail = read_template(_PARTS, name).split("{{data}}")
-    index, temporary = _Index(name), out.with_name(f".{out.name}.tmp")
+    found = [find_rollout_files(run_dir, steps) for run_dir in run_dirs]
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    head, tail = read_template(_PARTS, ", ".join(names)).split("{{data}}")
+    index, temporary = _Index(names), out.with_name(f".{out.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as page:
             page.write(head)
             chunk: list[dict[str, Any]] = []
-            for step, path in files.items():
+            for run, step, path in [(run, *file) for run, files in enumerate(found) for file in files.items()]:
                 for where, row in _read_rows(path):
-                    chunk.append(index.add(step, row, where))
+                    chunk.append(index.add(run, step, row, where))
                     if len(chunk) == _CHUNK:
                         _write_data(page, index.next_chunk(), chunk)
                         chunk = []
@@ -174,24 +178,26 @@ def write_page(run_dir: Path, out: Path, steps: range | None = None) -> Page:
 class _Index:
     """What the page knows of every rollout without opening it."""
 
-    def __init__(self, run: str) -> None:
-        names = ("step", "group", "sample", "reward", "length", "finish", "version", "response")
+    def __init__(self, runs: Sequence[str]) -> None:
+        names = ("run", "step", "group", "sample", "reward", "length", "finish", "version", "response")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
-        self._run, self._num_chunks = run, 0
-        self._groups: dict[tuple[int, str], int] = {}
+        self._runs, self._num_chunks = runs, 0
+        self._groups: dict[tuple[int, str, str], int] = {}
+        self._components: dict[str, dict[int, float | int | None]] = {}  # name -> number of the rollout -> value
         self._prompts: list[dict[str, Any]] = []
         self._sizes: dict[str, list[np.ndarray]] = {mode.key: [] for mode in MODES}
 
-    def add(self, step: int, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def add(self, run: int, step: int, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Enter a rollout; returns what is needed once it is opened."""
         prompt_id, tokens, texts = _text(row.get("prompt_id")), row.get("tokens"), row.get("token_texts")
-        group = self._groups.setdefault((step, prompt_id), len(self._groups))
+        prompt, number = _text(row.get("prompt")), len(self.columns["step"])
+        group = self._groups.setdefault((step, prompt_id, prompt), len(self._groups))
         if group == len(self._prompts):
-            self._prompts.append(
-                {"id": prompt_id, "text": _text(row.get("prompt")), "truth": _text(row.get("ground_truth"))}
-            )
-        length = next((len(x) for x in (tokens, texts) if isinstance(x, list)), None)
+            self._prompts.append({"id": prompt_id, "text": prompt, "truth": _text(row.get("ground_truth"))})
+        stated = row.get("num_tokens")
+        length = next((len(x) for x in (tokens, texts) if isinstance(x, list)), stated if type(stated) is int else None)
         entry = {
+            "run": run,
             "step": step,
             "group": group,
             "sample": _number(row.get("sample_index")),
@@ -203,9 +209,12 @@ class _Index:
         }
         for name, value in entry.items():
             self.columns[name].append(value)
-        ids, components = _read_numbers(row, "tokens", length, where), row.get("reward_components")
+        ids, found = _read_numbers(row, "tokens", length, where), row.get("reward_components")
+        components = {k: _number(x) for k, x in found.items()} if isinstance(found, dict) else {}
+        for name, value in components.items():
+            self._components.setdefault(name, {})[number] = value
         details: dict[str, Any] = {
-            "components": {k: _number(x) for k, x in components.items()} if isinstance(components, dict) else {},
+            "components": components,
             "ids": None if ids is None else np.nan_to_num(ids).astype(np.int64).tolist(),
             "texts": [_text(x) for x in texts] if isinstance(texts, list) and len(texts) == length else None,
         }
@@ -214,7 +223,8 @@ class _Index:
         for mode in MODES:
             values = _find_values(mode.key, row, length, where)
             if values is not None:
-                self._sizes[mode.key].append(np.abs(_TRANSFORMS[mode.transform](values)).astype(np.float32))
+                some = values[:: -(-len(values) // _SCALE_VALUES) or 1]
+                self._sizes[mode.key].append(np.abs(_TRANSFORMS[mode.transform](some)).astype(np.float32))
                 details[mode.key] = as_numbers(values, mode.decimals)
         return details
 
@@ -229,7 +239,16 @@ class _Index:
             asdict(mode) | {"scale": _find_scale(self._sizes[mode.key]), "num_rollouts": len(self._sizes[mode.key])}
             for mode in MODES
         ]
-        return {"run": self._run, "chunk": _CHUNK, "modes": modes, "prompts": self._prompts, "columns": self.columns}
+        everyone = range(len(self.columns["step"]))
+        components = {name: [found.get(i) for i in everyone] for name, found in self._components.items()}
+        return {
+            "runs": self._runs,
+            "chunk": _CHUNK,
+            "modes": modes,
+            "prompts": self._prompts,
+            "columns": self.columns,
+            "components": components,
+        }
 
 
 _TRANSFORMS = {
@@ -320,6 +339,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def _write_data(page: TextIO, name: str, value: Any) -> None:
-    """A value as JSON that neither ends its element nor begins another one, in ASCII."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page.write(f'<script type="application/json" id="{name}">{text}</script>\n')
+    """A value as compressed JSON in letters that neither end its element nor begin another one."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    data = base64.b64encode(gzip.compress(text.encode(), _COMPRESSION, mtime=0)).decode()
+    page.write(f'<script type="application/octet-stream" id="{name}">{data}</script>\n')

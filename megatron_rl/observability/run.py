@@ -26,6 +26,7 @@ from megatron_rl.observability.health import HealthMonitor, HealthSettings
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
+    VALIDATION,
     MetricsFile,
     Sink,
     has_records,
@@ -225,6 +226,11 @@ class Run:
             write_rows(self.dir, step, rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
+
+    def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the responses of a validation set after a step."""
+        if self.is_writer:
+            write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Hand distributions to the sinks on the steps on which they are due.

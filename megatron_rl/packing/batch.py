@@ -8,8 +8,10 @@ something (TP sequence parallelism, context parallelism), must be that of a buck
 padding enters no loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
 segments come empty ones, up to the number that there is room for.
 
-Where prompts are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
-segments of their own: position and predecessor of their first token continue from the prompt.
+Where prefixes are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
+segments of their own: position and predecessor of their first token continue from the prefix. All tokens behind a
+prompt have a row in these tensors, whatever shares them: each has a loss of its own. The model computes one row for all
+that share a token.
 """
 
 from __future__ import annotations
@@ -22,22 +24,31 @@ import torch
 
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import MicrobatchPlan
-from megatron_rl.packing.prefix import SegmentKeys, build_segment_keys, move_to_device, pad_segment_keys
+from megatron_rl.packing.prefix import (
+    SegmentKeys,
+    SharedPrefixes,
+    build_segment_keys,
+    move_to_device,
+    pad_segment_keys,
+)
+from megatron_rl.packing.rows import Rows
 from megatron_rl.parallel.kept_sets import PackedKeptSets
-from megatron_rl.types import Branch, KeptSets, LossLedger
+from megatron_rl.types import Branch, LossLedger
 
 
 @dataclass(frozen=True)
 class MicrobatchSlice:
-    """Where a microbatch lies in the flat tensors; `cu_seqlens` and `keys` are relative to its start.
+    """Where a microbatch lies in the flat tensors; `cu_seqlens` and `keys` are in rows that the model computes.
 
     Attributes:
         start, stop: its rows.
-        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or a response behind a shared prompt.
+        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or what is left of it behind a shared prefix.
         max_seqlen: length of the longest segment.
-        keys: what each segment attends to, where some see a shared prompt; None: every segment itself.
+        keys: what each segment attends to, where some see a shared prefix; None: every segment itself.
         is_bucketed: padded to a bucket; then `max_seqlen` is a bound that all microbatches of the bucket have in
             common, and what is computed must have shapes that follow from those of the inputs.
+        computed: [m] int64, relative to the start, for each row that the model computes one that shares it, in the loss
+            where there is such a one. None: it computes all rows.
     """
 
     start: int
@@ -46,6 +57,7 @@ class MicrobatchSlice:
     max_seqlen: int
     keys: SegmentKeys | None = None
     is_bucketed: bool = False
+    computed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,9 @@ class TrainBatch:
     Attributes:
         tokens: int64.
         position_ids: int64, position inside the sequence (also where its prompt is packed elsewhere).
-        predecessors: int64, row of the same microbatch, relative to its start, whose hidden state predicts this token:
-            the row before, or the last one of a shared prompt. Position 0 of a sequence names itself: a valid row
-            whose prediction means nothing.
+        predecessors: int64, of the rows that the model computes of the same microbatch the one whose hidden state
+            predicts this token: the row before, or the last one of a shared prefix. Position 0 of a sequence names
+            itself: a valid row whose prediction means nothing.
         loss_mask: bool, True on response tokens.
         loss_weights: float32, what each token's loss counts for: `sum(loss_weights * loss)` over all
             microbatches and DP ranks of a minibatch is the loss of that optimizer step.
@@ -120,6 +132,17 @@ class TrainBatch:
         values = getattr(self, name)
         assert values is not None, f"{name} is not known"
         return values
+
+    def computed(self, column: torch.Tensor) -> torch.Tensor:
+        """Of a microbatch's column [t, ...], what belongs to the rows that the model computes, [m, ...]."""
+        rows = self.slices[0].computed
+        return column if rows is None else column[rows]
+
+    @property
+    def num_computed(self) -> int:
+        """Rows of a microbatch that the model computes."""
+        rows = self.slices[0].computed
+        return len(self.tokens if rows is None else rows)
 
     def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
         """What the tokens at some places were drawn from, [t] standing for nothing; None: the whole vocabulary."""
@@ -196,7 +219,7 @@ def build_train_batch(
     dp_rank: int | None,
     padding: Padding,
     device: torch.device,
-    group_of: Sequence[int] | np.ndarray | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> TrainBatch:
     """Pack the sequences of one DP rank.
 
@@ -207,10 +230,10 @@ def build_train_batch(
         dp_rank: whose microbatches to build; None: of a rank outside of the role, which has no token.
         padding: what the lengths of the microbatches must be.
         device: where the tensors live.
-        group_of: a number per sequence; sequences of one number that follow each other in a microbatch share their
-            prompt. None packs every sequence with its own.
+        shared: what the sequences of the step have in common; those of a microbatch are in its order. None packs
+            every sequence whole.
     """
-    rows = _Rows()
+    rows = Rows()
     slices: list[MicrobatchSlice] = []
     members_of: list[list[int]] = []
     sizes: list[int] = []
@@ -220,14 +243,9 @@ def build_train_batch(
             members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
     for members in members_of:
         first = rows.begin_microbatch()
-        previous = None
-        for index in members:
-            is_shared = group_of is not None and previous is not None and group_of[previous] == group_of[index]
-            if is_shared:
-                assert previous is not None
-                assert _have_same_prompt(sequences[previous], sequences[index]), "a group has one prompt"
-            rows.append(sequences[index], index, shares_prompt=is_shared)
-            previous = index
+        lengths = np.zeros(len(members), np.int64) if shared is None else shared.measure(members)
+        for index, num_shared in zip(members, lengths.tolist(), strict=True):
+            rows.append(sequences[index], index, num_shared)
         slices.append(_close_microbatch(rows, first, padding, device))
     flat = {name: move_to_device(column, device) for name, column in rows.build_columns().items()}
     batch = TrainBatch(
@@ -245,17 +263,18 @@ def build_train_batch(
     return replace(batch, loss_weights=expand_to_tokens(sequence_weights, batch) * batch.loss_mask)
 
 
-def _close_microbatch(rows: _Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:
+def _close_microbatch(rows: Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:
     """Pad the microbatch that began at row `first`, and describe it."""
-    size, buckets = rows.num_tokens, padding.buckets
+    size, buckets = rows.num_computed, padding.buckets
     if buckets is None:
         rows.pad(max(-(-size // padding.multiple), 1) * padding.multiple)
     else:
         rows.pad(buckets.find_size(size), padding.max_seqlen)
-    bounds = np.cumsum([0, *rows.lengths])
-    keys = build_segment_keys(bounds, rows.prefixes, device)
+    bounds, computed = np.cumsum([0, *rows.lengths]), rows.find_computed()
+    keys = build_segment_keys(rows.paths, rows.lengths, device)
     longest, stop = max(rows.lengths), int(bounds[-1])
     if buckets is not None:
+        assert computed is None, "prefix trees have no fixed shape"
         # One more, so that there always is an empty segment: it owns the padding of the keys.
         slots = buckets.find_slots(len(rows.lengths) + 1)
         bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
@@ -264,92 +283,10 @@ def _close_microbatch(rows: _Rows, first: int, padding: Padding, device: torch.d
             keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
     return MicrobatchSlice(
         first,
-        first + stop,
+        first + rows.num_tokens,
         move_to_device(bounds.astype(np.int32), device),
         longest,
         keys,
         is_bucketed=buckets is not None,
+        computed=None if computed is None else move_to_device(computed, device),
     )
-
-
-def _have_same_prompt(first: Branch, second: Branch) -> bool:
-    return np.array_equal(first.tokens[: first.num_prompt_tokens], second.tokens[: second.num_prompt_tokens])
-
-
-class _Rows:
-    """Segments one behind the other, and the current microbatch's."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self.prefixes: list[tuple[int, int]] = []
-        self._total = self._first = self._prompt_start = 0
-        self._tokens, self._sampled = [np.empty(0, np.int32)], [np.empty(0, bool)]
-        self._logprobs = [np.empty(0, np.float32)]
-        self._kept: list[KeptSets] = []
-        self._has_kept = False
-        # Length, position of the first token, its row in the microbatch, the row that predicts it, and the sequence.
-        self._segments: list[tuple[int, int, int, int, int]] = []
-
-    def begin_microbatch(self) -> int:
-        """Forget the segments; returns the row it starts at."""
-        self.lengths, self.prefixes, self._first = [], [], self._total
-        return self._total
-
-    def append(self, sequence: Branch, index: int, *, shares_prompt: bool) -> None:
-        """A sequence, without its prompt if the one before has brought it."""
-        start = self.num_tokens
-        if not shares_prompt:
-            self._prompt_start = start
-        skipped = sequence.num_prompt_tokens if shares_prompt else 0
-        columns = sequence.tokens[skipped:], sequence.sampled[skipped:], sequence.logprobs[skipped:]
-        kept = sequence.kept or KeptSets.whole(len(sequence.tokens))
-        self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # a prompt has no ids
-        self._has_kept |= sequence.kept is not None
-        self._append_segment(columns, skipped, (self._prompt_start, self._prompt_start + skipped), index)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the current microbatch."""
-        return self._total - self._first
-
-    def pad(self, length: int, max_seqlen: int | None = None) -> None:
-        """Segments of nothing, of at most `max_seqlen` tokens, where the microbatch is to be longer than it is."""
-        while (missing := length - self.num_tokens) > 0:
-            nothing = np.zeros(min(missing, max_seqlen or missing), np.float32)
-            columns = nothing.astype(np.int32), nothing.astype(bool), nothing
-            self._kept.append(KeptSets.whole(len(nothing)))
-            self._append_segment(columns, 0, (self.num_tokens, self.num_tokens), -1)
-
-    def _append_segment(
-        self, columns: tuple[np.ndarray, np.ndarray, np.ndarray], position: int, prefix: tuple[int, int], index: int
-    ) -> None:
-        """Tokens, sampled and log-probs of a segment; its first token stands at `position` of sequence `index`."""
-        length, start = len(columns[0]), self.num_tokens
-        if length:
-            for column, piece in zip((self._tokens, self._sampled, self._logprobs), columns, strict=True):
-                column.append(piece)
-            self._segments.append((length, position, start, prefix[1] - 1 if position else start, index))
-            self.lengths.append(length)
-            self.prefixes.append(prefix)
-            self._total += length
-
-    def pack_kept(self, device: torch.device) -> PackedKeptSets | None:
-        """Of all segments; None where no sequence has any."""
-        return PackedKeptSets.pack(self._kept, device) if self._has_kept else None
-
-    def build_columns(self) -> dict[str, np.ndarray]:
-        """Columns [t] of all segments."""
-        lengths, firsts, starts, predictors, ids = np.array(self._segments, np.int64).reshape(-1, 5).T
-        begins = np.cumsum(lengths) - lengths
-        offsets = np.arange(self._total) - np.repeat(begins, lengths)
-        positions = offsets + np.repeat(firsts, lengths)
-        predecessors = offsets + np.repeat(starts - 1, lengths)
-        predecessors[begins] = predictors
-        return {
-            "tokens": np.concatenate(self._tokens).astype(np.int64),
-            "positions": positions,
-            "predecessors": predecessors,
-            "mask": np.concatenate(self._sampled) & (positions > 0),
-            "ids": np.repeat(ids, lengths),
-            "logprobs": np.concatenate(self._logprobs).astype(np.float32),
-        }

@@ -4,12 +4,13 @@
 Invariants (asserted in tests/packing/test_microbatches.py):
 
 * every sequence is in exactly one microbatch;
-* no microbatch exceeds the token budget, a shared prompt counted once per group and microbatch;
+* no microbatch exceeds the token budget, a shared prefix counted once per microbatch;
 * every DP rank has the same number of microbatches (pipeline schedules need it), a multiple of
   `count_multiple`; there are as few as the heuristic finds, so some may be empty when sequences are few;
-* inside a microbatch sequences keep their order, group after group where prompts are shared, so that what is
+* inside a microbatch sequences keep their order, that of `SharedPrefixes` where prefixes are shared, so that what is
   computed can be put back by `TrainBatch.sequence_ids`;
-* a group is taken apart only if it exceeds the budget, or if that lowers the cost of the heaviest rank;
+* sequences that share a prefix are taken apart only if they exceed the budget, or if that lowers the cost of the
+  heaviest rank, and where they share least;
 * the result depends on the lengths only (costs are whole numbers): every rank computes the same plan.
 
 The cost of a sequence of s tokens is s + attention_ratio * s^2: everything that is linear in the tokens, plus
@@ -27,7 +28,7 @@ import numpy as np
 
 from megatron_rl.packing.balancing import balance_ranks
 from megatron_rl.packing.buckets import Buckets
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import SharedPrefixes
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
@@ -59,39 +60,51 @@ def compute_attention_ratio(
 
 @dataclass(frozen=True)
 class _Workload:
-    """Tokens and cost of sequences that are packed together: [num_sequences] each, and what sharing a prompt saves."""
+    """Tokens and cost of sequences that are packed together, [num_sequences] each, and what sharing saves."""
 
     tokens: np.ndarray
     costs: np.ndarray
-    prompt_tokens: np.ndarray
-    prompt_costs: np.ndarray
-    group_of: Sequence[int] | None
+    attention_ratio: float
+    shared: SharedPrefixes | None
 
     @classmethod
-    def measure(cls, lengths: Sequence[int], attention_ratio: float, shared: SharedPrompts | None) -> _Workload:
-        def cost(tokens: np.ndarray) -> np.ndarray:
-            return np.rint(_COST_SCALE * (tokens + attention_ratio * tokens.astype(np.float64) ** 2)).astype(np.int64)
-
+    def measure(cls, lengths: Sequence[int], attention_ratio: float, shared: SharedPrefixes | None) -> _Workload:
         tokens = np.asarray(lengths, np.int64)
-        prompts = np.asarray(shared.prompt_lengths if shared else np.zeros(len(tokens)), np.int64)
-        return cls(tokens, cost(tokens), prompts, cost(prompts), shared.group_of if shared else None)
+        return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
 
     def sum(self, members: Sequence[int]) -> tuple[int, int]:
-        """Tokens and cost of one microbatch or a part of it."""
-        repeats = self._repeats(members)
-        tokens = self.tokens[members].sum() - self.prompt_tokens[repeats].sum()
-        return int(tokens), int(self.costs[members].sum() - self.prompt_costs[repeats].sum())
+        """Tokens and cost of one microbatch or a part of it, members in their order."""
+        tokens, cost = int(self.tokens[members].sum()), int(self.costs[members].sum())
+        if self.shared is None or len(members) < 2:
+            return tokens, cost
+        saved = self.shared.measure(members)
+        return tokens - int(saved.sum()), cost - int(_compute_costs(saved, self.attention_ratio).sum())
 
-    def executed_prompt_tokens(self, members: Sequence[int]) -> int:
-        """Prompt tokens that a microbatch computes."""
-        return int(self.prompt_tokens[members].sum() - self.prompt_tokens[self._repeats(members)].sum())
+    def list_groups(self) -> list[list[int]]:
+        """Sequences that share something with each other, in their order."""
+        assert self.shared is not None
+        order = np.argsort(self.shared.places)
+        starts = np.flatnonzero(self.shared.num_shared == 0)
+        return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
 
-    def _repeats(self, members: Sequence[int]) -> list[int]:
-        """The members whose prompt another one has brought along."""
-        if self.group_of is None:
-            return []
-        seen: set[int] = set()
-        return [i for i in members if self.group_of[i] in seen or seen.add(self.group_of[i])]
+    def cut(self, members: Sequence[int]) -> tuple[list[list[int]], list[int], int]:
+        """Cut sequences into parts that have more in common than all of them.
+
+        Returns:
+            The parts, the tokens of each beyond what all have in common, and how many that are.
+        """
+        if self.shared is None or len(members) < 2:
+            return [[i] for i in members], self.tokens[members].tolist(), 0
+        saved = self.shared.measure(members)
+        least = int(saved[1:].min())
+        saved[0] = least
+        starts = np.flatnonzero(saved == least)
+        parts = [part.tolist() for part in np.split(np.asarray(members), starts[1:])]
+        return parts, np.add.reduceat(self.tokens[members] - saved, starts).tolist(), least
+
+
+def _compute_costs(tokens: np.ndarray, attention_ratio: float) -> np.ndarray:
+    return np.rint(_COST_SCALE * (tokens + attention_ratio * tokens.astype(np.float64) ** 2)).astype(np.int64)
 
 
 def plan_microbatches(
@@ -101,7 +114,7 @@ def plan_microbatches(
     max_tokens: int,
     count_multiple: int = 1,
     attention_ratio: float = 0.0,
-    shared: SharedPrompts | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> MicrobatchPlan:
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
@@ -115,7 +128,7 @@ def plan_microbatches(
         max_tokens: budget of one microbatch; no sequence may be longer.
         count_multiple: the number of microbatches per rank is a multiple of this.
         attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
-        shared: prompts that are packed once per group; None packs every sequence with its own.
+        shared: what sequences have in common, and is packed once; None packs every sequence whole.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -124,7 +137,10 @@ def plan_microbatches(
     if longest > max_tokens:
         raise ValueError(f"a sequence of {longest} tokens does not fit into a microbatch of {max_tokens}")
     work = _Workload.measure(lengths, attention_ratio, shared)
-    units = [[i] for i in range(len(lengths))] if shared is None else _split_groups(shared, lengths, max_tokens)
+    if shared is None:
+        units = [[i] for i in range(len(lengths))]
+    else:
+        units = [part for group in work.list_groups() for part in _split_group(group, work, max_tokens)]
     plan = _plan_units(units, work, dp_size, max_tokens, count_multiple)
     loads = _rank_costs(plan, work)
     for _ in range(2 * dp_size):
@@ -139,17 +155,14 @@ def plan_microbatches(
     return plan
 
 
-def _split_groups(shared: SharedPrompts, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The members of each group, in as few parts as the budget allows."""
-    groups: dict[int, list[int]] = {}
-    for index, group in enumerate(shared.group_of):
-        groups.setdefault(group, []).append(index)
-    units = []
-    for members in groups.values():
-        prompt = shared.prompt_lengths[members[0]]
-        responses = [lengths[i] - prompt for i in members]
-        units += [[members[i] for i in part] for part in _fill_fewest_bins(responses, max_tokens - prompt) if part]
-    return units
+def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[list[int]]:
+    """Sequences that share a prefix, in as few parts as the budget allows."""
+    parts, sizes, common = work.cut(members)
+    small = [i for i, size in enumerate(sizes) if size <= max_tokens - common]
+    bins = _fill_fewest_bins([sizes[i] for i in small], max_tokens - common)
+    units = [[index for i in found for index in parts[small[i]]] for found in bins if found]
+    large = [part for part, size in zip(parts, sizes, strict=True) if size > max_tokens - common]
+    return [*units, *(unit for part in large for unit in _split_group(part, work, max_tokens))]
 
 
 def _halve_heaviest(units: list[list[int]], rank_plan: list[list[int]], work: _Workload) -> list[list[int]] | None:
@@ -159,9 +172,10 @@ def _halve_heaviest(units: list[list[int]], rank_plan: list[list[int]], work: _W
     if not divisible:
         return None
     heaviest = max(divisible, key=lambda u: (work.sum(u)[1], -u[0]))
-    halves = _fill_bins([int(work.costs[i]) for i in heaviest], 2)
+    parts, _, _ = work.cut(heaviest)
+    halves = _fill_bins([work.sum(part)[1] for part in parts], 2)
     assert halves is not None, "bins without a limit hold anything"
-    return [u for u in units if u is not heaviest] + [[heaviest[i] for i in half] for half in halves]
+    return [u for u in units if u is not heaviest] + [[i for part in half for i in parts[part]] for half in halves]
 
 
 def _plan_units(
@@ -173,9 +187,11 @@ def _plan_units(
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
     ranks = _deal(bins, costs, dp_size)
     balance_ranks(ranks, tokens, costs, max_tokens)
-    group_of = work.group_of
-    key = (lambda i: i) if group_of is None else (lambda i: (group_of[i], i))
-    return [[sorted((i for unit in members for i in units[unit]), key=key) for members in rank] for rank in ranks]
+    place = range(len(work.tokens)) if work.shared is None else work.shared.places.tolist()
+    return [
+        [sorted((i for unit in members for i in units[unit]), key=lambda i: place[i]) for members in rank]
+        for rank in ranks
+    ]
 
 
 def _fill_fewest_bins(
@@ -229,7 +245,7 @@ def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
     return [sum(work.sum(members)[1] for members in rank if members) for rank in plan]
 
 
-def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrompts | None = None) -> list[int]:
+def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
     """Tokens of all microbatches of a plan, without padding."""
     work = _Workload.measure(lengths, 0.0, shared)
     return [work.sum(members)[0] for rank in plan for members in rank]
@@ -242,7 +258,7 @@ def packing_metrics(
     *,
     pad_multiple: int = 1,
     attention_ratio: float = 0.0,
-    shared: SharedPrompts | None = None,
+    shared: SharedPrefixes | None = None,
     buckets: Buckets | None = None,
 ) -> dict[str, float]:
     """How good a plan is; arguments as for `plan_microbatches` and `build_train_batch`.
@@ -252,7 +268,8 @@ def packing_metrics(
         packing/padded_efficiency: what it would be, had every sequence been padded to the longest.
         packing/budget_use: real tokens over microbatches times budget.
         packing/imbalance: cost of the heaviest DP rank over the mean.
-        packing/prompt_repeats: with `shared`, executed over unique prompt tokens (1: each prompt once).
+        packing/prompt_repeats: with shared prompts, executed over unique prompt tokens (1: each prompt once).
+        packing/prefix_repeats: with shared prefixes of all tokens, computed over unique tokens, likewise.
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]
@@ -268,7 +285,8 @@ def packing_metrics(
         "packing/imbalance": max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0,
     }
     if shared is not None:
-        executed = sum(work.executed_prompt_tokens(members) for members in microbatches)
-        unique = sum(dict(zip(shared.group_of, shared.prompt_lengths, strict=True)).values())
-        metrics["packing/prompt_repeats"] = executed / unique if unique else 1.0
+        total = int(shared.shareable.sum())
+        executed = total - sum(int(shared.measure(members).sum()) for members in microbatches)
+        unique = total - int(shared.num_shared.sum())
+        metrics[f"packing/{shared.name}_repeats"] = executed / unique if unique else 1.0
     return metrics

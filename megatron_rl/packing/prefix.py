@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared prompts: the responses of a group are packed behind one copy of their prompt (pure).
+"""Shared prefixes: what the sequences of a microbatch begin with in common is computed once (pure).
 
-    plain    [prompt response_1] [prompt response_2] [prompt response_3]
-    shared   [prompt response_1] [response_2] [response_3]
+    plain     [prompt a b c] [prompt a d] [prompt e]
+    prompts   [prompt a b c] [a d] [e]
+    trees     [prompt a b c] [d] [e]
 
-A bracket is a segment: attention is causal inside of it. A segment without a prompt of its own also sees the keys of
-the shared one, its prefix, and its positions continue where the prompt ends. The mathematics is that of the plain
-packing; the prompt's tokens are computed once per group and microbatch instead of once per response.
+A bracket is a segment: attention is causal inside of it. A segment that does not begin its sequence also sees the keys
+of what comes before, its prefix, wherever that is packed, and its positions continue where the prefix ends. The
+mathematics is that of the plain packing; a shared token is computed once per microbatch instead of once per sequence.
 """
 
 from __future__ import annotations
@@ -18,18 +19,89 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.types import Branch
+
 
 @dataclass(frozen=True)
-class SharedPrompts:
-    """Which sequences have their prompt in common; both by index of the sequence.
+class SharedPrefixes:
+    """What sequences have in common, in the order in which they are packed.
+
+    Any two of them share at least the least that neighbors between them share. In the order of a walk through the
+    prefix tree it is exactly that.
 
     Attributes:
-        group_of: a number per sequence; equal numbers share a prompt.
-        prompt_lengths: tokens of each sequence's prompt, the same within a group.
+        places: [n] int64, place of each sequence in that order.
+        num_shared: [n] int64, by place: tokens that a sequence has in common with the one before it.
+        shareable: [n] int64, by sequence: its tokens that others may share, of the prompt or all.
+        name: of what is shared, in `packing/<name>_repeats`.
     """
 
-    group_of: Sequence[int]
-    prompt_lengths: Sequence[int]
+    places: np.ndarray
+    num_shared: np.ndarray
+    shareable: np.ndarray
+    name: str = "prompt"
+
+    def measure(self, members: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Tokens that each of some sequences, in their order, has in common with the one before it; 0 for the first."""
+        places = self.places[np.asarray(members, np.int64)]
+        shared = np.zeros(len(places), np.int64)
+        if len(places) > 1:
+            shared[1:] = np.minimum.reduceat(self.num_shared[: places[-1] + 1], places[:-1] + 1)
+        return shared
+
+    def part(self, start: int, stop: int) -> SharedPrefixes:
+        """The same of the sequences [start, stop), counted from `start`."""
+        order = np.argsort(self.places[start:stop])
+        return SharedPrefixes(np.argsort(order), self.measure(start + order), self.shareable[start:stop], self.name)
+
+
+def share_prompts(group_of: Sequence[int] | np.ndarray, prompt_lengths: Sequence[int] | np.ndarray) -> SharedPrefixes:
+    """Sequences of one group share their prompt, and nothing else; they are packed group after group.
+
+    Args:
+        group_of: [n] a number per sequence; equal numbers share a prompt.
+        prompt_lengths: [n] tokens of each sequence's prompt, the same within a group.
+    """
+    groups, prompts = np.asarray(group_of, np.int64), np.asarray(prompt_lengths, np.int64)
+    order = np.argsort(groups, kind="stable")
+    num_shared = np.where(is_repeated(groups[order]), prompts[order], 0)
+    return SharedPrefixes(np.argsort(order), num_shared, prompts)
+
+
+def is_repeated(values: np.ndarray) -> np.ndarray:
+    """Whether each value is that of its predecessor, [n] bool."""
+    return np.concatenate([np.zeros(min(len(values), 1), bool), values[1:] == values[:-1]])
+
+
+def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
+    """A walk through the prefix tree of a rollout: those with most of the prompt first, then by their tokens.
+
+    Returns:
+        The place of each branch in it, and the tokens that it has in common with the branch at the place before.
+    """
+    if len(branches) == 1:
+        return [0], [0]
+    order = sorted(
+        range(len(branches)),
+        key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes()),
+    )
+    places, num_shared = [0] * len(branches), [0] * len(branches)
+    for place, index in enumerate(order):
+        places[index] = place
+        if place:
+            num_shared[index] = _count_common(branches[order[place - 1]], branches[index])
+    return places, num_shared
+
+
+def _count_common(first: Branch, second: Branch) -> int:
+    """Tokens that two branches begin with in common, and which the engine sent to the same experts, where it tells."""
+    length = min(len(first.tokens), len(second.tokens))
+    is_same = first.tokens[:length] == second.tokens[:length]
+    if first.routes is not None and second.routes is not None:
+        is_same = is_same & (first.routes[:length] == second.routes[:length]).all((1, 2))
+    elif first.routes is not second.routes:
+        return 0
+    return length if is_same.all() else int(is_same.argmin())
 
 
 @dataclass(frozen=True)
@@ -47,27 +119,21 @@ class SegmentKeys:
     max_seqlen: int
 
 
-def build_segment_keys(
-    bounds: np.ndarray, prefixes: Sequence[tuple[int, int]], device: torch.device
-) -> SegmentKeys | None:
+def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], device: torch.device) -> SegmentKeys | None:
     """List the keys of every segment of a microbatch; None where no segment has a prefix.
 
     Args:
-        bounds: [num_segments + 1], where segments begin and end.
-        prefixes: [start, stop) of each segment's prefix; start = stop for none.
+        paths: int64, rows of each segment's prefix and then its own.
+        lengths: how many of them are its own.
         device: where the tensors live.
     """
-    if all(start == stop for start, stop in prefixes):
+    num_keys = [len(path) for path in paths]
+    if num_keys == [*lengths]:
         return None
-    rows = [
-        np.concatenate([np.arange(*prefix), np.arange(start, stop)])
-        for start, stop, prefix in zip(bounds[:-1], bounds[1:], prefixes, strict=True)
-    ]
-    lengths = [len(r) for r in rows]
     return SegmentKeys(
-        move_to_device(np.concatenate(rows).astype(np.int64), device),
-        move_to_device(np.cumsum([0, *lengths], dtype=np.int32), device),
-        max(lengths),
+        move_to_device(np.concatenate(paths), device),
+        move_to_device(np.cumsum([0, *num_keys], dtype=np.int32), device),
+        max(num_keys),
     )
 
 

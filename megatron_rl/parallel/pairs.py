@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on one host without a GPU exchange tensors through memory that both of them map.
+"""Two ranks on one host exchange CPU tensors through memory that both of them map.
 
 gloo sends a tensor to the next process through TCP, two threads and a loop that tries a lock until it is free: 0.4 to
 0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step. Here the sender copies it
 into a slot of shared memory and writes a byte into the pipe that the other rank reads: 0.04 ms. A sum of two numbers
 has the same bits in either order, so results are gloo's.
 
-Whatever finds no pair goes to torch.distributed: other groups, other hosts, tensors larger than a slot, GPUs.
+Collectives use a pair where there is no GPU; whatever finds none goes to torch.distributed: other groups, other hosts,
+tensors larger than a slot. The messages of an engine's first rank use pairs on any host (`open_star`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class Pair:
         self._milliseconds = int((timeout or _PATIENCE) / timedelta(milliseconds=1))
         self._poll = select.poll()
         self._poll.register(inbox, select.POLLIN)
+
+    @staticmethod
+    def fits(num_bytes: int) -> bool:
+        """Whether a tensor of this size can be sent."""
+        return num_bytes <= _SLOT_BYTES
 
     def send(self, values: torch.Tensor) -> None:
         """Hand over a copy of a tensor; waits where two are unread."""
@@ -91,30 +97,55 @@ _PAIRS: dict[dist.ProcessGroup, Pair] = {}
 
 def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
     """The pair that serves tensors of up to this size of a group; both ranks get the same answer."""
-    return _PAIRS.get(group) if group is not None and num_bytes <= _SLOT_BYTES else None
+    return _PAIRS.get(group) if group is not None and Pair.fits(num_bytes) else None
 
 
 def open_pair(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Make a pair of two ranks of one host, once; collective over the group."""
-    if group.size() != 2 or torch.cuda.is_available() or group in _PAIRS:
-        return
-    found: list[Any] = [None, None]
-    inbox, mouth = os.pipe()
-    memory = os.memfd_create("megatron_rl", os.MFD_CLOEXEC)
-    os.ftruncate(memory, _SLOTS * _SLOT_BYTES)
-    dist.all_gather_object(found, (host_name(), os.getpid(), memory, mouth), group=group)
-    host, process, their_memory, their_mouth = found[1 - group.rank()]
-    opened = None
-    if host == host_name():
-        try:
-            theirs = os.open(f"/proc/{process}/fd/{their_memory}", os.O_RDWR)
-            opened = _map(theirs), os.open(f"/proc/{process}/fd/{their_mouth}", os.O_WRONLY)
-        except OSError:  # a host that does not let a process into another: gloo serves
-            pass
-    dist.all_gather_object(found, opened is not None, group=group)
-    os.close(mouth)  # the other end is the other rank's alone: when it is gone, so is the pipe
-    if all(found) and opened is not None:
-        _PAIRS[group] = Pair(_map(memory), *opened[:1], inbox, opened[1], timeout)
+    """Serve the collectives of two ranks of one host without a GPU by a pair, made once; collective over the group."""
+    if group.size() == 2 and not torch.cuda.is_available() and group not in _PAIRS:
+        for pair in open_star(group, timeout):
+            _PAIRS[group] = pair
+
+
+def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]:
+    """Pairs of the first rank with each other one, in their order; elsewhere the one with the first.
+
+    Returns:
+        Nothing on any rank unless all of them run on one host that lets them map each other's memory. Collective.
+    """
+    rank, size = group.rank(), group.size()
+    ends = {peer: _End() for peer in (range(1, size) if rank == 0 else (0,))}
+    found: list[Any] = [None] * size
+    offers = {peer: (end.memory, end.mouth) for peer, end in ends.items()}
+    dist.all_gather_object(found, (host_name(), os.getpid(), offers), group=group)
+    opened: list[tuple[torch.Tensor, int]] = []
+    for peer in ends:
+        host, process, of_peer = found[peer]
+        memory, mouth = of_peer[rank]
+        if host == host_name():
+            try:
+                theirs = os.open(f"/proc/{process}/fd/{memory}", os.O_RDWR)
+                opened.append((_map(theirs), os.open(f"/proc/{process}/fd/{mouth}", os.O_WRONLY)))
+            except OSError:  # a host that does not let a process into another: gloo serves
+                pass
+    dist.all_gather_object(found, len(opened) == len(ends), group=group)
+    for end in ends.values():
+        os.close(end.mouth)  # the other end is the other rank's alone: when it is gone, so is the pipe
+    if not all(found):
+        return []
+    return [
+        Pair(_map(end.memory), theirs, end.inbox, outbox, timeout)
+        for end, (theirs, outbox) in zip(ends.values(), opened, strict=True)
+    ]
+
+
+class _End:
+    """File descriptors of what one rank offers another: memory that it writes, and the two ends of its pipe."""
+
+    def __init__(self) -> None:
+        self.inbox, self.mouth = os.pipe()
+        self.memory = os.memfd_create("megatron_rl", os.MFD_CLOEXEC)
+        os.ftruncate(self.memory, _SLOTS * _SLOT_BYTES)
 
 
 def _map(descriptor: int) -> torch.Tensor:

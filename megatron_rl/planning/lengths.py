@@ -73,10 +73,11 @@ def read_lengths(text: str) -> LengthModel:
     if text.startswith("lognormal:"):
         return _read_lognormal(text)
     path = Path(text)
-    files = sorted(path.rglob("step_*.jsonl")) if path.is_dir() else [path]
+    folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+    files = sorted(folder.rglob("step_*.jsonl")) if path.is_dir() else [path]
     try:
         lines = list(chain.from_iterable(file.read_text(encoding="utf-8").split("\n") for file in files))
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = [row for row in map(json.loads, filter(str.strip, lines)) if not _is_extreme(row)]
     except (OSError, ValueError) as error:
         raise _refuse(text, f"cannot be read: {error}") from None
     lengths = np.array([_length(text, row) for row in rows], dtype=int)
@@ -105,9 +106,16 @@ def _read_lognormal(text: str) -> LengthModel:
     return make_lognormal(*numbers)
 
 
+def _is_extreme(row: Any) -> bool:
+    """Whether a rollout was written for its length or its reward."""
+    return isinstance(row, dict) and "logged_as" in row
+
+
 def _length(text: str, row: Any) -> int:
-    """Of a line: a number, or a rollout with its tokens."""
-    length = len(row["tokens"]) if isinstance(row, dict) and isinstance(row.get("tokens"), list) else row
+    """Of a line: a number, or a rollout with its tokens or their number."""
+    length = row
+    if isinstance(row, dict):
+        length = len(row["tokens"]) if isinstance(row.get("tokens"), list) else row.get("num_tokens")
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise _refuse(text, f"has a line that is neither a length nor a rollout: {str(row)[:60]}")
     return max(1, length)

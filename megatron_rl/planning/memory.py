@@ -9,10 +9,8 @@ parts add up to no more than the accelerator's memory.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig
@@ -20,22 +18,17 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.activations import compute_activation_bytes
 from megatron_rl.planning.cluster import Job, build_layout
+from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
 from megatron_rl.planning.gathered import GatheredBytes, compute_gathered_bytes
 from megatron_rl.planning.parameters import (
     DTYPE_BYTES,
     RoleBytes,
     Upkeep,
-    compute_engine_numel,
     compute_role_bytes,
     list_chunks,
 )
-from megatron_rl.resharding.aliasing import find_aliases
-from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
-from megatron_rl.weights.quantization import is_quantized, list_quantized
-from megatron_rl.weights.rollout_layout import vllm_placements
-from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.quantization import is_quantized
 
 # vLLM's own default for the tokens of one engine step, and what it keeps of each besides the KV cache.
 ENGINE_BATCH_TOKENS = 8192
@@ -243,21 +236,12 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     config, rollout, shape = job.config, job.config.rollout, job.shape
     if rank not in job.rollout_ranks:
         return RankMemory(rank, [Phase(ENGINE_PHASES[1], resident)])
-    itemsize, tp = DTYPE_BYTES[config.model.dtype], job.engine_tp
+    itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
     if job.engine_is_actor:
         own, per_token = 0, per_token // job.layout.pp_size
     else:
-        weights = compute_engine_numel(shape, tp) * itemsize
-        is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
-        shares = config.hybrid.alias_weights and rank in job.layout.ranks and is_whole
-        place = (rank - job.rollout_ranks.start) % tp
-        adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
-        unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
-        shared = count_aliased_elements(shape, job.layout, rank, tp, place, unshared) if shares else 0
-        own = weights - shared * itemsize
-        if adapters is not None and not is_merged:
-            own += sum(map(math.prod, adapters.logical_tensors().values())) * itemsize
+        own, staged = count_own_bytes(job, rank), count_staged_bytes(job, rank)
     working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
@@ -268,6 +252,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     else:
         # vLLM takes its share of the whole device, whatever else is there; what it shares is not in it.
         cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
+    own += staged
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
     # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
     fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights}
@@ -292,73 +277,3 @@ def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, item
     width = shape.ffn_hidden_size * (shape.experts_per_token or 1)
     hidden = ENGINE_BATCH_TOKENS * (4 * shape.hidden_size + 3 * width / tp_size) * itemsize
     return int(hidden + max_num_seqs * shape.vocab_size * (itemsize + 2 * _FLOAT))
-
-
-def count_aliased_elements(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    rank: int,
-    rollout_tp: int,
-    rollout_rank: int,
-    adapters: AdapterShape | None = None,
-) -> int:
-    """Elements that the engine, in which the rank has a place, shares with the actor on it.
-
-    Matrices to which adapters are added, or that are quantized, are not shared. Read off the tables of a model of two
-    layers, the second of which stands for all.
-    """
-    at = layout.expert_coordinates(rank)
-    stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
-    small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
-    layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rollout_rank, adapters
-    )
-    ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
-    return shape.num_layers // layout.pp_size * layer + ends
-
-
-@lru_cache(maxsize=4096)
-def _count_aliased_blocks(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    rank: int,
-    rollout_tp: int,
-    rollout_rank: int,
-    adapters: AdapterShape | None,
-) -> tuple[int, int, int]:
-    """Shared elements of the last layer, and of what is not a layer on the first and on the last stage.
-
-    Args:
-        shape, layout: of one replica.
-        rank: on the first stage.
-        rollout_tp, rollout_rank: of the engine.
-        adapters: of the actor, where they are added to the model or it is quantized.
-    """
-    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank)
-    # Both sides pad the vocabulary; a storage fits both if they pad it alike.
-    has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
-    layer, ends = 0, []
-    for peer in layout.group_of(rank, "pp"):
-        ours = megatron_placements(shape, layout, peer)
-        merged = frozenset()
-        if adapters is not None:
-            merged = list_quantized(ours) if adapters.is_quantized else adapted_parameters(adapters, ours)
-        pairs = {name: owned for name, owned in find_aliases(ours, theirs).items() if owned not in merged}
-        layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
-        ends.append(
-            sum(
-                sizes[name]
-                for name, source in pairs.items()
-                if ".layers." not in name and (has_same_vocabulary or not source.endswith(PADDED_PARAMETERS))
-            )
-        )
-    return layer, ends[0], ends[-1]
-
-
-@lru_cache(maxsize=64)
-def _list_engine_parameters(shape: ModelShape, tp_size: int, tp_rank: int) -> tuple[Sequence[ShardBox], dict[str, int]]:
-    """The engine's table, and the elements of its parameters."""
-    table, sizes = vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank), defaultdict(int)
-    for placement in table:
-        sizes[placement.param] += math.prod(stop - start for start, stop in placement.local_box)
-    return table, dict(sizes)

@@ -31,7 +31,6 @@ from megatron_rl.weights.megatron_layout import (
     stage_layers,
 )
 from megatron_rl.weights.quantization import count_bytes, is_quantized
-from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.row_shards import find_shard_places
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -310,17 +309,3 @@ def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tup
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-@lru_cache(maxsize=256)
-def compute_engine_numel(shape: ModelShape, tp_size: int) -> int:
-    """Elements of the rollout engine's parameters on one rank (TP ranks have equal shards)."""
-    small, blocks = replace(shape, num_layers=1), replace(shape, num_layers=2)
-    one, two = (
-        sum(
-            math.prod(stop - start for start, stop in p.local_box)
-            for p in vllm_placements(s, tp_size=tp_size, tp_rank=0)
-        )
-        for s in (small, blocks)
-    )
-    return one + (shape.num_layers - 1) * (two - one)

@@ -16,10 +16,11 @@ from typing import Any
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.communication import list_traffic
 from megatron_rl.planning.engine_clock import EngineModel, StepCost
+from megatron_rl.planning.engine_weights import count_engine_bytes
 from megatron_rl.planning.layouts import check_job, find_problem
 from megatron_rl.planning.lengths import LengthModel
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
-from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
+from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.planning.schedules import Assign, Costs, Schedule, ScheduleTimes, simulate
 from megatron_rl.planning.steptime import Assumptions, build_workload, count_operations, predict_step
 from megatron_rl.planning.switch import plan_switch
@@ -153,7 +154,7 @@ def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Ass
     """What a decoding pass costs an engine; `running` responses say how many experts are read."""
     shape, cluster, tp = job.shape, job.cluster, job.engine_tp
     itemsize, data = DTYPE_BYTES[job.config.model.dtype], job.config.data
-    weights = float(compute_engine_numel(shape, tp) * itemsize)
+    weights = float(count_engine_bytes(job))
     if shape.num_experts:
         weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency

@@ -17,8 +17,8 @@ from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload
+from megatron_rl.planning.engine_weights import count_engine_bytes
 from megatron_rl.planning.memory import RankMemory, find_smallest_cache
-from megatron_rl.planning.parameters import DTYPE_BYTES, compute_engine_numel
 from megatron_rl.weights.families import ModelShape
 
 
@@ -172,7 +172,7 @@ def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed
     per_token, cache = smallest.kv_bytes_per_token, max(smallest.kv_cache_bytes, 0)
     running = max(1, min(rollout.max_num_seqs, per_engine, cache // max(1, int(per_token * mean))))
     passes = work.response_tokens * per_engine / running
-    weights = compute_engine_numel(shape, tp) * DTYPE_BYTES[job.config.model.dtype]
+    weights = count_engine_bytes(job)
     if shape.num_experts:  # few responses do not reach all experts
         weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency

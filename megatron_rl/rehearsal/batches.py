@@ -8,6 +8,7 @@ import numpy as np
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import count_microbatches
 from megatron_rl.training.packed_model import PackedModel
@@ -31,7 +32,9 @@ def pack_full(job: Job, spec: RoleSpec, model: PackedModel) -> TrainBatch:
         dp_rank=model.groups.at.dp,
         padding=Padding(model.pad_multiple, model.buckets, prompt + max(lengths)),
         device=model.device,
-        group_of=[i // len(lengths) for i in range(len(sequences))] if is_shared else None,
+        shared=share_prompts(np.arange(len(sequences)) // len(lengths), [prompt] * len(sequences))
+        if is_shared
+        else None,
     )
 
 
@@ -44,7 +47,7 @@ def find_share_in_loss(job: Job, spec: RoleSpec) -> float:
 def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
     """Responses of a full microbatch, tokens of their prompt, and whether it is packed once."""
     data, budget = job.config.data, spec.layout.max_tokens_per_microbatch
-    is_shared, prompt = spec.layout.share_prompts, data.max_prompt_length
+    is_shared, prompt = bool(spec.layout.share_prompts), data.max_prompt_length
     longest = prompt + data.max_response_length
     if is_shared:
         count = max(1, -(-(budget - prompt) // data.max_response_length))

@@ -7,14 +7,15 @@ the capture, or on memory that has moved, then differs from an eager step. Befor
 the pool have made is filled with NaN: a smaller graph uses that of a larger one again.
 
 A capture refuses (`CaptureError`) what one on a GPU refuses: values that the host reads, shapes that depend on values,
-random numbers, tensors of the host among others, and memory of another capture. Collectives are replayed as well.
+random numbers, tensors of the host among others, and memory of another capture; but a backward reads what the forward
+that was captured before it has left, and must be replayed directly after it. Collectives are replayed as well.
 Not shown: streams, kernels, and what NCCL does inside a capture.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,6 +37,7 @@ _FACTORIES = (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, to
 _INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
 _RANDOM_IF_DROPPED = ("attention", "dropout")  # their random numbers are for dropout, which is off
 _RUBBISH = 255  # in every byte: NaN, or -1
+_NO_BACKWARD = -1
 
 
 class CaptureError(RuntimeError):
@@ -49,10 +51,24 @@ class Pool:
     Attributes:
         made: storage -> the graph whose capture has made it.
         num_bytes: by graph.
+        captured, replayed: the graph that was captured, or replayed, last.
     """
 
     made: dict[int, RecordedGraph] = field(default_factory=dict)
     num_bytes: dict[RecordedGraph, int] = field(default_factory=dict)
+    captured: RecordedGraph | None = None
+    replayed: RecordedGraph | None = None
+
+    def add(self, graph: RecordedGraph, num_bytes: int) -> None:
+        """It was captured, and holds so much."""
+        self.captured, self.num_bytes[graph] = graph, num_bytes
+
+    def clear(self, graph: RecordedGraph, kept: Set[int]) -> None:
+        """A graph is replayed: fill all memory, but for some storages, with bytes that nothing may depend on."""
+        self.replayed = graph
+        for memory in (memory for graph in self.num_bytes for memory in graph.memory):
+            if _storage_of(memory) not in kept:
+                memory.fill_(_RUBBISH)
 
 
 _POOLS: dict[tuple[int, int], Pool] = {}
@@ -60,12 +76,18 @@ _NUMBERS = count(1)
 
 
 class RecordedGraph:
-    """In the place of `torch.cuda.CUDAGraph`."""
+    """In the place of `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        memory: what its capture has made, as bytes.
+    """
 
     def __init__(self) -> None:
         self._tape: list[tuple[Any, Any, Any, Any]] = []
-        self._memory: list[torch.Tensor] = []  # as bytes
+        self.memory: list[torch.Tensor] = []
         self._pool = Pool()
+        self._before: RecordedGraph | None = None
+        self._activations: set[int] = set()
 
     @property
     def num_operations(self) -> int:
@@ -79,6 +101,7 @@ class RecordedGraph:
     def record(self, pool: tuple[int, int]) -> Iterator[None]:
         """Write down what runs meanwhile."""
         self._pool = _POOLS[pool]
+        self._before = self._pool.captured
         waiting = Work.wait
         mode = _Recorder(self)
 
@@ -88,13 +111,14 @@ class RecordedGraph:
 
         with patch.object(Work, "wait", wait), _HostWatch(mode), mode:
             yield
-        self._pool.num_bytes[self] = sum(memory.nbytes for memory in self._memory)
+        left = self._pool.num_bytes[self._before] if self._before and self._activations else 0
+        self._pool.add(self, left + sum(memory.nbytes for memory in self.memory))
 
     def replay(self) -> None:
-        """Run the operations again, on memory that holds nothing any more."""
-        for graph in self._pool.num_bytes:
-            for memory in graph._memory:
-                memory.fill_(_RUBBISH)
+        """Run the operations again, on memory that holds nothing any more but activations that a backward reads."""
+        if self._activations and self._pool.replayed is not self._before:
+            raise CaptureError("a backward is replayed, and not directly after the forward that it belongs to")
+        self._pool.clear(self, self._activations)
         with torch.no_grad():
             for function, args, kwargs, recorded in self._tape:
                 self._run(function, args, kwargs, recorded)
@@ -117,7 +141,7 @@ class RecordedGraph:
             key = _storage_of(tensor)
             if key not in read and key not in self._pool.made:
                 self._pool.made[key] = self
-                self._memory.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+                self.memory.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
         if not str(function).startswith(("aten.empty", "aten.new_empty")):  # nothing to do again
             aliases = tree_map(
@@ -129,9 +153,14 @@ class RecordedGraph:
         """Whether its memory was made in this capture."""
         return self._pool.made.get(_storage_of(tensor)) is self
 
-    def is_foreign(self, tensor: torch.Tensor) -> bool:
-        """Whether another capture has made its memory."""
-        return self._pool.made.get(_storage_of(tensor), self) is not self
+    def may_touch(self, tensor: torch.Tensor) -> bool:
+        """Whether no other capture has made its memory; a backward may read what the capture before it has left."""
+        key = _storage_of(tensor)
+        maker = self._pool.made.get(key, self)
+        if maker is self._before and maker is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
+            self._activations.add(key)
+            return True
+        return maker is self
 
 
 class _Recorder(TorchDispatchMode):
@@ -172,7 +201,7 @@ class _Recorder(TorchDispatchMode):
         why = _explain_refusal(func, args, kwargs)
         if any(tensor.dim() for tensor in hosted):
             why = "a tensor of the host among others"
-        elif any(self._graph.is_foreign(tensor) for tensor in tensors):
+        elif not all(self._graph.may_touch(tensor) for tensor in tensors):
             why = "memory of another capture, which may have been used again"
         if why:
             raise CaptureError(f"{func}: {why}")

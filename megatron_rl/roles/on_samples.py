@@ -217,5 +217,5 @@ def score_all_rollouts(
     score: Callable[[Sequence[Rollout]], Sequence[float]], decode: Callable[[list[int]], str], samples: Experience
 ) -> Sequence[float]:
     """The scores of a function that is handed all rollouts on every rank; collective."""
-    rollouts = samples.fetch_rollouts(len(samples.headers), decode, on_all=True)
+    rollouts = samples.fetch_rollouts(range(len(samples.rewards)), decode, on_all=True)
     return score([rollout for rollout, _ in rollouts])

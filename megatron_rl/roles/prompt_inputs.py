@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_rl.agents.environment import find_environment
 from megatron_rl.agents.program import find_program
+from megatron_rl.agents.tool_formats import AUTO, FORMATS, find_tool_format
 from megatron_rl.agents.tools.finding import describe_tools
 from megatron_rl.agents.transcript import render_tail, rewrites_history
+from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
@@ -38,7 +40,7 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
         UserError: a file, a row or a measured pass rate that is wrong or missing, ground truths that the reward
             cannot use, or a prompt without a teacher.
     """
-    data, tools = config.data, describe_tools(config.agents.tools)
+    data, tools = config.data, _list_tools(config.agents)
     validation = {
         name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
@@ -65,26 +67,54 @@ def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
 
 
 def check_agents(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) -> list[str]:
-    """A note where the chat template renders earlier replies in another way than they were sampled.
+    """How replies call tools, and a note where the chat template renders them later in another way than sampled.
 
     Raises:
         UserError: what makes the episodes is not there, or the template does not show tools, or contents as they are.
     """
     agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
-    if agents.environment is not None:
-        find_environment(agents.environment)
     if agents.program is not None:
         find_program(agents.program)
     options = config.data.apply_chat_template_kwargs
-    if agents.tools:
+    if _list_tools(agents):
         _check_tools(prompts, tokenizer, options)
     if not agents.has_episodes or not chats:
         return []
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
-    if not rewrites_history(tokenizer, options):
-        return []
-    does = "are kept as they were sampled" if agents.history == "keep" else "are rendered again: an episode forks there"
-    return [f"the chat template leaves thoughts out of earlier replies, which {does} (agents.history={agents.history})"]
+    has_tools = any(prompt.tools for prompt in prompts.prompts)
+    notes = _describe_calls(agents, tokenizer, options, has_tools) if has_tools or agents.program else []
+    if rewrites_history(tokenizer, options):
+        keeps = agents.history == "keep"
+        does = "are kept as they were sampled" if keeps else "are rendered again: an episode forks there"
+        which = f"(agents.history={agents.history})"
+        notes += [f"the chat template leaves thoughts out of earlier replies, which {does} {which}"]
+    return notes
+
+
+def _list_tools(agents: AgentsConfig) -> list[dict[str, Any]]:
+    """Those that the chat template shows: of `agents.tools`, or of an environment that has some."""
+    if agents.environment is None:
+        return describe_tools(agents.tools)
+    return getattr(find_environment(agents.environment), "tools", [])
+
+
+def _describe_calls(
+    agents: AgentsConfig, tokenizer: Tokenizer, options: Mapping[str, Any], has_tools: bool
+) -> list[str]:
+    """The format of tool calls.
+
+    Raises:
+        UserError: there are tools, and the chat template writes calls in a format that is not known.
+    """
+    found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
+    if found is None and has_tools:
+        raise UserError(
+            "the chat template writes tool calls in a format that is not known",
+            source="agents.tool_format = auto",
+            expected=", ".join(FORMATS),
+            hint="name the one that replies use, or leave tools out and read replies in an environment",
+        )
+    return [f"replies call tools in the format {found} (agents.tool_format)"] if found else []
 
 
 def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that are unfinished or not learned from: what is carried to the next phase, and into checkpoints."""
+"""Samples that are unfinished or not learned from: what is carried to the next phase, and into checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from megatron_rl.engines.protocol import Sampled
-from megatron_rl.types import KeptSets, complete_routes
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.rollout.order import Samples
+from megatron_rl.types import KeptSets, Rollout, complete_routes
 
 _REASONS = ("interrupted", "stop", "length")
 
@@ -56,6 +59,180 @@ class Response:
 
 
 NOTHING = Response(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "interrupted")
+
+
+@dataclass(frozen=True)
+class Following:
+    """What comes before the next step of an engine.
+
+    Attributes:
+        requests: to add.
+        finished: keys of samples that are finished.
+        is_last: no request comes after these.
+    """
+
+    requests: Sequence[Request]
+    finished: Sequence[int]
+    is_last: bool
+
+
+class Carried(Protocol):
+    """The samples of one engine that have begun and were not taken, by key; the same calls on each of its ranks.
+
+    Attributes:
+        counts: sums that `describe` makes metrics of.
+    """
+
+    counts: dict[str, float]
+
+    @property
+    def keys(self) -> list[int]:
+        """Of all of them."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sampled of them."""
+        ...
+
+    def begin(self, keys: Iterable[int]) -> None:
+        """Samples have begun."""
+
+    def find_unfinished(self) -> list[int]:
+        """Keys of those to which something must be added; only the first rank knows."""
+        ...
+
+    def start(self, keys: Iterable[int], sampling: SamplingConfig) -> None:
+        """A phase starts, in which these are continued."""
+
+    def follow(self) -> Following:
+        """What comes next, at first what continues those that were interrupted; on the first rank."""
+        ...
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Requests are added to the engine."""
+
+    def hear(self, sampled: Sampled, version: int) -> bool:
+        """The engine has sampled something with the weights of a version; whether the sample is finished by that."""
+        ...
+
+    def stop(self) -> None:
+        """The phase is over."""
+
+    def rollout(self, key: int) -> Rollout:
+        """A sample as it is, the same object each time."""
+        ...
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """These are taken, as far as they are here."""
+
+    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics, from the sums of `counts` over all engines."""
+        ...
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint has of them."""
+        ...
+
+    def load(self, state: Mapping[str, torch.Tensor], is_mine: Callable[[int], bool]) -> None:
+        """Add what `pack` made; only samples of some keys."""
+
+
+class CarriedResponses:
+    """Plain responses, each of one request that is interrupted and continued; see `Carried`.
+
+    Args:
+        samples: what they are of.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._held: dict[int, Response] = {}
+        self._rollouts: dict[int, Rollout] = {}
+        self._requests: list[Request] = []  # that the phase starts with
+        self.counts: dict[str, float] = {}
+
+    @property
+    def keys(self) -> list[int]:
+        """See `Carried.keys`."""
+        return [*self._held]
+
+    @property
+    def num_tokens(self) -> int:
+        """See `Carried.num_tokens`."""
+        return sum(len(held.tokens) for held in self._held.values())
+
+    def begin(self, keys: Iterable[int]) -> None:
+        """See `Carried.begin`."""
+        self._held |= dict.fromkeys(keys, NOTHING)
+
+    def find_unfinished(self) -> list[int]:
+        """See `Carried.find_unfinished`."""
+        return [key for key, held in self._held.items() if not held.is_finished]
+
+    def start(self, keys: Iterable[int], sampling: SamplingConfig) -> None:
+        """See `Carried.start`."""
+        parts = [(key, self._held[key].tokens) for key in sorted({*keys} & {*self.find_unfinished()})]
+        self._requests = [
+            continue_request(self._samples.request(key, sampling, position=len(tokens)), tokens)
+            for key, tokens in parts
+        ]
+
+    def follow(self) -> Following:
+        """See `Carried.follow`."""
+        requests, self._requests = self._requests, []
+        return Following(requests, [], is_last=True)
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """See `Carried.ask`."""
+
+    def hear(self, sampled: Sampled, version: int) -> bool:
+        """See `Carried.hear`."""
+        held = self._held.get(sampled.key)
+        if held is None or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
+            return False  # what is wrong is said at the end
+        held = self._held[sampled.key] = held.extend(sampled, version)
+        return held.is_finished
+
+    def stop(self) -> None:
+        """See `Carried.stop`."""
+
+    def rollout(self, key: int) -> Rollout:
+        """See `Carried.rollout`."""
+        if key not in self._rollouts:
+            (prompt, sample), held = self._samples.sample_of(key), self._held[key]
+            self._rollouts[key] = Rollout.from_response(
+                prompt, sample, held.tokens, held.logprobs, held.finish_reason, held.versions, held.kept
+            ).with_routes(held.routes)
+        return self._rollouts[key]
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """See `Carried.drop`."""
+        for key in keys:
+            self._held.pop(key, None)
+            self._rollouts.pop(key, None)
+
+    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """See `Carried.describe`."""
+        return {}
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """See `Carried.pack`."""
+        return pack_responses(self._held)
+
+    def load(self, state: Mapping[str, torch.Tensor], is_mine: Callable[[int], bool]) -> None:
+        """See `Carried.load`."""
+        self._held |= {key: response for key, response in unpack_responses(state).items() if is_mine(key)}
+
+
+def continue_request(request: Request, tokens: np.ndarray) -> Request:
+    """What continues a reply of which some tokens are there; the seed must be that of what follows them."""
+    return replace(
+        request,
+        tokens=np.concatenate([request.tokens, tokens]),
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(tokens)),
+        num_sampled=len(tokens),
+    )
 
 
 def pack_responses(responses: Mapping[int, Response]) -> dict[str, torch.Tensor]:

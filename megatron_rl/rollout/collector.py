@@ -129,7 +129,7 @@ class Collector:
                 round,
             )
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
-        samples.add_metrics(taken.metrics | self._generator.metrics)
+        samples.add_metrics(taken.metrics)
         return samples
 
     @property

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import Request
-from megatron_rl.parallel.collectives import align_group_names, broadcast_tensors, make_group
+from megatron_rl.parallel.collectives import align_group_names, make_group
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.parallel.pairs import open_pair
+from megatron_rl.parallel.pairs import Pair, open_star
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Channel:
     Args:
         group: of the engine's ranks, moves CPU tensors; its first rank is the engine's. None: an engine of one rank, or
             every rank has the same messages by itself.
+        star: the first rank's pairs with the others, the others' with the first; none: the group moves everything.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, star: Sequence[Pair] = ()) -> None:
+        self._group, self._star = group, star
         self.is_first = group is None or group.rank() == 0
 
     def share(self, message: ControlMessage | None) -> ControlMessage:
@@ -61,14 +62,24 @@ class Channel:
         payload = torch.empty(0, dtype=torch.uint8)
         if message is not None and not message.is_empty():
             payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        size, source = torch.tensor([len(payload)]), dist.get_global_rank(self._group, 0)
-        broadcast_tensors([size], source, self._group)
+        size = torch.tensor([len(payload)])
+        self._bring(size, self._group)
         if not size:
             return ControlMessage()
         if message is None:
             payload = torch.empty(int(size), dtype=torch.uint8)
-        broadcast_tensors([payload], source, self._group)
+        self._bring(payload, self._group)
         return message or pickle.loads(payload.numpy().tobytes())
+
+    def _bring(self, values: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if not self._star or not Pair.fits(values.nbytes):
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            return
+        for pair in self._star:
+            if self.is_first:
+                pair.send(values)
+            else:
+                pair.receive(values)
 
 
 def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = None) -> Channel:
@@ -78,6 +89,4 @@ def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = No
     align_group_names()
     index, _ = engines.find(rank)
     group = None if index < 0 else make_group(engines.of[index], timeout)
-    if group is not None:
-        open_pair(group, timeout)
-    return Channel(group)
+    return Channel(group, open_star(group, timeout) if group is not None else ())

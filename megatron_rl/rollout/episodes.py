@@ -12,23 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_rl.agents.episode import Answer
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.agents.recording import Recording
-from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
-from megatron_rl.parallel.collectives import reduce_scalars
-from megatron_rl.rollout.control import ControlMessage
-from megatron_rl.rollout.generation import RolloutGenerator, name_sample
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.rollout.carried import Following, continue_request
+from megatron_rl.rollout.order import STRIDE, Samples
+from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
+from megatron_rl.types import Rollout
 
 _FAILED = ("timeout", "error")
 _COUNTED = (
@@ -46,195 +44,210 @@ _COUNTED = (
 )
 
 
-class EpisodeGenerator:
-    """Generates groups of episodes in place of responses; the same calls on every rank.
-
-    Args:
-        generator: the engines.
-        processes: of this rank's environments.
-        config: of the run.
-        group: all ranks.
+@dataclass(frozen=True)
+class _Episode:
+    """One episode as its engine has it.
 
     Attributes:
-        engines: the ranks of each.
-        is_first: this rank is the first of its engine.
-        metrics: of the last generation, the same on every rank.
-        route_shape: of the routes that rollouts come with; None: they come without.
+        recording: of it; on the other ranks of the engine all that there is.
+        request: for the reply that comes next, from its beginning; None: nobody waits for one.
+        finish_reason: how its last reply ended.
+        rollout: of an episode that is over.
     """
 
-    def __init__(
-        self, generator: RolloutGenerator, processes: EpisodeProcesses, config: RunConfig, group: dist.ProcessGroup
-    ) -> None:
-        self._generator, self._processes, self._group = generator, processes, group
-        self._in_flight = config.agents.episodes_in_flight
-        self.engines, self.is_first = generator.engines, generator.is_first
-        self.route_shape = generator.route_shape
-        self.metrics: dict[str, float] = {}
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: SamplingConfig,
-        step: int,
-        round: int = 0,
-        on_finished: Callable[[Rollout], None] | None = None,
-    ) -> dict[int, Rollout]:
-        """As `RolloutGenerator.generate`; only the first rank of an engine knows how its episodes ended.
-
-        `sampling.max_tokens` bounds the tokens behind the prompt, observations included.
-        """
-        generator, total = self._generator, len(prompts) * group_size
-        first = generator.build_requests(prompts, group_size=group_size, sampling=sampling, step=step, round=round)
-        version = generator.policy_version
-        recordings = {r.key: Recording(prompts[r.key // group_size], r.key % group_size, version) for r in first}
-        rollouts: dict[int, Rollout] = {}
-
-        def end(index: int, rollout: Rollout) -> None:
-            rollouts[index] = rollout
-            generator.count(len(rollout.response_tokens))
-            if on_finished is not None:
-                on_finished(rollout)
-
-        processes = self._processes if generator.is_first else None
-        episodes = _Episodes(first, recordings, total, processes, self._in_flight, end)
-        try:
-            generator.serve(
-                episodes.requests,
-                episodes.take,
-                episodes.hear,
-                name=lambda key: name_sample(prompts, group_size, key % total),
-                total=total,
-                on_requests=episodes.ask,
-            )
-        finally:
-            episodes.close()
-        counts = reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
-        self.metrics = describe_episodes(counts) | generator.metrics
-        if generator.is_first:
-            return rollouts
-        return {index: recording.finish("stop") for index, recording in recordings.items()}
-
-    def close(self) -> None:
-        """End the processes, and release the engine."""
-        self._processes.close_all()
-        self._generator.close()
+    recording: Recording
+    request: Request | None = None
+    finish_reason: str = "stop"
+    rollout: Rollout | None = None
 
 
-class _Episodes:
-    """The episodes of one engine in one generation.
+class Episodes:
+    """The episodes of one engine, see `carried.Carried`; its first rank has their processes, and knows how they end.
+
+    What is interrupted is a reply: the environment waits for the rest of it. All environments have answered before the
+    engine's next step, and when a phase is over.
 
     Args:
-        first: their first requests, in order.
-        recordings: of each, by the key of that.
-        total: samples of all engines; the key of a further request is the first one's plus a multiple of it.
+        samples: what they are of.
         processes: of their environments; None: another rank of the engine has them.
         in_flight: episodes that are open at a time; None: all.
-        on_end: told of each.
-
-    Attributes:
-        requests: that were made so far.
-        counts: of `_COUNTED`.
+        shift: from the key of an episode to that of its process, apart from the keys of others.
     """
 
-    def __init__(
-        self,
-        first: Sequence[Request],
-        recordings: Mapping[int, Recording],
-        total: int,
-        processes: EpisodeProcesses | None,
-        in_flight: int | None,
-        on_end: Callable[[int, Rollout], None],
-    ) -> None:
-        self._first, self._recordings, self._total = {r.key: r for r in first}, recordings, total
-        self._processes, self._on_end = processes, on_end
-        self._waiting, self._in_flight = deque(self._first), in_flight or len(first)
-        self._ends: dict[int, str] = {}  # of the episodes that are open, how their last reply ended
-        self.requests: list[Request] = []
+    def __init__(self, samples: Samples, processes: EpisodeProcesses | None, in_flight: int | None, shift: int) -> None:
+        self._samples, self._processes, self._in_flight, self._shift = samples, processes, in_flight, shift
+        self._episodes: dict[int, _Episode] = {}
+        self._waiting: deque[int] = deque()  # that may be opened in the phase
+        self._open: set[int] = set()
+        self._requests: list[Request] = []  # that the phase starts with
+        self._late: dict[int, Answer] = {}  # that came behind the end of the last phase
         self.counts: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
-        self._started, self._has_warned = time.monotonic(), False
+        self._has_warned = False
 
-    def take(self, is_idle: bool) -> ControlMessage:
-        """The next message; see `rollout.serving.serve`."""
+    @property
+    def keys(self) -> list[int]:
+        """See `Carried.keys`."""
+        return [*self._episodes]
+
+    @property
+    def num_tokens(self) -> int:
+        """See `Carried.num_tokens`."""
+        return sum(
+            len(episode.rollout.response_tokens) if episode.rollout else episode.recording.num_sampled
+            for episode in self._episodes.values()
+        )
+
+    def begin(self, keys: Iterable[int]) -> None:
+        """See `Carried.begin`."""
+        self._episodes |= {key: _Episode(Recording(*self._samples.sample_of(key))) for key in keys}
+
+    def find_unfinished(self) -> list[int]:
+        """See `Carried.find_unfinished`."""
+        return [key for key, episode in self._episodes.items() if episode.rollout is None]
+
+    def start(self, keys: Iterable[int], sampling: SamplingConfig) -> None:
+        """See `Carried.start`."""
+        self._sampling, self._started = sampling, time.monotonic()
+        chosen = sorted({*keys} & {*self.find_unfinished()})
+        self._waiting = deque(key for key in chosen if key not in self._open)
+        self._requests = [
+            self._continue_reply(key, request) for key in chosen if (request := self._episodes[key].request) is not None
+        ]
+
+    def follow(self) -> Following:
+        """See `Carried.follow`; waits for the environments."""
         assert self._processes is not None
-        started, requests = time.monotonic(), list[Request]()
+        started, finished = time.monotonic(), list[int]()
+        requests, self._requests = self._requests, []
         while True:
-            while self._waiting and len(self._ends) < self._in_flight:
-                index = self._waiting.popleft()
-                self._ends[index] = "stop"
-                self._processes.open(index, self._recordings[index].prompt)
-            answers = self._processes.wait()
+            while self._waiting and len(self._open) < (self._in_flight or len(self._episodes)):
+                key = self._waiting.popleft()
+                self._open.add(key)
+                self._processes.open(key + self._shift, self._episodes[key].recording.prompt)
+            answers, self._late = self._late | self._processes.wait(), {}
             if not answers:
                 break
-            for index in sorted(answers):
-                requests += self._continue(index, answers[index])
+            for key in sorted(place - self._shift for place in answers):
+                requests += self._continue(key, answers[key + self._shift])
+                finished += [key] if self._episodes[key].rollout is not None else []
         self.counts["wait_seconds"] += time.monotonic() - started
-        self.requests += requests
-        return ControlMessage(requests=requests, stop=not self._ends)
+        return Following(requests, finished, is_last=not self._open)
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Requests are added to the engine; on each of its ranks."""
+        """See `Carried.ask`."""
         for request in requests:
-            self._recordings[request.key % self._total].ask(request.tokens)
+            self._episodes[request.key % STRIDE].recording.ask(request.tokens)
 
-    def hear(self, sampled: Sampled) -> None:
-        """The engine has answered one; on each of its ranks."""
-        index = sampled.key % self._total
-        if sampled.key < 0 or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
-            self._ends.pop(index, None)  # what is wrong is said in the end
-            return
-        self._recordings[index].reply(sampled.tokens, sampled.logprobs, sampled.kept, sampled.routes)
+    def hear(self, sampled: Sampled, version: int) -> bool:
+        """See `Carried.hear`; an episode is finished by its environment."""
+        key = sampled.key % STRIDE
+        if sampled.key < 0 or key not in self._episodes or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
+            self._open.discard(key)  # what is wrong is said in the end
+            return False
+        episode, is_whole = self._episodes[key], sampled.finish_reason != "interrupted"
+        episode.recording.reply(
+            sampled.tokens, sampled.logprobs, version, sampled.kept, sampled.routes, is_whole=is_whole
+        )
+        if is_whole and self._processes is not None:
+            self._episodes[key] = replace(episode, request=None, finish_reason=sampled.finish_reason)
+            self._processes.tell(key + self._shift, *episode.recording.last_reply(), sampled.finish_reason)
+        return False
+
+    def stop(self) -> None:
+        """See `Carried.stop`."""
         if self._processes is not None:
-            self._ends[index] = sampled.finish_reason
-            self._processes.tell(index, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finish_reason)
+            self._late |= self._processes.wait()
+            self.counts["seconds"] += time.monotonic() - self._started
+
+    def rollout(self, key: int) -> Rollout:
+        """See `Carried.rollout`; on other ranks than the first it does not say how the episode ended."""
+        episode = self._episodes[key]
+        return episode.rollout or episode.recording.finish("stop")
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """See `Carried.drop`."""
+        for key in keys:
+            self._episodes.pop(key, None)
+            self._close(key)
+
+    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """See `Carried.describe`."""
+        return describe_episodes(sums)
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """See `Carried.pack`; an episode that is not over has no more than its key there, and begins again."""
+        return pack_rollouts({key: episode.rollout for key, episode in self._episodes.items()})
+
+    def load(self, state: Mapping[str, torch.Tensor], is_mine: Callable[[int], bool]) -> None:
+        """See `Carried.load`."""
+        for key, rollout in unpack_rollouts(state, self._samples).items():
+            if is_mine(key):
+                self._episodes[key] = _Episode(Recording(*self._samples.sample_of(key)), rollout=rollout)
 
     def close(self) -> None:
         """End the processes of episodes that are open; there are some after an error only."""
-        for index in self._ends:
-            assert self._processes is not None
-            self._processes.close(index)
-        if self._processes is not None:
-            self.counts["seconds"] = time.monotonic() - self._started
+        for key in [*self._open]:
+            self._close(key)
 
-    def _continue(self, index: int, answer: Answer) -> list[Request]:
+    def _close(self, key: int) -> None:
+        if key in self._open:
+            self._open.discard(key)
+            assert self._processes is not None
+            self._processes.close(key + self._shift)
+
+    def _continue_reply(self, key: int, request: Request) -> Request:
+        """The request for a reply, or for the rest of it."""
+        recording = self._episodes[key].recording
+        if not recording.interrupted:
+            return request
+        tokens = recording.tokens[-recording.interrupted :]
+        return continue_request(replace(request, seed=self._seed(key, request.turn, len(tokens))), tokens)
+
+    def _seed(self, key: int, turn: int, position: int = 0) -> int:
+        """Of what follows so many tokens of a reply; the first reply has the seeds of a plain response."""
+        if not turn:
+            return self._samples.request(key, self._sampling, position).seed
+        return derive_seed(self._samples.request(key, self._sampling).seed, turn, 0, 0, position=position)
+
+    def _continue(self, key: int, answer: Answer) -> list[Request]:
         """The request that follows an answer; none where the episode is over."""
-        first, recording = self._first[index], self._recordings[index]
+        episode, first = self._episodes[key], self._samples.request(key, self._sampling)
+        recording = episode.recording
         self.counts["environment_seconds"] += answer.seconds
         if answer.reward is not None:
             recording.judge(answer.reward)
         if answer.tail is None:
-            self._end(index, answer, answer.finish_reason or self._ends[index])
+            self._end(key, answer, answer.finish_reason or episode.finish_reason)
             return []
         known = [] if answer.tail.is_fork else [recording.tokens]
         tokens = np.concatenate([*known, np.array(answer.tail.tokens, np.int32)])
         room = len(recording.prompt.tokens) + first.sampling.max_tokens - len(tokens)
         if room < 1:
-            self._end(index, answer, "length")
+            self._end(key, answer, "length")
             return []
         turn, most = recording.num_turns, min(room, answer.max_tokens or room, first.sampling.max_tokens)
-        return [
-            replace(
-                first,
-                key=index + turn * self._total,
-                tokens=tokens,
-                seed=derive_seed(first.seed, turn, 0, 0) if turn else first.seed,
-                sampling=replace(first.sampling, max_tokens=most),
-                turn=turn,
-            )
-        ]
+        request = replace(
+            first,
+            key=key + turn * STRIDE,
+            tokens=tokens,
+            seed=self._seed(key, turn),
+            sampling=replace(first.sampling, max_tokens=most),
+            turn=turn,
+        )
+        self._episodes[key] = replace(episode, request=request)
+        return [request]
 
-    def _end(self, index: int, answer: Answer, finish_reason: str) -> None:
-        assert self._processes is not None
-        self._processes.close(index)
-        del self._ends[index]
-        recording, has_failed = self._recordings[index], finish_reason in _FAILED
+    def _end(self, key: int, answer: Answer, finish_reason: str) -> None:
+        self._close(key)
+        episode, has_failed = self._episodes[key], finish_reason in _FAILED
+        recording = episode.recording
         rollout = recording.finish(finish_reason)
         self._count(rollout, recording)
         if has_failed:
             self._warn(rollout, answer.failure)
         reward = 0.0 if has_failed else float("nan") if recording.reward is None else recording.reward
-        self._on_end(index, replace(rollout, reward=reward, reward_components=answer.components))
+        rollout = replace(rollout, reward=reward, reward_components=answer.components)
+        self._episodes[key] = replace(episode, rollout=rollout)
 
     def _count(self, rollout: Rollout, recording: Recording) -> None:
         tokens = sum(len(branch.tokens) for branch in rollout.branches)
@@ -265,8 +278,10 @@ class _Episodes:
 
 
 def describe_episodes(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics `agents/...` of a generation, from the sums over all engines of what `_Episodes` counts."""
-    episodes = max(sums["episodes"], 1.0)
+    """The metrics `agents/...` of a generation, from the sums over all engines of what `Episodes` counts."""
+    episodes = sums["episodes"]
+    if not episodes:
+        return {}  # none has ended
     return {
         "agents/turns": sums["turns"] / episodes,
         "agents/forks": sums["forks"] / episodes,

@@ -21,6 +21,7 @@ from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.cache_use import CacheUse
 from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.rollout.order import count_occurrences
 from megatron_rl.rollout.serving import Listener, close_batch, serve
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 from megatron_rl.weights.families import ModelShape
@@ -34,7 +35,7 @@ class HeldWeights(Protocol):
 
 
 class Generator(Protocol):
-    """What generates groups of rollouts: responses (`RolloutGenerator`) or episodes (`episodes.EpisodeGenerator`)."""
+    """What generates groups of rollouts: responses (`RolloutGenerator`) or episodes (`EpisodeGenerator`)."""
 
     engines: EngineRanks
     is_first: bool  # this rank speaks for its engine
@@ -287,13 +288,3 @@ class _Stream:
 def name_sample(prompts: Sequence[Prompt], group_size: int, index: int) -> str:
     """What a message calls a sample of a number."""
     return f"prompt_id {prompts[index // group_size].prompt_id}, sample {index % group_size}"
-
-
-def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
-    """How often each prompt came before in this batch (0 unless an epoch boundary repeats it)."""
-    seen: dict[int, int] = {}
-    counts = []
-    for prompt in prompts:
-        counts.append(seen.get(prompt.prompt_id, 0))
-        seen[prompt.prompt_id] = counts[-1] + 1
-    return counts

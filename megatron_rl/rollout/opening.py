@@ -13,10 +13,12 @@ from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches
 from megatron_rl.parallel.collectives import open_store, world
-from megatron_rl.rollout.episodes import EpisodeGenerator
+from megatron_rl.rollout.carried import CarriedResponses
+from megatron_rl.rollout.episode_generation import EpisodeGenerator
 from megatron_rl.rollout.generation import Generator, RolloutGenerator
+from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
-from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.rollout.stream import Clock, RolloutStream
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt
 
@@ -38,6 +40,7 @@ def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids
         tools=tuple(agents.tools),
         temperature=config.rollout.temperature,
         context_length=config.data.max_prompt_length + config.data.max_response_length,
+        tool_format=agents.tool_format,
     )
     processes = EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
     return EpisodeGenerator(generator, processes, config, world())
@@ -45,6 +48,7 @@ def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids
 
 def open_stream(
     generator: RolloutGenerator,
+    players: Generator,
     prompts: PromptBatches[Prompt],
     config: RunConfig,
     *,
@@ -56,6 +60,7 @@ def open_stream(
 
     Args:
         generator, prompts, config: of the run.
+        players: what `open_episodes` has returned.
         is_apart: the engines have ranks of their own.
         timeout: of groups.
         trace: directory of the schedule's trace; None: none is written.
@@ -67,8 +72,9 @@ def open_stream(
     end = open_phase_end(every, generator.engines.of, timeout)
     runs_ahead = is_apart and config.schedule.max_staleness > 0
     training = TrainingEnd(every, open_store("training", world())) if runs_ahead else None
-    found = _open_trace(config.schedule, generator, trace)
-    return RolloutStream(generator, prompts, config, end, world(), training, found)
+    clock, order = Clock(end, training, _open_trace(config.schedule, generator, trace)), SampleOrder(prompts, config)
+    carried = players.carry(order) if isinstance(players, EpisodeGenerator) else CarriedResponses(order)
+    return RolloutStream(generator, order, carried, config, clock, world())
 
 
 def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:

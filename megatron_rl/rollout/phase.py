@@ -8,23 +8,27 @@ reproducible: with `StepCount` all engines end at the same multiple of decode st
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.protocol import Request
 from megatron_rl.parallel.collectives import align_group_names, make_group, open_store, world
+from megatron_rl.rollout.carried import Following
 from megatron_rl.rollout.control import ControlMessage
-from megatron_rl.rollout.serving import Listener
 from megatron_rl.rollout.window import Goal
 
 _POLL_SECONDS = 0.02
+_LONGEST_POLL_SECONDS = 0.1
+_FAILURE_SECONDS = 1.0  # an engine whose own part is missing looks only for the failure of another one
 _IDLE_SECONDS = 0.002
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class PhaseEnd(Protocol):
@@ -42,7 +46,7 @@ class PhaseEnd(Protocol):
 
 
 class ByStore:
-    """By the clock: the engines count what is finished in a store, and look at most fifty times a second.
+    """By the clock: the engines count what is finished in a store; those that are done look fifty times a second.
 
     An engine counts itself once it has finished the needed groups. Of the others, where any of them may do, it counts
     itself for each that it has finished its samples of: the last one to do so counts the group.
@@ -82,7 +86,8 @@ class ByStore:
             self._left = left.copy()
         if has_news and self._is_enough():
             self.give_up()
-        if not self._is_over and time.monotonic() - self._looked >= _POLL_SECONDS:
+        period = _POLL_SECONDS if self._is_told else _FAILURE_SECONDS
+        if not self._is_over and time.monotonic() - self._looked >= period:
             self._is_over = self._count("over", 0) > 0
             self._looked = time.monotonic()
         return self._is_over
@@ -147,12 +152,12 @@ class TrainingEnd:
     def __init__(self, every: int | None, store: Store) -> None:
         self._every, self._store = every, store
         self._number = self._steps = 0
-        self._looked = 0.0
 
     def begin(self) -> None:
         """Training may end from now on."""
         self._number += 1
-        self._steps, self._looked = 0, 0.0
+        self._steps, self._next_look = 0, 0.0
+        self._begun = time.monotonic()
 
     def tell(self) -> None:
         """It has ended."""
@@ -163,9 +168,11 @@ class TrainingEnd:
         self._steps += 1
         if self._every is not None:
             return self._steps > self._every
-        if time.monotonic() - self._looked < _POLL_SECONDS:
+        now = time.monotonic()
+        if now < self._next_look:
             return False
-        self._looked = time.monotonic()
+        # Looking takes half a millisecond: the longer it has lasted, the less it matters to be late.
+        self._next_look = now + min(max(_POLL_SECONDS, (now - self._begun) / 50), _LONGEST_POLL_SECONDS)
         return self._store.add(f"trained {self._number}", 0) > 0
 
     def give_up(self) -> None:
@@ -176,45 +183,46 @@ class Phase:
     """What the first rank of an engine orders from the beginning of a phase to its end.
 
     Args:
-        requests: of the phase.
         awaited: positions of the first prompts, which the step may take.
         left: [groups] samples of each prompt that this engine has to finish.
         end: of the phase.
-        drains: it ends when all requests are finished.
+        drains: it ends when nothing follows.
 
     Attributes:
-        requests: see above.
+        requests: all that were made.
         running: keys of the unfinished ones.
         num_steps: decode steps before its end.
     """
 
     def __init__(
         self,
-        requests: Sequence[Request],
         awaited: Sequence[int],
         left: np.ndarray,
         end: PhaseEnd | TrainingEnd,
         *,
         drains: bool,
     ) -> None:
-        self.requests, self._left, self._end, self._drains = requests, left.copy(), end, drains
+        self._left, self._end, self._drains = left.copy(), end, drains
+        self.requests: list[Request] = []
         self._places = {position: place for place, position in enumerate(awaited)}
-        self.running = {request.key for request in requests}
+        self.running: set[int] = set()
         self.num_steps, self._has_begun = 0, False
         self._started, self._idle_seconds = time.monotonic(), 0.0
 
-    def take(self, is_idle: bool) -> ControlMessage:
-        """The next message; see `rollout.serving.serve`."""
-        if not self._has_begun:
-            self._has_begun = True
-            return ControlMessage(requests=self.requests, stop=self._drains)
-        if self._end.is_over(self._left):
-            return ControlMessage(interrupts=sorted(self.running), stop=True)
-        self.num_steps += not is_idle
-        if is_idle:
-            time.sleep(_IDLE_SECONDS)
-            self._idle_seconds += _IDLE_SECONDS
-        return ControlMessage()
+    def take(self, is_idle: bool, following: Following) -> ControlMessage:
+        """The next message, with what comes next as far as the phase is not over; see `rollout.serving.serve`."""
+        if self._has_begun and not self._drains:
+            if self._end.is_over(self._left):
+                return ControlMessage(interrupts=sorted(self.running), stop=True)
+            is_idle &= not following.requests
+            self.num_steps += not is_idle
+            if is_idle:
+                time.sleep(_IDLE_SECONDS)
+                self._idle_seconds += _IDLE_SECONDS
+        self._has_begun = True
+        self.requests += following.requests
+        self.running |= {request.key for request in following.requests}
+        return ControlMessage(requests=following.requests, stop=self._drains and following.is_last)
 
     def finish(self, position: int) -> bool:
         """A sample of a prompt is finished; whether the step may take it."""
@@ -223,12 +231,12 @@ class Phase:
             self._left[place] -= 1
         return place is not None
 
-    def guard(self, listen: Listener) -> Listener:
-        """A listener whose error ends the phase for all engines."""
+    def guard(self, call: Callable[[T], R]) -> Callable[[T], R]:
+        """A callback whose error ends the phase for all engines."""
 
-        def guarded(sampled: Sampled) -> None:
+        def guarded(argument: T) -> R:
             try:
-                listen(sampled)
+                return call(argument)
             except Exception:
                 if not self._drains:
                     self._end.give_up()

@@ -125,7 +125,7 @@ class Evaluation:
         """Rank 0 writes the rollouts of a set; collective."""
         texts, rows = TokenTexts(self._decode), []
         for part in parts:
-            rollouts = part.fetch_rollouts(len(part.headers.rollouts), self._decode)
+            rollouts = part.fetch_rollouts(range(len(part.rewards)), self._decode)
             rows += [rollout_row(rollout, texts, values) for rollout, values in rollouts]
         if world().rank() == 0:
             write_rows(directory, self._weights.step, rows)

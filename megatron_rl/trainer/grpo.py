@@ -8,7 +8,7 @@ generated and where they are trained on (see `experience`). What surrounds the s
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from megatron_rl.algorithms.kl import measure_for_target
 from megatron_rl.algorithms.mismatch import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.describe import (
+    choose_logged,
     describe_distributions,
     describe_rollouts,
     describe_sources,
@@ -33,6 +34,7 @@ from megatron_rl.experience.estimate import (
     measure_lags,
 )
 from megatron_rl.experience.experience import Column, Experience
+from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.trainer.session import Session
 
 
@@ -81,6 +83,11 @@ class Trainer(Session):
                     self.reset_reference(step)
                 self.policy.run_ahead()  # engines on ranks of their own generate up to here
                 self.describe(step, samples)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """What shows tokens one by one."""
+        return TokenTexts(self.inputs.tokenizer.decode)
 
     def fetch_tokens(self, samples: Experience) -> None:
         """Bring the tokens to all roles before one computes: those on different ranks then do at the same time."""
@@ -185,7 +192,8 @@ class Trainer(Session):
 
     def describe(self, step: int, samples: Experience) -> None:
         """Count what a step was like, and write some of its rollouts; collective."""
-        limit, headers = self.config.trainer.log_rollouts, samples.headers
+        headers = samples.headers
+        reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
@@ -195,10 +203,11 @@ class Trainer(Session):
         }
         columns |= {
             name: self.policy.as_update(samples, values)
-            for name, values in (describe_updates(batch, self.config.algorithm) if limit else {}).items()
+            for name, values in (describe_updates(batch, self.config.algorithm) if reasons else {}).items()
         }
-        logged = samples.fetch_rollouts(len(headers) if limit < 0 else limit, self.inputs.tokenizer.decode, columns)
+        logged = samples.fetch_rollouts([*reasons], self.inputs.tokenizer.decode, columns)
         self.run.write_histograms(step, partial(describe_distributions, headers, batch))
-        self.run.write_rollouts(step, (rollout_row(r, self.token_texts, found) for r, found in logged))
+        rows = (rollout_row(r, self.token_texts, found) for r, found in logged)
+        self.run.write_rollouts(step, (row | why for row, why in zip(rows, reasons.values())))
         self.count_elsewhere()
         self.capsule.end(step, samples)

@@ -13,7 +13,7 @@ Every call is collective: all ranks make the same ones. Layouts, packing, reshar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,12 @@ class Policy(ActorOnSamples):
         if self.runs_ahead:
             self._collector.run_ahead()
 
-    def validate(self, validation: Mapping[str, PromptSet]) -> dict[str, float]:
-        """Metrics of every validation set, `validation/<set>/<metric>`."""
+    def validate(
+        self, validation: Mapping[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
+    ) -> dict[str, float]:
+        """Metrics of every validation set, `validation/<set>/<metric>`; `on_set` is told of the samples of each."""
         with self.hybrid.rollout_mode():
-            return self._collector.validate(validation)
+            return self._collector.validate(validation, on_set)
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
         """One value per rollout, [num_rollouts], at each of its tokens in the loss; 0 elsewhere."""

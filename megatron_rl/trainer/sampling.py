@@ -85,8 +85,10 @@ def build_rollout_members(
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, inputs.stop)
     if "critic" in roles:
         hybrid.also_release(roles["critic"].optimizer)
+    players = open_episodes(generator, config, inputs.stop_token_ids)
     stream = open_stream(
         generator,
+        players,
         prompts,
         config,
         is_apart=hybrid.is_apart,
@@ -94,7 +96,7 @@ def build_rollout_members(
         trace=run.trace,
     )
     collector = Collector(
-        generator=open_episodes(generator, config, inputs.stop_token_ids),
+        generator=players,
         rewards=rewards,
         config=config,
         stop_token_ids=inputs.stop_token_ids,

@@ -14,9 +14,9 @@ from typing import Any, Self
 from megatron_rl.algorithms.kl import build_kl_controller
 from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.experience.describe import text_rows
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
-from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.roles.build import group_timeout
 from megatron_rl.roles.parts import NO_PARTS, Parts
@@ -69,7 +69,6 @@ class Session:
             export=self.policy.export,
             total_steps=self.total_steps,
         )
-        self.token_texts = TokenTexts(inputs.tokenizer.decode)
         self.capsule = CapsuleRecorder(
             config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
         )
@@ -127,12 +126,12 @@ class Session:
         total, trainer, run = self.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
         if trainer.val_only:
-            self.validate()
+            self.validate(resumed or 0)
             run.record(resumed or 0)
             run.finish()
             return
         if resumed is None and trainer.val_before_train and self.inputs.validation:
-            self.validate()
+            self.validate(0)
             run.record(0)
             self.checkpoints.mark(0)
             self.checkpoints.safe_point()
@@ -143,17 +142,20 @@ class Session:
                 yield step
                 is_best = False
                 if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):
-                    is_best = run.is_best(self.validate(), trainer.best_metric)
+                    is_best = run.is_best(self.validate(step), trainer.best_metric)
                 self.checkpoints.end_step(step, is_best)
             run.record(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         run.finish()
 
-    def validate(self) -> dict[str, float]:
-        """Metrics of every validation set; collective."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of every validation set, whose responses are written; collective."""
+        found: dict[str, list[Any]] = {}
         with self.run.timers.phase("validation", swallow=True):
-            metrics = self.policy.validate(self.inputs.validation)
+            metrics = self.policy.validate(self.inputs.validation, found.__setitem__)
+        for name, parts in found.items() if self.config.trainer.log_validation else ():
+            self.run.write_validation(step, name, text_rows(parts, self.inputs.tokenizer.decode))
         self.run.count(metrics)
         return metrics
 

@@ -16,6 +16,8 @@ Order of an optimizer step:
 3. `finish`: the learning rates and `is_sound` are on the device already; replay.
 
 Gradients accumulate on the stream on which DDP was built: it must be the one of the capture (`PackedModel.stream`).
+With `overlap_grad_reduce` the last microbatch has a graph of its own per shape, which reduces the gradients as well
+(`reduction.py`); all data parallel ranks capture theirs as soon as one of them needs one.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from megatron_rl.types import UserError
 _WARM_UPS = 3
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")  # what looks on is not what called the operation
 _GIB = 1 << 30
+
+Key = tuple[str, Shape, int]  # loss, shape, and what tells graphs of one shape apart
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +76,9 @@ class GraphStep(StaticStep):
         super().__init__(model, head, optimizer)
         assert model.stream is not None
         self._stream = model.stream
-        self._pool: Any = None
-        self._graphs: dict[tuple[str, Shape], Captured] = {}
-        self._uncaptured: set[tuple[str, Shape]] = set()
+        self._pools: dict[int, Any] = {}
+        self._graphs: dict[Key, Any] = {}  # what `_capture_microbatch` returns
+        self._uncaptured: set[Key] = set()
         self._finish: Captured | None = None
         self._settings: dict[str, Any] = {}
         self._memory_limit = None if memory_gib is None else int(memory_gib * _GIB)
@@ -82,10 +86,10 @@ class GraphStep(StaticStep):
     @property
     def memory_bytes(self) -> int:
         """Device memory that the graphs hold."""
-        if self._pool is None:
+        if not self._pools:
             return 0
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        pools = {tuple(pool) for pool in self._pools.values()}
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools)
 
     @property
     def num_graphs(self) -> int:
@@ -94,49 +98,75 @@ class GraphStep(StaticStep):
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
         """Capture what the minibatch needs and is not captured yet; leaves arbitrary values in the gradients."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._finish is None:
             self._make_rng_capturable()
         if self._settings.setdefault(loss.name, loss.settings) != loss.settings:
             log.warning("the settings of the %s loss have changed: its graphs are captured again", loss.name)
             self._graphs = {key: found for key, found in self._graphs.items() if key[0] != loss.name}
             self._settings[loss.name] = loss.settings
-        missing = {}
-        for microbatch in minibatch.microbatches():
-            key = (loss.name, find_shape(microbatch))
-            if key not in self._graphs and key not in self._uncaptured:
-                missing.setdefault(key, microbatch)
+        missing = self._list_missing(minibatch, loss)
         for key, microbatch in sorted(missing.items(), key=lambda item: -len(item[1].tokens)):
             self._prepare_shape(key, microbatch, loss)
         if self._finish is None:
             self.optimizer.is_sound.fill_(False)  # Adam makes its states, and changes nothing
-            self._finish = self._capture(self.optimizer.finish, "the end of the optimizer step")
+            self._warm_up(self.optimizer.finish)
+            self._finish = self._record(self.optimizer.finish, "the end of the optimizer step")
 
-    def _prepare_shape(self, key: tuple[str, Shape], microbatch: TrainBatch, loss: StepLoss) -> None:
+    def _list_missing(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
+        needed = self._list_needed(minibatch, loss)
+        missing = needed.keys() - self._graphs.keys() - self._uncaptured
+        for key in filter(self._reduces, needed):
+            if self._agree(key in missing, self.model.groups.dp):
+                missing.add(key)
+        return {key: needed[key] for key in needed if key in missing}  # in one order on all ranks
+
+    def _list_needed(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
+        marked = self._mark_last(minibatch.microbatches())
+        return {(loss.name, find_shape(microbatch), is_last): microbatch for microbatch, is_last in marked}
+
+    def _reduces(self, key: Key) -> bool:
+        """Whether it has collectives with all data parallel ranks."""
+        return self.model.reduces_early and bool(key[-1])
+
+    def _prepare_shape(self, key: Key, microbatch: TrainBatch, loss: StepLoss) -> None:
         name = describe_shape(microbatch)
-        if self._is_full():
+        if self._is_full(key):
             log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
             self._uncaptured.add(key)
             return
         self.optimizer.zero_grad()
-        static = self._inputs.load(microbatch)
-        self._graphs[key] = self._capture(lambda: self.forward_backward(static, loss), f"a microbatch of {name}")
+        self._graphs[key] = self._capture_microbatch(key, microbatch, loss, f"a microbatch of {name}")
         log.info("captured a CUDA graph for microbatches of %s; all hold %.2f GiB", name, self.memory_bytes / _GIB)
 
-    def _is_full(self) -> bool:
-        """The same on all ranks that compute a microbatch together: its collectives run during a capture."""
+    def _capture_microbatch(self, key: Key, microbatch: TrainBatch, loss: StepLoss, name: str) -> Any:
+        static = self._inputs.load(microbatch)
+
+        def forward_backward() -> torch.Tensor:
+            return self.forward_backward(static, loss, bool(key[-1]))
+
+        self._warm_up(forward_backward)
+        return self._record(forward_backward, name)
+
+    def _is_full(self, key: Key) -> bool:
+        """The same on all ranks whose collectives run during the capture."""
         if self._memory_limit is None:
             return False
-        is_full = torch.tensor(int(self.memory_bytes >= self._memory_limit), device=self.model.device)
-        group = self.model.groups.collection.tp_cp
-        if group.size() > 1:
-            dist.all_reduce(is_full, op=dist.ReduceOp.MAX, group=group)
-        return bool(is_full)
+        groups = self.model.groups
+        group = groups.world if self._reduces(key) else groups.collection.tp_cp
+        return self._agree(self.memory_bytes >= self._memory_limit, group)
 
-    def _run_one(self, microbatch: TrainBatch, loss: StepLoss) -> torch.Tensor:
+    def _agree(self, found: bool, group: dist.ProcessGroup) -> bool:
+        """Whether it is so on any rank of the group."""
+        if group.size() == 1:
+            return found
+        anywhere = torch.tensor(int(found), device=self.model.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        return bool(anywhere)
+
+    def _run_one(self, microbatch: TrainBatch, loss: StepLoss, is_last: bool) -> torch.Tensor:
         static = self._inputs.load(microbatch)
-        captured = self._graphs.get((loss.name, find_shape(microbatch)))
-        metrics = captured.replay() if captured else self.forward_backward(static, loss)
+        captured = self._graphs.get((loss.name, find_shape(microbatch), is_last))
+        metrics = captured.replay() if captured else self.forward_backward(static, loss, is_last)
         microbatch.take_updates(static)
         return metrics
 
@@ -157,22 +187,34 @@ class GraphStep(StaticStep):
             force_reset_rng=True,
         )
 
-    def _capture(self, function: Callable[[], torch.Tensor], name: str) -> Captured:
-        """Capture a function without arguments; it has run a few times afterwards."""
-        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        for state in (get_all_rng_states() or {}).values():
-            graph.register_generator_state(state)
+    def _warm_up(self, *functions: Callable[[], torch.Tensor]) -> None:
+        """Run functions a few times in their order, on the stream of the captures."""
+        current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
+            for function in functions * _WARM_UPS:
                 function()
         current.wait_stream(self._stream)
-        self.optimizer.megatron.zero_grad()  # no .grad must be left for the capture to add to
+        self.optimizer.megatron.zero_grad()  # no .grad must be left for a capture to add to
         gc.collect()
-        ops = OpRecorder()
+
+    def _record(self, function: Callable[[], torch.Tensor], name: str, pool: int = 0) -> Captured:
+        """Capture a function without arguments, which has run before.
+
+        Args:
+            function: whose result is a tensor that stays.
+            name: in errors.
+            pool: number of the memory pool.
+        """
+        graph, ops = torch.cuda.CUDAGraph(), OpRecorder()
+        for state in (get_all_rng_states() or {}).values():
+            graph.register_generator_state(state)
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
+        # thread_local: NCCL's watchdog may look at its events meanwhile.
+        options: dict[str, Any] = dict(stream=self._stream, capture_error_mode="thread_local")
         try:
-            # thread_local: NCCL's watchdog may look at its events meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"), ops:
+            with torch.cuda.graph(graph, pool=self._pools[pool], **options), ops:
                 result = function()
         except Exception as error:
             raise explain_capture_failure(error, ops.last, name) from error

@@ -127,7 +127,7 @@ def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[Fast
         config.step_mode,
         device.type == "cpu" or config.step_mode == "graph",
         "no launch per kernel, which binds small microbatches",
-        "step_mode=graph (one pipeline stage, dense models)",
+        "step_mode=graph (dense models)",
     )
     if device.type == "cuda":
         yield FastPath("batches", "copied from pinned memory while the host continues", True)
@@ -141,7 +141,7 @@ def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) ->
         "during backward" if config.overlap_grad_reduce else "after backward",
         config.overlap_grad_reduce or device.type == "cpu",
         "hidden behind the last backward",
-        "overlap_grad_reduce=true" if config.step_mode == "eager" else "",
+        "overlap_grad_reduce=true",
     )
     if config.use_distributed_optimizer:
         yield FastPath(

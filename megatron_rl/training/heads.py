@@ -144,7 +144,7 @@ def _find_predicted(
 ) -> tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]:
     """Tokens that this context parallel rank predicts: those in the loss, or where shapes must be fixed all.
 
-    Of a bucketed microbatch all rows predict, each its successor; where prompts are shared (which needs cp = 1)
+    Of a bucketed microbatch all rows predict, each its successor; where prompts are shared (which takes cp = 1)
     all places are predicted, each by its predecessor. What is not in the loss is dropped by `_combine`.
 
     Returns:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
@@ -34,6 +33,7 @@ from megatron_rl.training.adapters import Adapters, fill_model, list_params, mer
 from megatron_rl.training.fully_sharded import build_sharded, local_values, reshard
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
+from megatron_rl.training.reduction import EarlyReduction, wrap_stages
 from megatron_rl.training.routing import Routing
 from megatron_rl.training.setup import RoleSetup
 
@@ -96,7 +96,9 @@ class PackedModel(LaidOutModel):
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable and not self.is_fully_sharded:
-            self._prepare_training(spec.training)
+            self.stream = torch.cuda.Stream() if spec.training.step_mode == "graph" else None
+            with _on_stream(self.stream):
+                self.ddp = wrap_stages(self.stages, self.config, spec.training, groups.collection)
         elif not spec.trainable:
             self.stages.requires_grad_(False)
         self.params = list_params(self.stages)
@@ -107,28 +109,10 @@ class PackedModel(LaidOutModel):
         if spec.offload:
             self.offload()
 
-    def _prepare_training(self, config: TrainedConfig) -> None:
-        """Wrap the stages in DDP, which moves the parameters into buffers.
-
-        Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
-        """
-        if config.step_mode == "graph":
-            self.stream = torch.cuda.Stream()
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.use_distributed_optimizer,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-        )
-        with _on_stream(self.stream):
-            self.ddp = [
-                DistributedDataParallel(
-                    self.config, ddp_config, stage, disable_bucketing=index > 0, pg_collection=self.groups.collection
-                )
-                for index, stage in enumerate(self.stages)
-            ]
-        if config.overlap_grad_reduce:
-            no_sync: Any = [module.no_sync for module in self.ddp]  # one or a list of them: annotated as one
-            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    @property
+    def reduces_early(self) -> bool:
+        """Whether the function of the last microbatch reduces the gradients; see `reduction.py`."""
+        return any(isinstance(stage, EarlyReduction) for stage in self.ddp)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -197,8 +181,12 @@ class PackedModel(LaidOutModel):
                 self.offload()
 
     def own_rows(self, microbatch: TrainBatch) -> slice:
-        """The rows of a microbatch that this context parallel rank holds."""
-        return shard_rows(len(microbatch.tokens), self.layout.cp_size, self.groups.at.cp)
+        """Of the rows that are computed of a microbatch, those that this context parallel rank holds."""
+        return shard_rows(microbatch.num_computed, self.layout.cp_size, self.groups.at.cp)
+
+    def count_rows(self, num_tokens: int) -> int:
+        """Rows of the hidden states of so many tokens on one rank, between two stages."""
+        return num_tokens // (self.layout.cp_size * (self.layout.tp_size if self.config.sequence_parallel else 1))
 
     @torch.no_grad()
     def compute_forward(self, batch: TrainBatch, head: Head, *size: int) -> torch.Tensor:
@@ -216,7 +204,11 @@ class PackedModel(LaidOutModel):
         return found
 
     def run_microbatches(
-        self, microbatches: Sequence[TrainBatch], head: Head, loss_function: LossFunction | None = None
+        self,
+        microbatches: Sequence[TrainBatch],
+        head: Head,
+        loss_function: LossFunction | None = None,
+        forward_step: Callable[..., Any] | None = None,
     ) -> list[Any]:
         """Run microbatches through the pipeline.
 
@@ -224,6 +216,7 @@ class PackedModel(LaidOutModel):
             microbatches: of one minibatch (or more, forward only).
             head: what is made of the hidden states.
             loss_function: forward and backward with this loss, or None for forward only.
+            forward_step: what the schedule calls in the place of this model's `forward_step`.
 
         Returns:
             On the last stage one entry per microbatch: the loss's metrics, or the first tensor [t] that the head gives
@@ -239,16 +232,15 @@ class PackedModel(LaidOutModel):
             module.train(not is_forward_only)
         pipeline: dict[str, Any] = {}
         if layout.pp_size > 1:
-            shards = layout.cp_size * (layout.tp_size if self.config.sequence_parallel else 1)
-            shapes = [(len(m.tokens) // shards, 1, self.shape.hidden_size) for m in microbatches]
+            shapes = [(self.count_rows(m.num_computed), 1, self.shape.hidden_size) for m in microbatches]
             make = P2PCommunicator if is_interleaved else partial(PlannedCommunicator, shapes)
             pipeline["p2p_communicator"] = make(self.groups.pp, self.config)
         found = forward_backward(
-            forward_step_func=partial(self.forward_step, head, loss_function),
+            forward_step_func=forward_step or partial(self.forward_step, head, loss_function),
             data_iterator=iterators if is_interleaved else iterators[0],
             model=modules if is_interleaved else modules[0],
             num_microbatches=len(microbatches),
-            seq_length=max(len(m.tokens) for m in microbatches),
+            seq_length=max(m.num_computed for m in microbatches),
             micro_batch_size=1,
             forward_only=is_forward_only,
             collect_non_loss_data=is_forward_only,
@@ -263,10 +255,10 @@ class PackedModel(LaidOutModel):
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         """megatron-core's forward step function: the output of `module`, and what makes a loss or a result of it."""
         microbatch = next(batches)
-        piece = microbatch.slices[0]
+        position_ids = microbatch.computed(microbatch.position_ids)
         packed = build_packed_sequences(
-            piece,
-            microbatch.position_ids,
+            microbatch.slices[0],
+            position_ids,
             self.shape,
             dtype=self.config.params_dtype,
             cp_size=self.layout.cp_size,
@@ -277,8 +269,8 @@ class PackedModel(LaidOutModel):
             packed = replace(packed, routes=self.routing.describe(microbatch))
         mine = self.own_rows(microbatch)
         output = module(
-            microbatch.tokens[None, mine],
-            microbatch.position_ids[None, mine],
+            microbatch.computed(microbatch.tokens)[None, mine],
+            position_ids[None, mine],
             attention_mask=None,
             packed_seq_params=packed,
         )

@@ -50,19 +50,17 @@ class Routing:
 
     def describe(self, microbatch: TrainBatch) -> RowRoutes:
         """What the layers must know of the rows of a microbatch."""
-        mine = self.own_rows(len(microbatch.tokens))
+        mine, counts = self.own_rows(microbatch.num_computed), None if microbatch.flipped is None else self._counts
+        counted = None if counts is None else microbatch.computed(microbatch.loss_mask)[mine]
+        if microbatch.slices[0].computed is not None:
+            assert microbatch.replayed_routes is None and microbatch.routes_used is None, "config/idle.py"
+            return RowRoutes(counted=counted, counts=counts)
 
         def cut(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values[mine]
 
-        is_update = microbatch.flipped is not None
-        return RowRoutes(
-            cut(microbatch.replayed_routes),
-            cut(microbatch.routes_used),
-            cut(microbatch.loss_mask) if is_update else None,
-            cut(microbatch.flipped),
-            self._counts if is_update else None,
-        )
+        given, used, flipped = map(cut, (microbatch.replayed_routes, microbatch.routes_used, microbatch.flipped))
+        return RowRoutes(given, used, counted, flipped, counts)
 
     def make_room(self, batch: TrainBatch) -> torch.Tensor:
         """For the experts that a pass chooses, [t, layers, choices]; unknown so far."""

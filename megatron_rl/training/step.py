@@ -24,6 +24,7 @@ from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
+from megatron_rl.training.reduction import reduce_early
 from megatron_rl.types import UserError
 
 Shape = tuple[Any, ...]
@@ -131,26 +132,39 @@ class StaticStep(EagerStep):
         if self.model.groups.layout.pp_size > 1:
             # Several are under way at once: each needs buffers of its own.
             static = [self._inputs.load(microbatch, slot) for slot, microbatch in enumerate(microbatches)]
-            metrics = self.model.run_microbatches(static, self._head, loss)
+            with reduce_early(self.model.ddp):
+                metrics = self.model.run_microbatches(static, self._head, loss)
             for microbatch, buffers in zip(microbatches, static, strict=True):
                 microbatch.take_updates(buffers)
             return metrics
-        return [self._run_one(microbatch, loss) for microbatch in microbatches]
+        return [self._run_one(microbatch, loss, is_last) for microbatch, is_last in self._mark_last(microbatches)]
 
-    def _run_one(self, microbatch: TrainBatch, loss: StepLoss) -> torch.Tensor:
+    def _mark_last(self, microbatches: Sequence[TrainBatch]) -> list[tuple[TrainBatch, bool]]:
+        """Each with whether its function reduces the gradients: one at most, the last."""
+        last = len(microbatches) - 1 if self.model.reduces_early else None
+        return [(microbatch, index == last) for index, microbatch in enumerate(microbatches)]
+
+    def _run_one(self, microbatch: TrainBatch, loss: StepLoss, is_last: bool) -> torch.Tensor:
         static = self._inputs.load(microbatch)
-        metrics = self.forward_backward(static, loss)
+        metrics = self.forward_backward(static, loss, is_last)
         microbatch.take_updates(static)
         return metrics
 
-    def forward_backward(self, static: TrainBatch, loss: StepLoss) -> torch.Tensor:
-        """Add the gradient of one microbatch to the gradient buffers; returns its packed metrics."""
-        module = self.model.modules[0]
+    def forward_backward(self, static: TrainBatch, loss: StepLoss, is_last: bool) -> torch.Tensor:
+        """Add the gradient of one microbatch to the gradient buffers; returns its packed metrics.
+
+        Args:
+            static: the microbatch, in its buffers.
+            loss: of the step.
+            is_last: reduce the gradients as well.
+        """
+        (module,) = self.model.ddp
         if not module.training:
             module.train()
-        output, finish = self.model.forward_step(self._head, loss, iter((static,)), module)
-        value, _, metrics = finish(output)
-        value.backward()
+        with reduce_early([module]) if is_last else module.no_sync():
+            output, finish = self.model.forward_step(self._head, loss, iter((static,)), module)
+            value, _, metrics = finish(output)
+            value.backward()
         return metrics
 
 

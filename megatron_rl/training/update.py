@@ -23,6 +23,7 @@ from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
+from megatron_rl.training.stage_graphs import StageGraphStep
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
 from megatron_rl.training.unsound import explain_lost_gradient, explain_unsound
 from megatron_rl.types import LossLedger, UserError
@@ -31,7 +32,8 @@ from megatron_rl.types import LossLedger, UserError
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """How the microbatches of a role run, by `step_mode`."""
     if config.step_mode == "graph":
-        return GraphStep(model, head, optimizer, config.graph_memory_gib)
+        kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
+        return kind(model, head, optimizer, config.graph_memory_gib)
     return (StaticStep if config.step_mode == "static" else EagerStep)(model, head, optimizer)
 
 

@@ -7,7 +7,6 @@ is that of the whole row, wherever its pieces lie: what an engine gets does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from megatron_rl.resharding.computed import CodedParam
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.weight_sync.move import Cargo, Way
-from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, find_scales
+from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, find_scales, list_scales
 from megatron_rl.weights.shard_box import ShardBox, box_slices
-from megatron_rl.weights.tables import PlacementTable, as_table
 
 
 class RowScales:
@@ -85,15 +83,8 @@ def split_cargo(cargo: Cargo, way: Way, code_format: CodeFormat, matrices: froze
         Cargo(
             {name: (size[0], 1) for name, size in coded.shapes.items()},
             {name + SCALE_SUFFIX: scale for name, scale in scales.params.items()},
-            lambda rank: _list_scales(coded.source(rank)),
-            lambda rank: _list_scales(coded.destination(rank)),
+            lambda rank: list_scales(coded.source(rank)),
+            lambda rank: list_scales(coded.destination(rank)),
             dtype=torch.float32,
         ),
     ]
-
-
-def _list_scales(pieces: Iterable[ShardBox]) -> PlacementTable:
-    """Where the scales of pieces lie."""
-    return as_table(
-        ShardBox(p.param + SCALE_SUFFIX, (p.local_box[0], (0, 1)), p.hf_name, (p.hf_box[0], (0, 1))) for p in pieces
-    )

@@ -9,11 +9,14 @@ computed in float32. Codes are stored and moved as int8, the bits of either kind
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.tables import PlacementTable, as_table
 
 CodeFormat = Literal["int8", "fp8"]
 SCALE_SUFFIX = "_scale"  # of a parameter's name: its scales [n, 1] float32
@@ -24,6 +27,13 @@ _KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down
 def list_matrices(shape: ModelShape) -> frozenset[str]:
     """HF names of the matrices that are kept in eight bits: those of attention and MLPs, no embedding and no head."""
     return frozenset(name for name, kind in shape.tensor_kinds().items() if kind in _KINDS)
+
+
+def list_scales(matrices: Iterable[ShardBox]) -> PlacementTable:
+    """Where the scales of pieces of matrices lie."""
+    return as_table(
+        ShardBox(p.param + SCALE_SUFFIX, (p.local_box[0], (0, 1)), p.hf_name, (p.hf_box[0], (0, 1))) for p in matrices
+    )
 
 
 def find_scales(largest: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.agents.calculator import Calculator, calculate
-from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, find_environment, read_tool_calls
+from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, find_environment
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.types import Prompt, UserError
@@ -213,18 +213,6 @@ def test_an_environment_that_is_not_there_is_named(setup, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             find_environment(name)
-
-
-def test_tool_calls_are_read_from_the_text_of_a_reply():
-    calls = read_tool_calls(
-        'a <tool_call>\n{"name": "calculate", "arguments": {"expression": "1+2"}}\n</tool_call> b '
-        "<tool_call>{broken}</tool_call><tool_call>[1]</tool_call>"
-    )
-    assert [(call.name, call.arguments) for call in calls] == [
-        ("calculate", {"expression": "1+2"}),
-        ("", None),
-        ("", None),
-    ]
 
 
 @pytest.mark.parametrize(

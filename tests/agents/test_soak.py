@@ -28,7 +28,7 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.control import open_channel
-from megatron_rl.rollout.episodes import EpisodeGenerator
+from megatron_rl.rollout.episode_generation import EpisodeGenerator
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.types import Prompt, Rollout
 from tools.make_toy_task import train_tokenizer

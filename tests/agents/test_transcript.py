@@ -33,14 +33,14 @@ def spell(tokenizer, text, closed=True):
 def play(tokenizer, replies, answers, **options):
     """The rollout of a conversation, and its requests; replies are tokens, answers messages."""
     prompt = np.array(tokenizer.encode(tokenizer.apply_chat_template(QUESTION)), np.int32)
-    recording = Recording(Prompt(0, prompt, "", ""), 0, 3)
+    recording = Recording(Prompt(0, prompt, "", ""), 0)
     transcript = ChatTranscript(tokenizer, QUESTION, {}, (tokenizer.eos_token_id,), **options)
     requests, tail = [], transcript.begin([])
     for index, reply in enumerate(replies):
         known = [] if tail.is_fork else recording.tokens.tolist()
         requests.append(known + tail.tokens)
         recording.ask(np.array(requests[-1], np.int32))
-        recording.reply(np.array(reply, np.int32), -np.arange(1, len(reply) + 1, dtype=np.float32))
+        recording.reply(np.array(reply, np.int32), -np.arange(1, len(reply) + 1, dtype=np.float32), 3)
         if index < len(answers):
             tail = transcript.extend(reply, answers[index])
     return recording.finish("stop"), requests
@@ -148,9 +148,9 @@ def test_messages_before_the_first_reply_follow_those_of_the_task(chat):
     transcript = ChatTranscript(tokenizer, QUESTION, {}, (tokenizer.eos_token_id,))
     tail = transcript.begin(board)
     prompt = np.array(tokenizer.encode(tokenizer.apply_chat_template(QUESTION)), np.int32)
-    recording = Recording(Prompt(0, prompt, "", ""), 0, 0)
+    recording = Recording(Prompt(0, prompt, "", ""), 0)
     recording.ask(np.array(tail.tokens, np.int32))
-    recording.reply(np.array([5, 6], np.int32), np.zeros(2, np.float32))
+    recording.reply(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)
     (branch,) = recording.finish("stop").branches
     assert tokenizer._tokenizer.decode(branch.tokens[:-2].tolist()) == tokenizer.apply_chat_template(QUESTION + board)
     shared = branch.num_prompt_tokens
@@ -173,14 +173,28 @@ def test_plain_text_goes_on_as_it_is(tmp_path):
 
 def record(*parts) -> Rollout:
     """A rollout of a prompt and of parts, a list of sampled tokens or a tuple of observed ones."""
-    recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0, 0)
+    recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
     for part in parts:
         if isinstance(part, tuple):
             recording.ask(np.array([*recording.tokens, *part], np.int32))
         else:
             recording.ask(recording.tokens)
-            recording.reply(np.array(part, np.int32), np.zeros(len(part), np.float32))
+            recording.reply(np.array(part, np.int32), np.zeros(len(part), np.float32), 0)
     return recording.finish("stop")
+
+
+def test_a_reply_that_is_interrupted_and_continued_is_one_turn_of_two_versions():
+    recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
+    recording.ask(np.array([1, 2], np.int32))
+    for tokens, version, is_whole in (([], 3, False), ([5, 6], 3, False), ([], 4, False), ([7], 5, True)):
+        recording.reply(np.array(tokens, np.int32), -np.array(tokens, np.float32), version, is_whole=is_whole)
+        recording.ask(recording.tokens)
+    recording.judge(0.5)
+    rollout = recording.finish("stop")
+    (branch,), (turn,) = rollout.branches, rollout.turns
+    assert recording.last_reply() == ([5, 6, 7], [-5.0, -6.0, -7.0]) and recording.interrupted == 0
+    assert (turn.start, turn.stop) == (2, 5) and branch.tokens.tolist() == [1, 2, 5, 6, 7]
+    assert rollout.versions.tolist() == [3, 3, 5] and branch.rewards.tolist() == [0, 0, 0, 0, 0.5]
 
 
 def test_an_observation_behind_the_last_reply_is_left_out():

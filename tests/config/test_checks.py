@@ -108,6 +108,11 @@ def test_defaults_pass() -> None:
         ),
         (["rollout.engine=sglang"], "rollout.server.python", "has an environment of its own"),
         (
+            ["rollout.engine=sglang", "rollout.server.python=python", "rollout.min_tokens=4"],
+            "rollout.min_tokens",
+            "which needs a tokenizer for it",
+        ),
+        (
             [VLLM, "schedule.max_staleness=1", "schedule.steps_per_update=8", TRUNCATE],
             "rollout.engine",
             "has no decode steps that this job could count",
@@ -190,8 +195,10 @@ def test_refusals_name_the_setting_and_its_place(overrides: list[str], name: str
         (["critic.max_num_seqs=8"], "critic.max_num_seqs", 64),
         ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", None),
         ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
-        ([STATIC, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", False),
         (["rollout.engine=megatron", "hybrid.alias_weights=false"], "hybrid.alias_weights", True),
+        (["actor.share_prompts=tree", "actor.router_replay=trainer"], "actor.share_prompts", True),
+        (["critic.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
+        (["reward_model.share_prompts=tree"], "reward_model.share_prompts", True),
     ],
 )
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:
@@ -208,6 +215,7 @@ def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name:
     "overrides",
     [
         ["actor.sequence_parallel=true", "actor.tensor_model_parallel_size=2"],
+        ["actor.share_prompts=tree", "critic.share_prompts=tree"],
         [f"{PP}=2", f"{VPP}=2"],
         [f"{PP}=2", f"{VPP}=1"],
         ["actor.expert_model_parallel_size=2"],  # whether the model has experts is its shape's matter

@@ -10,6 +10,7 @@ from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 STATIC, GRAPH = "actor.step_mode=static", "actor.step_mode=graph"
+PP, VPP = "actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -19,19 +20,12 @@ STATIC, GRAPH = "actor.step_mode=static", "actor.step_mode=graph"
         ([STATIC, "actor.max_num_seqs=0"], "actor.max_num_seqs", "is too small"),
         ([STATIC, "actor.bucket_tokens=[512, 1024]"], "actor.bucket_tokens", "no bucket for a microbatch of"),
         ([STATIC, "actor.bucket_tokens=[0, 4096]"], "actor.bucket_tokens", "no bucket"),
-        (
-            [GRAPH, "actor.pipeline_model_parallel_size=2"],
-            "actor.pipeline_model_parallel_size",
-            "messages between stages",
-        ),
+        ([GRAPH, PP, f"{VPP}=2"], VPP, "an interleaved schedule"),
+        ([GRAPH, PP, "actor.overlap_grad_reduce=true"], "actor.overlap_grad_reduce", "not captured yet"),
         ([GRAPH, "actor.expert_model_parallel_size=2"], "actor.expert_model_parallel_size", "not captured yet"),
         ([GRAPH, "actor.offload_gradients=true"], "actor.offload_gradients", "moves memory"),
         ([GRAPH, "actor.offload_optimizer=true", "model.dtype=bfloat16"], "actor.offload_optimizer", "moves memory"),
-        (
-            ["critic.step_mode=graph", "critic.pipeline_model_parallel_size=2"],
-            "critic.pipeline_model_parallel_size",
-            "critic.step_mode",
-        ),
+        (["critic.step_mode=graph", "critic.offload_gradients=true"], "critic.offload_gradients", "critic.step_mode"),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], name: str, text: str) -> None:
@@ -48,7 +42,9 @@ def test_contradictions_are_refused(overrides: list[str], name: str, text: str) 
         [GRAPH, "actor.graph_memory_gib=4"],
         [STATIC, "actor.context_parallel_size=2", "actor.share_prompts=false"],
         [STATIC, "actor.bucket_tokens=[512, 4096]", "actor.max_num_seqs=8"],
-        ["actor.overlap_grad_reduce=true"],
+        [GRAPH, "actor.overlap_grad_reduce=true"],
+        [GRAPH, PP],
+        [STATIC, PP, f"{VPP}=2", "actor.overlap_grad_reduce=true"],
         ["critic.step_mode=static"],
     ],
 )

@@ -28,7 +28,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.served import ServedEngine, build_openai_server
+from megatron_rl.engines.served import ServedEngine, build_openai_server, build_vllm_server
 from megatron_rl.engines.server_apis import Ask
 from megatron_rl.engines.server_client import ServerFailure
 from megatron_rl.engines.server_process import ServerProcess
@@ -367,6 +367,16 @@ def test_request_with_the_key_of_one_that_was_interrupted_at_its_end_gets_its_ow
     assert ended.tokens.tolist() == draw(100) and ended.finish_reason == "length"
     (found,) = generate(engine, [replace(REQUESTS[0], seed=7)])
     assert found.tokens.tolist() == draw(7) and found.finish_reason == "length"
+
+
+def test_engine_on_two_nodes_is_refused(tmp_path: Path) -> None:
+    """A server is started by its first rank, and the others would write weights that it cannot see."""
+    (tmp_path / "config.json").write_text("{}")
+    config = RolloutConfig(engine="vllm_server", tensor_model_parallel_size=2)
+    process = Process(1, 5, 1, 4, torch.device("cpu"))
+    spec = EngineSpec(str(tmp_path), SHAPE, "float32", 40, 24, config, process, seed=0, ranks=range(1, 5))
+    with pytest.raises(UserError, match="ranks 3 to 4 are one engine on two nodes"):
+        build_vllm_server(spec)
 
 
 def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) -> None:

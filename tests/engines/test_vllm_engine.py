@@ -17,8 +17,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
-from megatron_rl.engines.vllm import _pack_experts, prepare_vllm
 from megatron_rl.engines.vllm_arguments import list_engine_arguments, list_engine_environment
+from megatron_rl.engines.vllm_library import pack_experts, prepare_vllm
 from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, check_options, cpu_cache_bytes
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
@@ -121,7 +121,7 @@ def test_packing_reorders_in_place(dtype: torch.dtype, vllm_imported: None) -> N
     plain = torch.arange(3 * 64 * 32).view(3, 64, 32).remainder(251).to(dtype)
     packed = plain.clone()
     address = packed.data_ptr()
-    _pack_experts(packed, "vec")
+    pack_experts(packed, "vec")
     assert packed.data_ptr() == address and not torch.equal(packed, plain)
     assert torch.equal(packed.flatten(1).sort(1).values, plain.flatten(1).sort(1).values)
 

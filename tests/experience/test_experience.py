@@ -111,8 +111,10 @@ def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
     with pytest.raises(AssertionError, match="values is there already"):
         samples.values = samples.old_logprobs
     sizes = samples.read(actor).minibatch_sizes
-    logged = samples.fetch_rollouts(3, lambda tokens: f"{len(tokens)} tokens", {"values": samples.columns["values"]})
-    everywhere = samples.fetch_rollouts(100, str, on_all=True)
+    values = {"values": samples.columns["values"]}
+    logged = samples.fetch_rollouts([0, 1, 2], lambda tokens: f"{len(tokens)} tokens", values)
+    everywhere = samples.fetch_rollouts(range(len(samples.rewards)), str, on_all=True)
+    some = samples.fetch_rollouts([1, 5, 6], str)
     return {
         "minibatches": len(sizes),
         "logged": [
@@ -130,6 +132,7 @@ def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
             )
             for r, values in logged
         ],
+        "some": [(r.prompt.prompt_id, r.sample_index) for r, _ in some],
         "everywhere": [(r.prompt.prompt_id, r.sample_index) for r, _ in everywhere],
     }
 
@@ -156,7 +159,28 @@ def test_columns_travel_between_roles_and_to_the_writer(share_prompts: bool) -> 
             [] if is_cut else [100.0 * index + p for p in range(start, start + length)]
         )
     expected = [(g, s) for g in range(GROUPS) for s in range(GROUP_SIZE)]
+    assert [rank["some"] for rank in found] == [[expected[number] for number in (1, 5, 6)], [], [], []]
     assert [(rank["minibatches"], rank["everywhere"]) for rank in found] == [(2, expected)] * 4
+
+
+def _fetch_turn_rewards(rank: int, world_size: int) -> list[float]:
+    """As of an environment, which the first rank of each engine has: the other one knows no reward of a turn."""
+    engine, place = divmod(rank, 2)
+    held = [(g, r) for g, r in draw() if g % 2 == engine]
+    if not place:
+        for _, rollout in held:
+            rewards = np.zeros(len(rollout.branches[0].tokens), np.float32)
+            rewards[-1] = 1 + rollout.sample_index
+            rollout.branches[:] = [replace(rollout.branches[0], rewards=rewards)]
+    headers, num_bytes = gather_headers(build_headers([] if place else held, holder=engine), dist.group.WORLD)
+    payload = hold(held, headers, np.arange(world_size).reshape(-1, 2), num_bytes)
+    samples = Experience(headers, [make_prompt(i) for i in range(GROUPS)], payload, dist.group.WORLD)
+    found = samples.fetch_rollouts(range(GROUPS * GROUP_SIZE), str, on_all=True)
+    return [float(rollout.branches[0].rewards.sum()) for rollout, _ in found]
+
+
+def test_rewards_of_turns_come_from_the_rank_that_has_the_environment() -> None:
+    assert run_ranks(_fetch_turn_rewards, 4) == [[1.0, 2.0, 3.0, 4.0] * GROUPS] * 4
 
 
 def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
@@ -180,7 +204,9 @@ def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
     last = Holders(packing.holders.replica_of, np.array([[2], [3]]))
     found = describe_updates(batch, AlgorithmConfig())
     columns = {name: Column(values, packing, last) for name, values in found.items()}
-    return [{name: x.tolist() for name, x in values.items()} for _, values in samples.fetch_rollouts(3, str, columns)]
+    return [
+        {name: x.tolist() for name, x in values.items()} for _, values in samples.fetch_rollouts(range(3), str, columns)
+    ]
 
 
 def test_what_the_last_stage_records_is_logged() -> None:

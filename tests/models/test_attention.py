@@ -22,6 +22,7 @@ from megatron_rl.models.packed_sequences import PackedSequences, build_packed_se
 from megatron_rl.models.rotary import compute_rotary_table, rotate
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.packing.batch import Padding, build_train_batch
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import ModelShape
@@ -66,7 +67,7 @@ def make_packed(group_of: list[int] | None, **shard: int) -> tuple[PackedSequenc
         dp_rank=0,
         padding=Padding(1),
         device=torch.device("cpu"),
-        group_of=group_of,
+        shared=None if group_of is None else share_prompts(group_of, [3, 3]),
     )
     packed = build_packed_sequences(batch.slices[0], batch.position_ids, SHAPE, dtype=torch.float32, **shard)
     return packed, batch.position_ids

@@ -61,10 +61,12 @@ def make_segments(
 ) -> Segments:
     lengths, prefixes = LAYOUTS[name]
     bounds = np.cumsum([0, *lengths])
+    own = [np.arange(bounds[i], bounds[i + 1]) for i in range(len(lengths))]
+    paths = [np.concatenate([np.arange(*prefix), rows]) for prefix, rows in zip(prefixes, own, strict=True)]
     return build_segments(
         torch.from_numpy(bounds.astype(np.int32)).to(device),
         max(lengths),
-        build_segment_keys(bounds, prefixes, device),
+        build_segment_keys(paths, lengths, device),
         dtype,
         backend,
     )

@@ -27,7 +27,7 @@ from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.microbatches import plan_microbatches
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -89,7 +89,7 @@ def draw_sequences() -> list[Branch]:
 def build_batch(case: Case) -> TrainBatch:
     """One microbatch with everything, padded to what the layout asks for."""
     lengths = [p + r for p, r in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)]
-    shared = SharedPrompts(GROUP_OF, PROMPT_LENGTHS) if case.shares_prompts else None
+    shared = share_prompts(GROUP_OF, PROMPT_LENGTHS) if case.shares_prompts else None
     plan = plan_microbatches(lengths, dp_size=1, max_tokens=100, shared=shared)
     return build_train_batch(
         draw_sequences(),
@@ -98,7 +98,7 @@ def build_batch(case: Case) -> TrainBatch:
         dp_rank=0,
         padding=Padding(case.cp_size * (case.tp_size if case.sequence_parallel else 1)),
         device=torch.device("cpu"),
-        group_of=GROUP_OF if case.shares_prompts else None,
+        shared=shared,
     )
 
 

@@ -97,7 +97,7 @@ def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> No
     run.close()
     close_rank_log(logging.getLogger(LOGGER_NAME))
     assert json.loads((run.dir / "rollouts/step_1.jsonl").read_bytes()) == row
-    assert write_page(run.dir, tmp_path / "page.html").num_rollouts == 1
+    assert write_page([run.dir], tmp_path / "page.html").num_rollouts == 1
     assert "of 1\\ud83d2" in run.log_file.read_text()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.microbatches import plan_microbatches
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def test_shared_prompts_by_hand() -> None:
         dp_rank=0,
         padding=Padding(4),
         device=CPU,
-        group_of=[5, 5, 6, 5],
+        shared=share_prompts([5, 5, 6, 5], [3, 3, 2, 3]),
     )
     assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 50, 70, 71, 7, 8, 60, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 0, 1, 2, 0]
@@ -156,7 +156,7 @@ def test_a_prompt_is_shared_within_a_microbatch_only() -> None:
         dp_rank=0,
         padding=Padding(1),
         device=CPU,
-        group_of=[5, 5, 6, 5],
+        shared=share_prompts([5, 5, 6, 5], [3, 3, 2, 3]),
     )
     assert batch.tokens.tolist() == [1, 2, 3, 40, 41, 1, 2, 3, 50, 70, 71]
     assert [s.keys is None for s in batch.slices] == [True, False]
@@ -173,16 +173,17 @@ def test_shared_prompts_without_tokens() -> None:
         dp_rank=0,
         padding=Padding(1),
         device=CPU,
-        group_of=[0, 0, 1, 1],
+        shared=share_prompts([0, 0, 1, 1], [0, 0, 1, 1]),
     )
     assert batch.tokens.tolist() == [5, 6, 7, 9] and batch.predecessors.tolist() == [0, 0, 2, 3]
     assert batch.slices[0].keys is None and batch.slices[0].cu_seqlens.tolist() == [0, 2, 3, 4]
 
 
 def test_different_prompts_in_a_group_are_refused() -> None:
-    with pytest.raises(AssertionError, match="a group has one prompt"):
+    shared = share_prompts([0, 0, 0], [1, 1, 1])
+    with pytest.raises(AssertionError, match="sequences have in common what they share"):
         build_train_batch(
-            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=CPU, group_of=[0, 0, 0]
+            SEQUENCES, [1, 1, 1], [((0, 1), [[[0, 1]]])], dp_rank=0, padding=Padding(1), device=CPU, shared=shared
         )
 
 
@@ -203,12 +204,8 @@ def test_shared_prompts_give_back_what_went_in(
         shared = rng.integers(1, 99, size=prompt).tolist()
         sequences += [make_sequence(shared + rng.integers(1, 99, size=n).tolist(), prompt) for n in responses]
         group_of += [group] * len(responses)
-    plan = plan_microbatches(
-        [len(s.tokens) for s in sequences],
-        dp_size=dp_size,
-        max_tokens=20,
-        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]),
-    )
+    shared = share_prompts(group_of, [s.num_prompt_tokens for s in sequences])
+    plan = plan_microbatches([len(s.tokens) for s in sequences], dp_size=dp_size, max_tokens=20, shared=shared)
     found: dict[int, list[int]] = {}
     for dp_rank in range(dp_size):
         batch = build_train_batch(
@@ -218,7 +215,7 @@ def test_shared_prompts_give_back_what_went_in(
             dp_rank=dp_rank,
             padding=Padding(pad_multiple),
             device=CPU,
-            group_of=group_of,
+            shared=shared,
         )
         for part in batch.microbatches():
             assert len(part.tokens) % pad_multiple == 0 and part.slices[0].cu_seqlens[-1] == len(part.tokens)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets, build_buckets, padding_metrics
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def pack(lengths: list[int], *, group_of: list[int] | None = None, max_seqlen: i
         dp_rank=0,
         padding=Padding(1, buckets=Buckets((16, 32), 4), max_seqlen=max_seqlen),
         device=CPU,
-        group_of=group_of,
+        shared=None if group_of is None else share_prompts(group_of, [2] * len(lengths)),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.packing import microbatches
 from megatron_rl.packing.microbatches import compute_attention_ratio, packing_metrics, plan_microbatches
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import SharedPrefixes, share_prompts
 
 MAX_TOKENS = 64
 LENGTHS = st.lists(st.integers(1, MAX_TOKENS), max_size=40)
@@ -23,18 +23,18 @@ RATIO = st.sampled_from([0.0, 1e-3, 0.5])
 GROUPS = st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(0, 44), min_size=1, max_size=6)), max_size=8)
 
 
-def spell_out(groups: list[tuple[int, list[int]]]) -> tuple[list[int], SharedPrompts]:
+def spell_out(groups: list[tuple[int, list[int]]]) -> tuple[list[int], list[int], SharedPrefixes]:
     """Total length, group and prompt length of each sequence; groups are interleaved, not one after the other."""
     sequences = [(prompt + r, g, prompt) for g, (prompt, responses) in enumerate(groups) for r in responses]
     sequences = sequences[::2] + sequences[1::2]
     lengths, group_of, prompts = ([x[i] for x in sequences] for i in range(3))
-    return lengths, SharedPrompts(group_of, prompts)
+    return lengths, group_of, share_prompts(group_of, prompts)
 
 
-def count_tokens(members: list[int], lengths: list[int], shared: SharedPrompts) -> int:
+def count_tokens(members: list[int], lengths: list[int], group_of: list[int], shared: SharedPrefixes) -> int:
     """Tokens of a microbatch in which every prompt is there once."""
-    prompts = {shared.group_of[i]: shared.prompt_lengths[i] for i in members}
-    return sum(lengths[i] - shared.prompt_lengths[i] for i in members) + sum(prompts.values())
+    prompts = {group_of[i]: int(shared.shareable[i]) for i in members}
+    return sum(lengths[i] - prompts[group_of[i]] for i in members) + sum(prompts.values())
 
 
 @given(LENGTHS, DP_SIZE, COUNT_MULTIPLE)
@@ -85,24 +85,24 @@ def test_invariants_with_shared_prompts(
     groups: list[tuple[int, list[int]]], dp_size: int, multiple: int, ratio: float
 ) -> None:
     """Every sequence once, budget with each prompt once per microbatch, equal counts, groups side by side."""
-    lengths, shared = spell_out(groups)
+    lengths, group_of, shared = spell_out(groups)
     plan = plan_microbatches(
         lengths, dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio, shared=shared
     )
     microbatches = [members for rank in plan for members in rank]
     assert sorted(i for members in microbatches for i in members) == list(range(len(lengths)))
-    assert all(count_tokens(members, lengths, shared) <= MAX_TOKENS for members in microbatches)
+    assert all(count_tokens(members, lengths, group_of, shared) <= MAX_TOKENS for members in microbatches)
     assert len(plan) == dp_size and len({len(rank) for rank in plan}) == 1 and len(plan[0]) % multiple == 0
     for members in microbatches:
-        assert members == sorted(members, key=lambda i: (shared.group_of[i], i))
+        assert members == sorted(members, key=lambda i: (group_of[i], i))
 
 
 @given(GROUPS, DP_SIZE)
 def test_sharing_prompts_is_never_dearer(groups: list[tuple[int, list[int]]], dp_size: int) -> None:
     """In executed prompt tokens, and not below one copy per group."""
-    lengths, shared = spell_out(groups)
+    lengths, group_of, shared = spell_out(groups)
     plan = plan_microbatches(lengths, dp_size=dp_size, max_tokens=MAX_TOKENS, shared=shared)
-    executed = sum(count_tokens(members, lengths, shared) for rank in plan for members in rank)
+    executed = sum(count_tokens(members, lengths, group_of, shared) for rank in plan for members in rank)
     once = sum(prompt + sum(responses) for prompt, responses in groups)
     assert once <= executed <= sum(lengths)
     repeats = packing_metrics(plan, lengths, MAX_TOKENS, shared=shared)["packing/prompt_repeats"]
@@ -142,7 +142,7 @@ def test_sequence_longer_than_the_budget_is_refused() -> None:
 
 def test_group_beyond_the_budget_is_taken_apart() -> None:
     """Prompt 4 and responses of 3 in a budget of 10: two fit behind a prompt, so four need two parts."""
-    shared = SharedPrompts([0] * 4, [4] * 4)
+    shared = share_prompts([0] * 4, [4] * 4)
     plan = plan_microbatches([7] * 4, dp_size=1, max_tokens=10, shared=shared)
     assert sorted(map(len, plan[0])) == [2, 2]
     metrics = packing_metrics(plan, [7] * 4, 10, shared=shared)
@@ -151,9 +151,9 @@ def test_group_beyond_the_budget_is_taken_apart() -> None:
 
 def test_group_is_taken_apart_for_an_idle_rank() -> None:
     """One group on two ranks: a second copy of the prompt costs less than an idle rank; where it does not, none."""
-    cheap = SharedPrompts([0] * 4, [2] * 4)
+    cheap = share_prompts([0] * 4, [2] * 4)
     assert plan_microbatches([12] * 4, dp_size=2, max_tokens=100, shared=cheap) == [[[0, 2]], [[1, 3]]]
-    dear = SharedPrompts([0, 0], [50, 50])
+    dear = share_prompts([0, 0], [50, 50])
     assert plan_microbatches([50, 50], dp_size=2, max_tokens=100, shared=dear) == [[[0, 1]], [[]]]
 
 
@@ -218,8 +218,8 @@ def test_goals_on_a_long_tail(dp_size: int) -> None:
 def test_goals_with_shared_prompts(num_groups: int, dp_size: int) -> None:
     """Eight long-tailed responses to prompts of 100 to 400 tokens: each prompt is computed once, ranks are even."""
     prompts = np.random.default_rng(1).integers(100, 400, num_groups)
-    shared = SharedPrompts(np.repeat(np.arange(num_groups), 8).tolist(), np.repeat(prompts, 8).tolist())
-    lengths = [p + r for p, r in zip(shared.prompt_lengths, draw_long_tail(8 * num_groups), strict=True)]
+    shared = share_prompts(np.repeat(np.arange(num_groups), 8), np.repeat(prompts, 8))
+    lengths = [int(p) + r for p, r in zip(shared.shareable, draw_long_tail(8 * num_groups), strict=True)]
     budget = 2 * max(lengths)
     options = dict(attention_ratio=QWEN_1B5, shared=shared)
     plan = plan_microbatches(lengths, dp_size=dp_size, max_tokens=budget, **options)
@@ -231,7 +231,7 @@ def test_goals_with_shared_prompts(num_groups: int, dp_size: int) -> None:
 def test_planning_is_fast(is_shared: bool) -> None:
     """4096 sequences in less than a second (a tenth of it on an idle core)."""
     lengths = draw_long_tail(4096)
-    shared = SharedPrompts([i // 8 for i in range(4096)], [1] * 4096) if is_shared else None
+    shared = share_prompts(np.arange(4096) // 8, [1] * 4096) if is_shared else None
     start = time.process_time()
     plan_microbatches(lengths, dp_size=2, max_tokens=2 * max(lengths), attention_ratio=QWEN_1B5, shared=shared)
     assert time.process_time() - start < 1.0

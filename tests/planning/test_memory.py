@@ -14,9 +14,10 @@ import pytest
 import megatron_rl.planning.memory as memory_module
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import GIB, Job
+from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
 from megatron_rl.planning.layouts import find_problem
-from megatron_rl.planning.memory import Phase, compute_memory, count_aliased_elements, count_microbatches
-from megatron_rl.planning.parameters import compute_engine_numel, compute_role_bytes
+from megatron_rl.planning.memory import Phase, compute_memory, count_microbatches
+from megatron_rl.planning.parameters import compute_role_bytes
 from megatron_rl.planning.switch import plan_switch
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements
@@ -136,7 +137,7 @@ def test_kv_cache_is_what_the_engine_is_given() -> None:
     job = make_job(small_shape(), "rollout.gpu_memory_utilization=0.25", "hybrid.alias_weights=false")
     [memory] = compute_memory(job)
     rollout = memory.phases[2]
-    own = compute_engine_numel(job.shape, 1) * 2
+    own = compute_engine_bytes(job.shape, 1, 2)
     assert rollout.parts["engine weights"] == own
     assert memory.kv_cache_bytes == 20 * GIB - own - rollout.parts["engine activations"]
     assert memory.kv_bytes_per_token == 2 * 8 * 4 * 8 * 2  # keys and values, layers, KV heads, head size, bytes
@@ -163,7 +164,7 @@ def test_equal_layouts_share_storage() -> None:
     job = make_job(small_shape(), "actor.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2")
     assert "engine weights" not in phases(job)["rollout"].parts
     apart = job.with_config(hybrid={"alias_weights": False})
-    assert phases(apart)["rollout"].parts["engine weights"] == compute_engine_numel(job.shape, 2) * 2
+    assert phases(apart)["rollout"].parts["engine weights"] == compute_engine_bytes(job.shape, 2, 2)
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(tp_size=2), dict(tp_size=2, pp_size=2), dict(pp_size=4, vpp_size=2)])

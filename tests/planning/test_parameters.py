@@ -20,11 +20,10 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_engine_numel, compute_role_bytes, list_chunks
+from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.roles.actor import Actor
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
-from megatron_rl.weights.rollout_layout import vllm_placements
 from tiny_models import save_tiny_model
 
 ZERO_3 = dict(zero_stage=3)
@@ -165,17 +164,3 @@ def test_a_role_without_an_optimizer_has_weights_only(paths: dict[str, Path]) ->
     expected = sum(p.numel for p in list_chunks(shape, ParallelLayout(1), 0)[0]) * 2
     found = compute_role_bytes(shape, ParallelLayout(1), 0, dtype="bfloat16", is_trained=False)
     assert found == RoleBytes(expected, 0, 0)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("tp_size", [1, 4])
-def test_engine_elements_are_those_of_its_table(family: str, tp_size: int, paths: dict[str, Path]) -> None:
-    shape = load_model_shape(paths[family])
-    boxes = {(p.param, p.local_box) for p in vllm_placements(shape, tp_size=tp_size, tp_rank=0)}
-    elements = 0
-    for _, box in boxes:
-        size = 1
-        for start, stop in box:
-            size *= stop - start
-        elements += size
-    assert compute_engine_numel(shape, tp_size) == elements

@@ -198,10 +198,12 @@ def test_lengths_come_from_rollouts_of_a_run_or_from_lines(tmp_path: Path):
     (tmp_path / "rollouts").mkdir()
     for step in (1, 2):
         rows = [
-            {"prompt_id": prompt, "policy_version": step, "tokens": [0] * int(length)}
+            {"prompt_id": prompt, "policy_version": step}
+            | ({"tokens": [0] * int(length)} if step == 1 else {"num_tokens": int(length)})
             for prompt, lengths in enumerate(truth.draw(step, 0, 200, 4, 9999))
             for length in lengths
         ]
+        rows.append({"prompt_id": 0, "policy_version": step, "tokens": [0] * 9999, "logged_as": "longest"})
         file = tmp_path / "rollouts" / f"step_{step}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_lengths(str(tmp_path))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,11 +24,14 @@ from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
+from megatron_rl.training import reduction
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes
 from tiny_models import save_tiny_model
 
 SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(share_prompts=True)
+EARLY = dict(overlap_grad_reduce=True)
+LITTLE = dict(graph_memory_gib=1e-6)  # shapes that come later run uncaptured
 LADDER = dict(bucket_tokens=[32, 48, 64])
 SETUPS: dict[int, dict[str, Setup]] = {
     1: {
@@ -42,13 +47,29 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "cp2": Setup(sizes=dict(cp_size=2), config=LADDER),
         "cp2-full": Setup(sizes=dict(cp_size=2), config=LADDER | FULL),
         "dp2": Setup(config=LADDER),
+        "pp2": Setup(sizes=dict(pp_size=2), config=LADDER),
+        "pp2-full-shared-prompts": Setup(sizes=dict(pp_size=2), config=LADDER | FULL | SHARED),
         "dp2-replicated": Setup(config=LADDER | dict(use_distributed_optimizer=False)),
+        "dp2-overlap": Setup(config=LADDER | EARLY),
+        "dp2-overlap-replicated-full": Setup(config=LADDER | EARLY | FULL | dict(use_distributed_optimizer=False)),
         "critic-tp2-sp-full": Setup("critic", sizes=dict(tp_size=2), config=LADDER | SP | FULL),
         "critic-cp2": Setup("critic", sizes=dict(cp_size=2), config=LADDER),
         "critic-dp2": Setup("critic", config=LADDER),
+        "critic-pp2": Setup("critic", sizes=dict(pp_size=2), config=LADDER),
+        "critic-cp2-overlap": Setup("critic", sizes=dict(cp_size=2), config=LADDER | EARLY),
+        "dp2-overlap-little-memory": Setup(config=LADDER | EARLY | LITTLE),
+        "pp2-little-memory": Setup(sizes=dict(pp_size=2), config=LADDER | LITTLE),
     },
 }
-LONG = {"full", "critic", "tp2", "cp2-full", "dp2-replicated", "critic-dp2"}  # those are left to the longer tests
+# What is left to the longer tests.
+LONG = {
+    *("full", "critic", "tp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
+    *("critic-dp2", "critic-pp2", "critic-cp2-overlap"),
+    *("dp2-overlap-little-memory", "pp2-little-memory"),
+}
+
+
+_IN_PARTS = partial(reduction.DistributedDataParallelConfig, bucket_size=2000)  # an early reduction sends several
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +80,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compare_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path: Path, num_steps: int) -> Any:
-    with recorded_graphs():
+    with recorded_graphs(), patch.object(reduction, "DistributedDataParallelConfig", _IN_PARTS):
         return {name: compare_modes(setup, path, world_size, num_steps, "graph") for name, setup in setups.items()}
 
 
@@ -195,6 +216,29 @@ def _record_two() -> tuple[list[float], list[float]]:
 def test_replay_reads_its_inputs_and_spoils_what_others_have_made() -> None:
     first, later = _record_two()
     assert first == [5.0, 5.0, 5.0] and all(value != value for value in later)
+
+
+def test_backward_is_replayed_directly_after_its_forward() -> None:
+    """It reads what that has left; a replay of another graph in between would have used the memory again."""
+    inputs, weight, out = torch.ones(3), torch.full((3,), 2.0, requires_grad=True), torch.zeros(3)
+    with recorded_graphs():
+        pool = torch.cuda.graph_pool_handle()
+        forward, backward, other = (torch.cuda.CUDAGraph() for _ in range(3))
+        with torch.cuda.graph(other, pool=pool):
+            unused = inputs * 3
+        with torch.cuda.graph(forward, pool=pool):
+            loss = ((inputs * weight).square() * weight).sum()
+        with torch.cuda.graph(backward, pool=pool):
+            torch.autograd.backward(loss, torch.ones((), device="cpu"))
+            out.copy_(weight.grad)  # type: ignore[arg-type]
+        assert out.tolist() == [12.0] * 3 and len(unused) == 3
+        inputs.fill_(2.0)
+        for graph in (other, forward, backward):
+            graph.replay()
+        assert out.tolist() == [48.0] * 3
+        other.replay()
+        with pytest.raises(CaptureError, match="directly after the forward"):
+            backward.replay()
 
 
 def _reduce(rank: int, world_size: int) -> float:

@@ -24,7 +24,7 @@ from megatron_rl.engines.build import OneTurn
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm import VllmEngine
-from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.planning.engine_clock import StepCost
@@ -78,16 +78,17 @@ def script(lengths: Sequence[int], slots: int = 4) -> ScriptedEngine:
     return ScriptedEngine(dict(enumerate(lengths)), slots, COST)
 
 
-def open_pair(rank: int) -> Channel:
-    """The channel of an engine of two neighbors."""
-    return open_channel(EngineRanks.consecutive(range(4), 2), rank)
+def open_pair(rank: int, width: int = 2) -> Channel:
+    """The channel of an engine of neighbors."""
+    return open_channel(EngineRanks.consecutive(range(4), width), rank)
 
 
 def describe(sampled: Sampled) -> tuple[int, list[int], list[float], str]:
     return sampled.key, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finish_reason
 
 
-def share_messages(rank: int, world_size: int) -> list[ControlMessage]:
+def share_messages(rank: int, world_size: int) -> list[list[ControlMessage]]:
+    """What each channel brings: of engines of two ranks, of one engine, and of that one through its group."""
     message = ControlMessage(
         interrupts=[4, 2**40],
         weights=7,
@@ -97,13 +98,30 @@ def share_messages(rank: int, world_size: int) -> list[ControlMessage]:
             Request(-1, np.array([], np.int32), 0, SamplingConfig(0.0, 1, (2, 5))),
         ],
     )
-    channel = open_pair(rank)
-    return [channel.share(sent if channel.is_first else None) for sent in (message, ControlMessage())]
+    large = ControlMessage(requests=[Request(0, np.arange(1 << 22, dtype=np.int32), 0, SAMPLED)])  # 16 MiB
+    channels = [open_pair(rank), open_pair(rank, 4), Channel(world())]
+    return [
+        [channel.share(sent if channel.is_first else None) for sent in (message, ControlMessage(), large, message)]
+        for channel in channels
+    ]
 
 
-def test_messages_arrive_as_they_were_sent() -> None:
-    """The temperature's bits and a seed of 63 bits included."""
-    (message, _), (found, empty) = run_ranks(share_messages, 2)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_messages_arrive_as_they_were_sent(shared: list[list[list[ControlMessage]]], rank: int) -> None:
+    """The temperature's bits and a seed of 63 bits included; more bytes than shared memory has; the first one again."""
+    for (message, *_), (found, empty, large, again) in zip(shared[0], shared[rank], strict=True):
+        check_equal(found, message)
+        check_equal(again, message)
+        assert empty.is_empty() and np.array_equal(large.requests[0].tokens, np.arange(1 << 22))
+
+
+@pytest.fixture(scope="module")
+def shared() -> list[list[list[ControlMessage]]]:
+    """By rank."""
+    return run_ranks(share_messages, 4)
+
+
+def check_equal(found: ControlMessage, message: ControlMessage) -> None:
     assert (found.interrupts, found.weights, found.stop) == ([4, 2**40], 7, True)
     for one, expected in zip(found.requests, message.requests, strict=True):
         assert one.tokens.tolist() == expected.tokens.tolist() and one.tokens.dtype == np.int32
@@ -113,7 +131,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
             expected.sampling,
             expected.turn,
         )
-    assert len(found.requests) == 2 and empty.is_empty()
+    assert len(found.requests) == 2
 
 
 def test_a_batch_comes_back_in_its_order() -> None:

@@ -90,13 +90,17 @@ def test_a_checkpoint_in_another_layout(
     assert at == sorted(at) and at[0] < at[2]
     out = capfd.readouterr().out
     assert out.count("validation/validation/accuracy") == 1 and "PP2" in out.replace("=", "").upper()
-    page = write_page(tmp_path / "rollouts/validation", tmp_path / "page.html")
+    page = write_page([tmp_path / "rollouts/validation"], tmp_path / "page.html")
     assert (page.num_rollouts, page.num_steps) == (64, 1)
     rows = [
         json.loads(line)
         for line in (tmp_path / "rollouts/validation/rollouts/step_2.jsonl").read_text().split("\n")
         if line
     ]
+    written = (trained / "validation/validation/rollouts/step_2.jsonl").read_text().splitlines()
+    for line, row in zip(written, rows, strict=True):
+        kept = json.loads(line)
+        assert kept.items() <= row.items() and kept["num_tokens"] == len(row["tokens"]) and "tokens" not in kept
     assert sum(row["reward"] for row in rows) / 64 == pytest.approx(found["validation/validation/accuracy"])
     assert {row["policy_version"] for row in rows} == {4}
     data = DataConfig(

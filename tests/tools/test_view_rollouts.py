@@ -6,6 +6,8 @@ The browser tests need playwright and a Chromium on the PATH and are skipped wit
 
 from __future__ import annotations
 
+import base64
+import gzip
 import importlib
 import json
 import re
@@ -68,9 +70,9 @@ def write_run(run_dir: Path, steps: dict[int, list[dict[str, Any]]]) -> Path:
 
 
 def read_data(page: Path) -> dict[str, Any]:
-    """The JSON elements of a page by id."""
-    found = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script>', page.read_text(), re.S)
-    return {name: json.loads(text) for name, text in found}
+    """The elements of a page with data by id."""
+    found = re.findall(r'<script type="application/octet-stream" id="([^"]+)">(.*?)</script>', page.read_text())
+    return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in found}
 
 
 def test_page_holds_every_rollout_in_order(
@@ -285,13 +287,16 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     page.fill("[name=text]", "WHAT IS 6")
     assert count.text_content() == "8 of 17 rollouts"
     page.select_option("[name=sort]", "length,-1")
-    assert cells.all_text_contents()[0:30:6] == ["2", "1", "2", "1", "2"]
-    assert cells.all_text_contents()[4:30:6] == ["8", "7", "7", "6", "6"]
+    assert cells.all_text_contents()[0:35:7] == ["2", "1", "2", "1", "2"]
+    assert cells.all_text_contents()[4:35:7] == ["8", "7", "7", "6", "6"]
     page.locator("#rows .row").first.click()
     page.check("#side-by-side")
     assert page.locator(".card").count() == 4 and page.locator(".card.selected .facts b").first.text_content() == "0.75"
     first = page.locator(".card.selected .tokens span").first
     color = "element => element.style.background"
+    assert first.evaluate(color).startswith("rgba(0, 128, 96"), "surprise"
+    assert page.locator(".card.selected").evaluate("e => e.style.borderLeftColor").startswith("rgba(33, 102, 172")
+    page.select_option("#mode", "advantage")
     assert first.evaluate(color).startswith("rgba(33, 102, 172"), "advantage 0.75 is blue"
     page.select_option("#mode", "clipped")
     clipped = [bool(x) for x in page.locator(".card.selected .tokens span").evaluate_all(f"all => all.map({color})")]
@@ -310,15 +315,66 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
     page.close()
 
 
+def test_search_by_pattern_prompt_component_and_change(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+    """Two runs on the same prompts: patterns, what fell between two steps, charts, and the link to what is shown."""
+    rows = {
+        step: [make_row(p, s, reward=1.0 - 0.5 * (p == 6) * (step == 2)) for p in (5, 6) for s in (0, 1)]
+        for step in (1, 2)
+    }
+    runs = [write_run(tmp_path / name, rows) for name in ("one", "two")]
+    out = tmp_path / "page.html"
+    assert tool.main([*map(str, runs), "--out", str(out)]) == 0
+    page, events = open_page(browser, out)
+    count = page.locator("#count")
+    assert count.text_content() == "16 of 16 rollouts" and page.locator("#summary figure").count() == 2
+    page.fill("[name=text]", "is [45] \\+")
+    assert count.text_content() == "0 of 16 rollouts"
+    page.check("[name=regex]")
+    assert count.text_content() == "8 of 16 rollouts"
+    page.fill("[name=text]", "(")
+    assert count.text_content() == "0 of 16 rollouts" and page.locator("[name=text]:invalid").count() == 1
+    page.fill("[name=text]", "")
+    page.select_option("[name=change]", "-1")
+    assert count.text_content() == "8 of 16 rollouts"
+    page.select_option("[name=change]", "1")
+    assert count.text_content() == "0 of 16 rollouts"
+    page.select_option("[name=change]", "")
+    page.select_option("[name=component]", "math")
+    page.fill("[name=component-from]", "0.2")
+    page.select_option("[name=run]", "1")
+    assert count.text_content() == "4 of 16 rollouts"
+    page.locator("#summary [data-from='2'] .whole").first.click(force=True)
+    assert count.text_content() == "2 of 16 rollouts"
+    page.locator("#rows .row").last.click()
+    page.check("#side-by-side")
+    assert [text.split(":")[0] for text in page.locator(".card h2").all_text_contents()] == ["one", "one", "two", "two"]
+    page.wait_for_timeout(500)
+    link = page.url
+    page.close()
+    assert events == [out.as_uri()]
+    again = browser.new_page()
+    again.goto(link)
+    again.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+    assert again.locator("#count").text_content() == "2 of 16 rollouts"
+    assert again.locator(".card.selected .facts b").first.text_content() == "0.5"
+    again.click("text=all 8 rollouts of this prompt")
+    assert again.locator("#count").text_content() == "8 of 16 rollouts"
+    again.close()
+
+
 @pytest.mark.slow
-def test_ten_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
+def test_a_hundred_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
     """Open in under 3 s, filter and sort in under 0.3 s until it is painted, and few elements in the page."""
-    templates = [json.dumps(make_row(0, s % 8, (TEXTS[:-1] * 40)[: 60 + 4 * s])) for s in range(50)]
-    steps = {}
-    for step in range(1, 101):
-        rows = [json.loads(templates[(7 * step + i) % 50]) for i in range(100)]
-        steps[step] = [row | {"prompt_id": i // 10, "sample_index": i % 10} for i, row in enumerate(rows)]
-    run_dir, out = write_run(tmp_path / "run", steps), tmp_path / "page.html"
+    templates = [make_row(0, s % 8, (TEXTS[:-1] * 40)[: 60 + 4 * s]) for s in range(50)]
+    ends = [
+        json.dumps({k: v for k, v in row.items() if k not in ("prompt_id", "sample_index")})[1:] for row in templates
+    ]
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    for step in range(1, 201):
+        with (tmp_path / f"run/rollouts/step_{step}.jsonl").open("w") as file:
+            for i in range(500):
+                file.write(f'{{"prompt_id": {i // 10}, "sample_index": {i % 10}, {ends[(7 * step + i) % 50]}\n')
+    run_dir, out = tmp_path / "run", tmp_path / "page.html"
     assert tool.main([str(run_dir), "--out", str(out)]) == 0
     start = time.monotonic()
     page, events = open_page(browser, out)
@@ -343,7 +399,7 @@ def test_ten_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType, tmp_p
     )
     milliseconds = {f"{name}={value}": page.evaluate(measure, [name, value]) for name, value in changes}
     print(f"\n{out.stat().st_size / 1e6:.1f} MB opened in {opening:.2f} s; filters {milliseconds}")
-    assert page.locator("#count").text_content().endswith("of 10,000 rollouts")
+    assert page.locator("#count").text_content().endswith("of 100,000 rollouts")
     page.locator("#list").evaluate("list => list.scrollTo(0, 1e9)")
     page.wait_for_timeout(100)
     assert page.locator("#rows .row").count() < 80

@@ -38,6 +38,11 @@ class Echo(OneTurn):
     def step(self, reply):
         return Observation([{"role": "tool", "content": "12="}], reward=0.25 * ("1" in reply.text))
 
+class Slow(Echo):
+    def step(self, reply):
+        time.sleep(0.02 * (len(reply.text) % 3))
+        return super().step(reply)
+
 class Faulty(Echo):
     def reset(self, task):
         self.number = int(task.ground_truth)
@@ -260,6 +265,65 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
         row["finish_reason"] == "timeout" for row in rows
     )
     assert all(np.isfinite(record["policy/grad_norm"]) for record in records)
+
+
+AHEAD = [
+    *MULTI,
+    SHORT,
+    "schedule.max_staleness=1",
+    "algorithm.importance_sampling=token-truncate",
+    "rollout.dispatch=samples",
+    "trainer.total_steps=4",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+    "checkpoint.async_save=false",
+]
+
+
+def test_replies_of_slow_environments_are_interrupted_and_scored_exactly(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None
+) -> None:
+    """A token of the current weights has the bits of the trainer; a killed run learns from the same samples."""
+    settings = [
+        *AHEAD,
+        f"agents.environment={environments}:Slow",
+        "schedule.steps_per_update=2",
+        "rollout.bitwise=true",
+        "rollout.max_num_seqs=3",
+        f"data.validation_files=[{task}/validation.jsonl]",
+        "trainer.total_steps=3",
+    ]
+    records = {record["step"]: record for record in play(task, tmp_path / "whole", *settings)}
+    for step in range(1, 4):
+        assert records[step]["mismatch/lag0"] == 0.0 and records[step]["schedule/staleness_max"] <= 1
+        assert records[step]["schedule/carried"] > 0 and records[step]["agents/errors"] == 0
+    rows = read_rollouts(tmp_path / "whole")
+    mixed = [row for row in rows if len({*row["versions"]}) > 1]
+    assert mixed and all(row["versions"] == sorted(row["versions"]) for row in mixed)
+    killed = overrides_for(task, tmp_path / "killed", "data.validation_limit=4", "trainer.log_rollouts=-1", *settings)
+    assert kill(2, killed, Blow("update", entry=5))
+    assert run_ranks(train, 2, killed) == [None] * 2
+    again = read_rollouts(tmp_path / "killed")
+    assert [(row["prompt_id"], row["sample_index"]) for row in again] == [
+        (row["prompt_id"], row["sample_index"]) for row in rows
+    ]
+    staleness = [record["schedule/staleness_max"] for record in read_records(tmp_path / "killed") if record["step"]]
+    assert max(staleness) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [[], ["placement.actor=0", "placement.reference=0", "placement.rollout=1"]])
+def test_a_killed_run_that_drains_its_episodes_is_the_same_bit_by_bit(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, apart: list[str]
+) -> None:
+    settings = [*AHEAD, f"agents.environment={environments}:Slow", "schedule.updates=drain", *apart]
+    records = play(task, tmp_path / "whole", *settings)
+    killed = overrides_for(task, tmp_path / "killed", "data.validation_limit=4", "trainer.log_rollouts=-1", *settings)
+    assert kill(2, killed, Blow("update", entry=5, rank=0))
+    assert run_ranks(train, 2, killed) == [None] * 2
+    assert read_records(tmp_path / "killed") == records
+    assert read_rollouts(tmp_path / "killed") == read_rollouts(tmp_path / "whole")
+    assert [record["schedule/staleness_max"] for record in records if record["step"]] == [0, 1, 1, 1]
 
 
 @pytest.mark.slow

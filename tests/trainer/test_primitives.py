@@ -68,7 +68,7 @@ def clipped(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[
 
 
 def describe(samples: Experience, decode: Any) -> list[tuple[str, float]]:
-    found = samples.fetch_rollouts(len(samples.rewards), decode)
+    found = samples.fetch_rollouts(range(len(samples.rewards)), decode)
     return [(rollout.response, float(rollout.rollout_logprobs.sum())) for rollout, _ in found]
 
 

@@ -91,6 +91,7 @@ def test_run_directory_and_metrics(task: Path, one_rank: Path) -> None:
         "curves.png",
         "logs/rank0.log",
         "rollouts/step_1.jsonl",
+        "validation/validation/rollouts/step_0.jsonl",
         "checkpoints/latest/huggingface/model.safetensors",
     ):
         assert (one_rank / name).is_file(), name
@@ -113,8 +114,10 @@ def test_a_megatron_checkpoint_as_the_model(task: Path, one_rank: Path, tmp_path
 def test_rows_of_the_rollout_log(one_rank: Path) -> None:
     """Every token has what the step knew of it; the first minibatch of a run is updated at a ratio of exactly 1."""
     rows = _read_rows(one_rank, 1)
-    assert len(rows) == 4
-    for row in rows:
+    group = [row for row in rows if "logged_as" not in row]
+    assert len(group) == 4 and len({row["prompt_id"] for row in group}) == 1
+    assert {row["logged_as"] for row in rows if "logged_as" in row} <= {"best", "worst", "longest"}
+    for row in group:
         length = len(row["tokens"])
         for name in ("token_texts", "rollout_logprobs", "old_logprobs", "advantages", "ratio", "clipped", "entropy"):
             assert len(row[name]) == length, name
@@ -122,7 +125,7 @@ def test_rows_of_the_rollout_log(one_rank: Path) -> None:
         assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-3)
         assert row["ratio"] == [1.0] * length and row["clipped"] == [0.0] * length
         assert len(set(row["advantages"])) == 1 and min(row["entropy"]) > 0
-    assert sum(row["advantages"][0] for row in rows) == pytest.approx(0, abs=1e-4), "rows 0 to 3 are one group"
+    assert sum(row["advantages"][0] for row in group) == pytest.approx(0, abs=1e-4)
 
 
 def _read_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from step_runs import Setup, build_ragged_batch, build_role, compare_modes, meas
 from tiny_models import save_tiny_model
 
 SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(share_prompts=True)
+EARLY = dict(overlap_grad_reduce=True)
 SETUPS: dict[int, dict[str, Setup]] = {
     1: {
         "plain": Setup(),
@@ -47,12 +48,14 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "cp2-full": Setup(sizes=dict(cp_size=2), config=FULL),
         "dp2": Setup(),
         "dp2-replicated": Setup(config=dict(use_distributed_optimizer=False)),
+        "dp2-overlap": Setup(config=EARLY),
     },
     4: {
         "tp2-pp2-sp": Setup(sizes=dict(tp_size=2, pp_size=2), config=SP),
         "cp2-tp2-sp-full": Setup(sizes=dict(cp_size=2, tp_size=2), config=SP | FULL),
         "cp2-pp2": Setup(sizes=dict(cp_size=2, pp_size=2)),
         "tp2-dp2": Setup(sizes=dict(tp_size=2)),
+        "pp2-dp2-overlap": Setup(sizes=dict(pp_size=2), config=EARLY),
     },
 }
 ROLES = ("actor", "critic")

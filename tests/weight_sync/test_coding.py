@@ -35,6 +35,7 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.engine_weights import compute_engine_bytes
 from megatron_rl.resharding.certificate import CertificateError
 from megatron_rl.roles.build import build_role
 from megatron_rl.roles.engine import build_rollout
@@ -182,6 +183,7 @@ def test_half_of_the_bytes_of_bfloat16_are_moved(model: Path, vllm_imported: Non
     rest = sum(tensor.nbytes for name, tensor in tensors.items() if not is_matrix(name))
     expected = rest + sum(tensor.nbytes // 2 + 4 * len(tensor) for tensor in matrices)
     assert sum(value for name, value in result["stats"].items() if name != "bytes_aliased") == expected
+    assert compute_engine_bytes(load_model_shape(model), 1, 2, coded=True) == expected, "and so it is planned"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -22,7 +22,7 @@ from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.packing.buckets import Buckets
 from megatron_rl.packing.microbatches import plan_microbatches
-from megatron_rl.packing.prefix import SharedPrompts
+from megatron_rl.packing.prefix import share_prompts
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
@@ -71,7 +71,7 @@ def build_bench_batch(
     work: Workload,
     *,
     max_tokens: int,
-    share_prompts: bool,
+    shares_prompts: bool,
     device: torch.device,
     pad_to: int = 0,
     buckets: Buckets | None = None,
@@ -80,7 +80,7 @@ def build_bench_batch(
 
     Args:
         max_tokens: budget of a microbatch.
-        share_prompts: pack the prompt of a group once per microbatch.
+        shares_prompts: pack the prompt of a group once per microbatch.
         pad_to: append padding to every sequence until it has so many tokens; 0: none. The padding is computed and
             enters no loss, as where a minibatch is a [sequences, longest] tensor.
         buckets: shapes of the microbatches; None: those of the actor.
@@ -88,14 +88,16 @@ def build_bench_batch(
     pairs = work.draw_tokens(actor.model.shape.vocab_size)
     responses = [len(response) for _, response in pairs]
     sequences = [_join(prompt, response, pad_to) for prompt, response in pairs]
-    groups, group_of = actor.model.groups, work.group_of if share_prompts else None
+    groups, shared = actor.model.groups, None
+    if shares_prompts:
+        shared = share_prompts(work.group_of, [s.num_prompt_tokens for s in sequences])
     plan = plan_microbatches(
         [len(s.tokens) for s in sequences],
         dp_size=groups.layout.dp_size,
         max_tokens=max_tokens,
         count_multiple=actor.model.microbatch_count_multiple,
         attention_ratio=actor.model.attention_ratio,
-        shared=SharedPrompts(group_of, [s.num_prompt_tokens for s in sequences]) if share_prompts else None,
+        shared=shared,
     )
     mode = ALGORITHM.loss_agg_mode
     batch = build_train_batch(
@@ -104,7 +106,7 @@ def build_bench_batch(
         [(range(len(sequences)), plan)],
         dp_rank=groups.at.dp,
         device=device,
-        group_of=group_of,
+        shared=shared,
         padding=Padding(actor.model.pad_multiple, buckets or actor.model.buckets),
     )
     if pad_to:

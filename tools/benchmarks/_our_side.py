@@ -56,7 +56,7 @@ def take_step(
     """
     algorithm = replace(ALGORITHM, kl_coef=KL_COEF) if reference else ALGORITHM
     work, times = draw_workload(options, step), [time.process_time()]
-    batch = build_bench_batch(actor, work, max_tokens=options.max_tokens, share_prompts=True, device=device)
+    batch = build_bench_batch(actor, work, max_tokens=options.max_tokens, shares_prompts=True, device=device)
     times.append(time.process_time())
     room = torch.zeros_like(batch.rollout_logprobs)
     batch = replace(batch, update_logprobs=room, update_entropy=room.clone())

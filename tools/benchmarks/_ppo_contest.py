@@ -130,7 +130,7 @@ class Contestant:
         work = Workload([_PROMPT] * draw.microbatches, [[n - _PROMPT for n in lengths]] * draw.microbatches)
         self.real_tokens = sum(lengths)
         batch = build_bench_batch(
-            actor, work, max_tokens=draw.size, share_prompts=False, device=self._device, buckets=buckets
+            actor, work, max_tokens=draw.size, shares_prompts=False, device=self._device, buckets=buckets
         )
         assert len(batch.slices) == draw.microbatches and len(batch.tokens) == draw.size * draw.microbatches
         return replace(batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(actor.model.shape.vocab_size)))

@@ -18,10 +18,12 @@ from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.lengths import LengthModel
 from megatron_rl.planning.schedules import Costs, Schedule
+from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.control import Channel
 from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
-from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.rollout.stream import Clock, RolloutStream
 from megatron_rl.types import Prompt
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 
@@ -93,14 +95,9 @@ class ScriptedStream:
             group=dist.group.WORLD,
             progress=RolloutProgress(),
         )
-        self._stream = RolloutStream(
-            generator,
-            PromptBatches(PromptStream(prompts, False, 0), size),
-            config,
-            open_phase_end(steps_per_update, engines.of, None),
-            dist.group.WORLD,
-            training,
-        )
+        order = SampleOrder(PromptBatches(PromptStream(prompts, False, 0), size), config)
+        clock = Clock(open_phase_end(steps_per_update, engines.of, None), training)
+        self._stream = RolloutStream(generator, order, CarriedResponses(order), config, clock, dist.group.WORLD)
         self._sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
 
     def take(self) -> int:

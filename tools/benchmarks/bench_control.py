@@ -3,8 +3,8 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tools/benchmarks/bench_control.py --json FILE
 
-The ranks are one engine (TP 2 with two of them) and share messages as the serving loop does (two ranks of a host
-without a GPU through shared memory, others over gloo): empty ones, as nearly all are, and ones with new requests. Back
+The ranks are one engine (TP 2 with two of them) and share messages as the serving loop does (within a host through
+shared memory, otherwise over gloo): empty ones, as nearly all are, and ones with new requests. Back
 to back the rounds are short, so that the fastest of them is what a message costs while nothing else wants the cores;
 behind a decoding step, which is a sleep, a message also waits for the rank that wakes up last. Ends with status 1 if an
 empty message, back to back, takes more than 1 % of the step.

@@ -155,7 +155,7 @@ class Bench:
             actor,
             case.work,
             max_tokens=case.max_tokens,
-            share_prompts=case.shares_prompts,
+            shares_prompts=case.shares_prompts,
             device=self.device,
             pad_to=max(case.work.lengths) if case.is_padded else 0,
         )

@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_schedules.py --json FILE
 
 Every rank is an engine that sleeps through its decoding passes; the serving loop steps it. Training and the switch of
-the weights are sleeps as well. Lengths are lognormal and correlate inside a prompt. Ends with status 1 if a measured
-step differs from the simulated one by more than 5 %.
+the weights are sleeps as well. Lengths are lognormal and correlate inside a prompt. Where many ranks share few cores,
+what Python does between two passes counts; with `--pace` above 1 all sleeps are longer, in proportion. Ends with status
+1 if a measured step differs from the simulated one by more than 5 %.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def measure_synchronous(schedule: Schedule, costs: Costs, lengths: LengthModel, 
     start = time.perf_counter()
     for step in range(steps):
         drawn = lengths.draw(1, step * costs.batch_size, costs.batch_size, costs.group_size, costs.longest).ravel()
-        engine = ScriptedEngine(dict(enumerate(drawn.tolist())), costs.engine.max_num_seqs, COST, time.sleep)
+        engine = ScriptedEngine(
+            dict(enumerate(drawn.tolist())), costs.engine.max_num_seqs, costs.engine.cost, time.sleep
+        )
         generate(engine, requests)
         dist.barrier()
         time.sleep(costs.train(int(drawn.sum())) + costs.switch_seconds)
@@ -101,6 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=64, help="requests that an engine runs at once (default 64)")
     parser.add_argument("--trainers", type=int, default=1, help="ranks that train where engines have their own (1)")
     parser.add_argument("--steps", type=int, default=6, help="steps of every schedule (default 6)")
+    parser.add_argument("--pace", type=float, default=1.0, help="times as long as on the GPU that is simulated (1)")
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     return parser.parse_args(arguments)
 
@@ -111,14 +115,14 @@ def main(arguments: list[str] | None = None) -> int:
     process = init_distributed(5)
     lengths = make_lognormal(args.median, args.sigma, args.correlation)
     here = Costs(
-        EngineModel(COST, args.slots, cache_tokens=10**9),
+        EngineModel(StepCost(**{name: args.pace * cost for name, cost in asdict(COST).items()}), args.slots, 10**9),
         process.world_size,
         args.prompts,
         args.group_size,
         PROMPT_TOKENS,
         args.longest,
-        lambda tokens: TRAIN_SECONDS_PER_TOKEN * tokens,
-        SWITCH_SECONDS,
+        lambda tokens: args.pace * TRAIN_SECONDS_PER_TOKEN * tokens,
+        args.pace * SWITCH_SECONDS,
     )
     fewer = process.world_size / args.trainers  # ranks that train take so many times as long
     apart = replace(

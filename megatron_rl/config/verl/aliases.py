@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the names that verl users know into ours.
+"""Turn the names that users of verl, and of TRL, know into ours.
 
-The tables are in `tables.py` (one name at a time) and `groups.py` (names that are read together);
-`docs/verl_keys.md` is made from both. Invariant: nothing is dropped silently; whatever has no effect comes back as a
-note, and whatever would change the result is an error.
+verl's tables are in `tables.py` (one name at a time) and `groups.py` (names that are read together);
+`docs/verl_keys.md` is made from both. TRL's are in `config/huggingface.py`. Invariant: nothing is dropped silently;
+whatever has no effect comes back as a note, and whatever would change the result is an error.
 """
 
 from __future__ import annotations
@@ -14,30 +14,34 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megatron_rl.config import huggingface
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting
-from megatron_rl.config.verl.groups import GROUPS, take_parts
+from megatron_rl.config.verl import groups, tables
+from megatron_rl.config.verl.groups import take_parts
 from megatron_rl.config.verl.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.config.verl.kl import describe, note
 from megatron_rl.config.verl.losses import find_defaults
-from megatron_rl.config.verl.tables import ALIASES, PATTERNS
+from megatron_rl.config.verl.tables import PATTERNS
 from megatron_rl.types import UserError
 
 # Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
 _NOTHING = ("???", {})
+_ALIASES = {**tables.ALIASES, **huggingface.ALIASES}
+_GROUPS = (*groups.GROUPS, *huggingface.GROUPS)
 
 
 def alias_names() -> list[str]:
-    """Every accepted verl name, those read in groups included."""
-    return [*ALIASES, *(name for group in GROUPS for name in group.names)]
+    """Every accepted name that is not ours, those read in groups included."""
+    return [*_ALIASES, *(name for group in _GROUPS for name in group.names)]
 
 
 def alias_target(name: str) -> str | None:
-    """Our name of a verl name that is simply renamed, else None."""
-    alias = ALIASES.get(name)
+    """Our name for a name that is simply renamed, else None."""
+    alias = _ALIASES.get(name)
     if isinstance(alias, Renamed):
         return alias.target
-    return next((group.targets[name] for group in GROUPS if name in group.targets), None)
+    return next((group.targets[name] for group in _GROUPS if name in group.targets), None)
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
@@ -49,7 +53,7 @@ def find_ranks(settings: Sequence[Setting]) -> int | None:
 
 
 def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> tuple[list[Setting], list[str]]:
-    """Turn verl names into ours.
+    """Turn other names into ours.
 
     Args:
         settings: settings in order; of two with the same name the later one is valid.
@@ -70,7 +74,7 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
         latest.setdefault(default.name, default)
     translated: list[Setting] = []
     notes: list[str] = []
-    for group in GROUPS:
+    for group in _GROUPS:
         parts = take_parts(group, latest)
         for found in group.combine(parts) if parts else ():
             if isinstance(found, str):
@@ -80,7 +84,7 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
     repeated: list[tuple[Setting, SameAs]] = []
     below: dict[str, list[Setting]] = {}
     for setting in latest.values():
-        alias = ALIASES.get(setting.name)
+        alias = _ALIASES.get(setting.name)
         if isinstance(alias, Renamed):
             translated += _rename(setting, alias, fields)
         elif isinstance(alias, SameAs):

@@ -1,20 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Texts of the run enter the page through textContent only.
 "use strict";
-(() => {
+(async () => {
   const ROW_HEIGHT = 26; // as in page.css
   const FIRST_TOKENS = 2000, MORE_TOKENS = 10000; // of one response that are shown at once
   const find = (id) => document.getElementById(id);
-  const read = (id) => JSON.parse(find(id).textContent);
-  const make = (tag, className, text) => {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    if (text !== undefined) element.textContent = text;
-    return element;
-  };
-
-  const index = read("index");
-  const { step, group, sample, reward, length, finish, version, response } = index.columns;
+  const index = await read("index");
+  const { run, step, group, sample, reward, length, finish, version, response } = index.columns;
   const total = step.length;
   const modes = new Map(index.modes.map((mode) => [mode.key, mode]));
   const members = index.prompts.map(() => []);
@@ -22,20 +14,13 @@
   const rewards = reward.filter((x) => x !== null);
   const lowest = rewards.reduce((a, b) => Math.min(a, b), Infinity);
   const highest = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
-  const state = { order: [], selected: -1, mode: null, texts: null };
-
-  // Colors.
-
-  const BLUE = "33,102,172", ORANGE = "217,95,2", GREEN = "0,128,96", FULL = 0.7;
-  const TRANSFORMS = { none: (x) => x, negative: (x) => -x, log: (x) => Math.log(Math.max(x, 1e-30)) };
-  const shade = (kind, t) => {
-    const strength = Math.min(Math.abs(t), 1) * FULL;
-    return `rgba(${kind !== "diverging" ? GREEN : t < 0 ? ORANGE : BLUE},${strength.toFixed(3)})`;
-  };
-  const colorOf = (mode, value) =>
-    mode.kind === "flag" ? (value ? shade("diverging", -1) : "")
-      : shade(mode.kind, TRANSFORMS[mode.transform](value) / mode.scale);
-  const round = (x) => (x === null ? "none" : String(Number(x.toPrecision(5))));
+  const keys = new Map(); // of a prompt, whatever its step
+  const question = index.prompts.map((p) => {
+    const key = `${p.id}\n${p.text}`;
+    if (!keys.has(key)) keys.set(key, keys.size);
+    return keys.get(key);
+  });
+  const state = { order: [], selected: -1, mode: null, texts: null, drawn: 0 };
 
   function drawLegend() {
     const legend = find("legend"), mode = state.mode;
@@ -77,9 +62,9 @@
     if (reward[i] !== null && highest > lowest) {
       cell.style.background = shade("diverging", (0.6 * (2 * reward[i] - highest - lowest)) / (highest - lowest));
     }
-    const excerpt = response[i].slice(0, 160).replace(/\s+/g, " ");
-    row.append(make("span", "", step[i]), make("span", "", index.prompts[group[i]].id), make("span", "", sample[i]),
-      cell, make("span", "", length[i] ?? ""), make("span", "", excerpt));
+    const excerpt = response[i].slice(0, 160).replace(/\s+/g, " "), prompt = index.prompts[group[i]];
+    row.append(make("span", "", step[i]), make("span", "", prompt.id), make("span", "", sample[i]),
+      cell, make("span", "", length[i] ?? ""), make("span", "", prompt.truth.slice(0, 40)), make("span", "", excerpt));
     return row;
   }
 
@@ -96,18 +81,57 @@
     return state.texts;
   }
 
+  // What a text must contain: the words, or a regular expression; null if it is not one.
+  function matcher() {
+    const wanted = filters.text.value;
+    filters.text.setCustomValidity("");
+    if (!wanted) return () => true;
+    const texts = textsToSearch(), words = wanted.toLowerCase();
+    if (!filters.regex.checked) return (i) => texts[i].includes(words);
+    try {
+      const pattern = new RegExp(wanted, "i");
+      return (i) => pattern.test(texts[i]);
+    } catch (error) {
+      filters.text.setCustomValidity(error.message);
+      filters.text.reportValidity();
+      return null;
+    }
+  }
+
+  // Of the rollouts, those at the first and at the last step of their prompt, if its mean reward has changed in this way.
+  function keepChanged(order, direction) {
+    const ends = new Map();
+    for (const i of order) {
+      const found = ends.get(question[group[i]]) ?? [step[i], step[i]];
+      ends.set(question[group[i]], [Math.min(found[0], step[i]), Math.max(found[1], step[i])]);
+    }
+    const sums = new Map();
+    for (const i of order) {
+      const key = question[group[i]], [first, last] = ends.get(key), sum = sums.get(key) ?? [0, 0, 0, 0];
+      if (step[i] === first) { sum[0] += reward[i]; sum[1]++; }
+      if (step[i] === last) { sum[2] += reward[i]; sum[3]++; }
+      sums.set(key, sum);
+    }
+    return order.filter((i) => {
+      const key = question[group[i]], [a, m, b, n] = sums.get(key);
+      return ends.get(key).includes(step[i]) && direction * (b / n - a / m) > 1e-9;
+    });
+  }
+
   function applyFilters() {
-    const columns = { step, reward, length };
+    const columns = { step, reward, length, component: index.components[filters.component.value] ?? reward };
     const ranges = Object.keys(columns).map((name) => ({
       column: columns[name], low: bound(`${name}-from`, -Infinity), high: bound(`${name}-to`, Infinity),
     })).filter(({ low, high }) => low > -Infinity || high < Infinity);
-    const wantedFinish = filters.finish.value, wanted = filters.text.value.toLowerCase();
-    const texts = wanted ? textsToSearch() : [];
-    const order = [];
-    for (let i = 0; i < total; i++) {
+    const [wantedRun, wantedFinish, wantedPrompt] = [filters.run.value, filters.finish.value, filters.prompt.value];
+    const matches = matcher();
+    let order = [];
+    for (let i = 0; matches && i < total; i++) {
       if (ranges.every(({ column, low, high }) => column[i] !== null && column[i] >= low && column[i] <= high)
-        && (!wantedFinish || finish[i] === wantedFinish) && (!wanted || texts[i].includes(wanted))) order.push(i);
+        && (!wantedRun || run[i] === Number(wantedRun)) && (!wantedFinish || finish[i] === wantedFinish)
+        && (!wantedPrompt || index.prompts[group[i]].id === wantedPrompt) && matches(i)) order.push(i);
     }
+    if (filters.change.value) order = keepChanged(order, Number(filters.change.value));
     const [key, direction] = filters.sort.value.split(",");
     const column = columns[key], sign = Number(direction);
     const compare = (a, b) => (column[a] === null) - (column[b] === null) || sign * (column[a] - column[b]) || a - b;
@@ -116,37 +140,57 @@
     find("spacer").style.height = `${order.length * ROW_HEIGHT}px`;
     list.scrollTop = 0;
     drawRows();
+    drawSummary();
+    writeLink();
+  }
+
+  // What the shown rollouts are like at each step.
+
+  function drawSummary() {
+    find("summary").replaceChildren(
+      drawChart("reward", reward, state.order, step), drawChart("tokens", length, state.order, step));
   }
 
   // One rollout, or its group.
 
   const parsed = new Map(); // chunks of token values, the last few that were opened
-  function detailsOf(i) {
-    const chunk = Math.floor(i / index.chunk);
-    const found = parsed.get(chunk) ?? read(`chunk-${chunk}`);
-    parsed.delete(chunk);
-    parsed.set(chunk, found);
-    if (parsed.size > 8) parsed.delete(parsed.keys().next().value);
-    return found[i % index.chunk];
+  async function load(rollouts) {
+    for (const chunk of new Set(rollouts.map((i) => Math.floor(i / index.chunk)))) {
+      const found = parsed.get(chunk) ?? await read(`chunk-${chunk}`);
+      parsed.delete(chunk);
+      parsed.set(chunk, found);
+    }
+    while (parsed.size > 8 + rollouts.length) parsed.delete(parsed.keys().next().value);
   }
+  const detailsOf = (i) => parsed.get(Math.floor(i / index.chunk))[i % index.chunk];
 
   function select(i) {
     state.selected = i;
     drawRows();
-    drawContent();
+    writeLink();
+    return drawContent();
   }
 
-  function drawContent() {
+  async function drawContent() {
     const content = find("content"), i = state.selected;
     find("tip").hidden = true;
     if (i < 0) return content.replaceChildren(make("p", "facts", "choose a rollout on the left"));
     const prompt = index.prompts[group[i]];
-    const shown = find("side-by-side").checked ? members[group[i]] : [i];
+    const shown = find("side-by-side").checked ? members[group[i]] : [i], drawing = ++state.drawn;
+    await load(shown);
+    if (drawing !== state.drawn) return undefined; // another one was chosen meanwhile
+    const others = question.reduce((n, key, g) => n + (key === question[group[i]] && members[g].length), 0);
+    const button = make("button", "", `all ${others} rollouts of this prompt`);
+    button.addEventListener("click", () => {
+      filters.reset();
+      filters.prompt.value = prompt.id;
+      applyFilters();
+    });
     const cards = make("div", shown.length > 1 ? "cards many" : "cards");
     cards.append(...shown.map((j) => drawCard(j, shown.length > 1)));
     content.replaceChildren(
-      make("h2", "", `prompt ${prompt.id} of step ${step[i]}`), make("div", "text prompt", prompt.text),
-      make("h2", "", "ground truth"), make("div", "text", prompt.truth || "none"), cards);
+      make("h2", "", `prompt ${prompt.id} of step ${step[i]} `), make("div", "text prompt", prompt.text),
+      make("h2", "", "ground truth"), make("div", "text", prompt.truth || "none"), button, cards);
     return undefined;
   }
 
@@ -160,7 +204,10 @@
     say("tokens", length[i] ?? "unknown");
     say("finish", finish[i] || "unknown");
     say("policy_version", version[i] ?? "unknown");
-    card.append(make("h2", "", `response ${sample[i] ?? ""}`), facts);
+    const source = index.runs.length > 1 ? `${index.runs[run[i]]}: ` : "", advantages = details.advantage ?? [];
+    const known = advantages.filter((x) => x !== null), mean = known.reduce((a, b) => a + b, 0) / known.length;
+    if (known.length) card.style.borderLeftColor = shade("diverging", mean / modes.get("advantage").scale);
+    card.append(make("h2", "", `${source}response ${sample[i] ?? ""}`), facts);
     if (state.mode && !details[state.mode.key]) {
       card.append(make("div", "note", `this rollout has no ${state.mode.label}: its tokens are not colored`));
     }
@@ -225,9 +272,6 @@
     }
   }
 
-  const visible = (text) => text.replace(/[\x00-\x09\x0b-\x1f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
-    .replace(/\n/g, "⏎\n");
-
   function showTip(event) {
     const tip = find("tip"), span = event.target.closest(".tokens [data-t]");
     tip.hidden = !span;
@@ -249,7 +293,43 @@
 
   // Start.
 
-  find("run").textContent = index.run;
+  // The address of the page says what is shown.
+
+  let isWritten = null;
+  function writeLink() {
+    clearTimeout(isWritten);
+    isWritten = setTimeout(() => {
+      const said = new URLSearchParams([...new FormData(filters)].filter(([, value]) => value && value !== "step,1"));
+      if (state.selected >= 0) said.set("rollout", nameOf(state.selected));
+      if (state.mode && state.mode !== defaultMode) said.set("color", state.mode.key);
+      if (find("side-by-side").checked) said.set("group", "1");
+      location.replace(`#${said}`);
+    }, 300);
+  }
+  const nameOf = (i) => JSON.stringify([run[i], step[i], index.prompts[group[i]].id, sample[i]]);
+
+  function readLink() {
+    const said = new URLSearchParams(location.hash.slice(1));
+    for (const field of filters.elements) {
+      if (field.type === "checkbox") field.checked = said.has(field.name);
+      else if (said.has(field.name)) field.value = said.get(field.name);
+    }
+    find("side-by-side").checked = said.has("group");
+    state.mode = modes.get(said.get("color")) ?? defaultMode;
+    if (state.mode) find("mode").value = state.mode.key;
+    const wanted = said.get("rollout");
+    return wanted ? step.findIndex((_, i) => nameOf(i) === wanted) : -1;
+  }
+
+  find("run").textContent = index.runs.join(", ");
+  for (const [select, names] of [[filters.run, index.runs], [filters.component, Object.keys(index.components)]]) {
+    names.forEach((name, number) => {
+      const option = make("option", "", name);
+      option.value = select === filters.run ? number : name;
+      select.append(option);
+    });
+    select.parentElement.hidden = names.length < (select === filters.run ? 2 : 1);
+  }
   for (const name of [...new Set(finish)].filter(Boolean).sort()) {
     const option = make("option", "", name);
     option.value = name;
@@ -261,14 +341,21 @@
     option.disabled = !mode.num_rollouts;
     find("mode").append(option);
   }
-  state.mode = index.modes.find((mode) => mode.num_rollouts) ?? null;
-  if (state.mode) find("mode").value = state.mode.key;
+  const defaultMode = index.modes.find((mode) => mode.num_rollouts) ?? null;
   find("mode").addEventListener("change", (event) => {
     state.mode = modes.get(event.target.value);
     drawLegend();
     drawContent();
+    writeLink();
   });
-  find("side-by-side").addEventListener("change", drawContent);
+  find("side-by-side").addEventListener("change", () => { drawContent(); writeLink(); });
+  find("summary").addEventListener("click", (event) => {
+    const column = event.target.closest("[data-from]");
+    if (!column) return;
+    filters["step-from"].value = column.dataset.from;
+    filters["step-to"].value = column.dataset.to;
+    applyFilters();
+  });
   filters.addEventListener("input", applyFilters);
   filters.addEventListener("reset", () => setTimeout(applyFilters));
   filters.addEventListener("submit", (event) => event.preventDefault());
@@ -290,9 +377,10 @@
   });
   find("content").addEventListener("mousemove", showTip);
   find("content").addEventListener("mouseleave", () => { find("tip").hidden = true; });
+  const linked = readLink();
   drawLegend();
   applyFilters();
-  if (total) select(state.order[0]);
+  if (total) await select(linked >= 0 ? linked : state.order[0] ?? -1);
   document.documentElement.dataset.ready = "yes";
   (window.requestIdleCallback ?? setTimeout)(textsToSearch); // so that the first search finds them made
 })();

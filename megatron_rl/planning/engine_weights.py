@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact bytes of the weights of a rollout engine, from the table of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from megatron_rl.config.server import SERVER_ENGINES
+from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.parameters import DTYPE_BYTES
+from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.quantization import list_quantized
+from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
+from megatron_rl.weights.row_quantization import list_matrices
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_volume
+
+CODE_BYTES, SCALE_BYTES = 1, 4  # of an element and of a row, where matrices are kept in eight bits
+
+
+def is_coded(job: Job) -> bool:
+    """Whether the engines keep their matrices in eight bits."""
+    return job.config.rollout.quantization != "none"
+
+
+def count_engine_bytes(job: Job) -> int:
+    """Of an engine's rank; those with an equal place in other engines, and its TP ranks, have as many."""
+    return compute_engine_bytes(job.shape, job.engine_tp, DTYPE_BYTES[job.config.model.dtype], is_coded(job))
+
+
+def count_own_bytes(job: Job, rank: int) -> int:
+    """Of an engine's rank, without what it shares with the actor; with the adapters that it keeps by themselves."""
+    config, shape, itemsize = job.config, job.shape, DTYPE_BYTES[job.config.model.dtype]
+    is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
+    is_served = config.rollout.engine in SERVER_ENGINES
+    adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
+    own = count_engine_bytes(job)
+    if config.hybrid.alias_weights and rank in job.layout.ranks and is_whole and not is_served:
+        unshared = adapters if adapters is not None and (is_merged or adapters.is_quantized) else None
+        place = _find_place(job, rank)
+        own -= itemsize * count_aliased_elements(shape, job.layout, rank, job.engine_tp, place, unshared, is_coded(job))
+    if adapters is not None and not is_merged:
+        own += sum(map(math.prod, adapters.logical_tensors().values())) * itemsize
+    return own
+
+
+def _find_place(job: Job, rank: int) -> int:
+    """Of a rank in its engine."""
+    return (rank - job.rollout_ranks.start) % job.engine_tp
+
+
+def count_staged_bytes(job: Job, rank: int) -> int:
+    """Of the tensors that a rank of a server keeps on its device to write them into files; 0 in other engines."""
+    if job.config.rollout.engine not in SERVER_ENGINES:
+        return 0
+    mine = huggingface_placements(job.shape)[_find_place(job, rank) :: job.engine_tp]
+    return sum(box_volume(p.local_box) for p in mine) * DTYPE_BYTES[job.config.model.dtype]
+
+
+@lru_cache(maxsize=256)
+def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: bool = False) -> int:
+    """Bytes of the parameters of an engine on one rank (TP ranks have equal shards).
+
+    Args:
+        shape: the model.
+        tp_size: of the engine.
+        itemsize: of an element.
+        coded: matrices of attention and MLPs have codes of a byte, and a scale for each row.
+    """
+    small, blocks = replace(shape, num_layers=1), replace(shape, num_layers=2)
+    matrices = list_matrices(blocks) if coded else frozenset()
+
+    def count(p: ShardBox) -> int:
+        if p.hf_name not in matrices:
+            return box_volume(p.local_box) * itemsize
+        return box_volume(p.local_box) * CODE_BYTES + box_shape(p.local_box)[0] * SCALE_BYTES
+
+    one, two = (sum(map(count, vllm_placements(s, tp_size=tp_size, tp_rank=0))) for s in (small, blocks))
+    return one + (shape.num_layers - 1) * (two - one)
+
+
+def count_aliased_elements(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    rollout_tp: int,
+    rollout_rank: int,
+    adapters: AdapterShape | None = None,
+    coded: bool = False,
+) -> int:
+    """Elements that the engine, in which the rank has a place, shares with the actor on it.
+
+    Matrices to which adapters are added, or that are quantized on either side, are not shared. Read off the tables of
+    a model of two layers, the second of which stands for all.
+    """
+    at = layout.expert_coordinates(rank)
+    stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
+    small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
+    layer, first, last = _count_aliased_blocks(
+        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rollout_rank, adapters, coded
+    )
+    ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
+    return shape.num_layers // layout.pp_size * layer + ends
+
+
+@lru_cache(maxsize=4096)
+def _count_aliased_blocks(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    rollout_tp: int,
+    rollout_rank: int,
+    adapters: AdapterShape | None,
+    coded: bool,
+) -> tuple[int, int, int]:
+    """Shared elements of the last layer, and of what is not a layer on the first and on the last stage.
+
+    Args:
+        shape, layout: of one replica.
+        rank: on the first stage.
+        rollout_tp, rollout_rank: of the engine.
+        adapters: of the actor, where they are added to the model or it is quantized.
+        coded: matrices are in eight bits in the engine.
+    """
+    theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
+    # Both sides pad the vocabulary; a storage fits both if they pad it alike.
+    has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
+    layer, ends = 0, []
+    for peer in layout.group_of(rank, "pp"):
+        ours = megatron_placements(shape, layout, peer)
+        merged = frozenset()
+        if adapters is not None:
+            merged = list_quantized(ours) if adapters.is_quantized else adapted_parameters(adapters, ours)
+        pairs = {name: owned for name, owned in find_aliases(ours, theirs).items() if owned not in merged}
+        layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
+        ends.append(
+            sum(
+                sizes[name]
+                for name, source in pairs.items()
+                if ".layers." not in name and (has_same_vocabulary or not source.endswith(PADDED_PARAMETERS))
+            )
+        )
+    return layer, ends[0], ends[-1]
+
+
+@lru_cache(maxsize=64)
+def _list_engine_parameters(
+    shape: ModelShape, tp_size: int, tp_rank: int, coded: bool
+) -> tuple[Sequence[ShardBox], dict[str, int]]:
+    """The engine's table, and the elements of its parameters; without matrices in eight bits."""
+    matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
+    table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
+    for placement in table:
+        sizes[placement.param] += math.prod(stop - start for start, stop in placement.local_box)
+    return table, dict(sizes)

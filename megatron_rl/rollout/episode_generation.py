@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of episodes in place of responses, and the episodes of runs that begin them ahead of their step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.parallel.collectives import reduce_scalars
+from megatron_rl.rollout.control import ControlMessage
+from megatron_rl.rollout.episodes import Episodes, describe_episodes
+from megatron_rl.rollout.generation import RolloutGenerator, name_sample
+from megatron_rl.rollout.order import STRIDE, Samples
+from megatron_rl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The samples of one generation on this rank's engine, see `Samples`; none of them is interrupted."""
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    first: Mapping[int, Request]
+
+    def sample_of(self, key: int) -> tuple[Prompt, int]:
+        return self.prompts[key // self.group_size], key % self.group_size
+
+    def request(self, key: int, sampling: SamplingConfig, position: int = 0) -> Request:
+        return self.first[key]
+
+
+class EpisodeGenerator:
+    """Generates groups of episodes in place of responses; the same calls on every rank.
+
+    Args:
+        generator: the engines.
+        processes: of this rank's environments.
+        config: of the run.
+        group: all ranks.
+
+    Attributes:
+        engines: the ranks of each.
+        is_first: this rank is the first of its engine.
+        metrics: of the last generation, the same on every rank.
+        route_shape: of the routes that rollouts come with; None: they come without.
+    """
+
+    def __init__(
+        self, generator: RolloutGenerator, processes: EpisodeProcesses, config: RunConfig, group: dist.ProcessGroup
+    ) -> None:
+        self._generator, self._processes, self._group = generator, processes, group
+        self._in_flight = config.agents.episodes_in_flight
+        self.engines, self.is_first = generator.engines, generator.is_first
+        self.route_shape = generator.route_shape
+        self.metrics: dict[str, float] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling: SamplingConfig,
+        step: int,
+        round: int = 0,
+        on_finished: Callable[[Rollout], None] | None = None,
+    ) -> dict[int, Rollout]:
+        """As `RolloutGenerator.generate`; only the first rank of an engine knows how its episodes ended.
+
+        `sampling.max_tokens` bounds the tokens behind the prompt, observations included.
+        """
+        generator, total = self._generator, len(prompts) * group_size
+        first = generator.build_requests(prompts, group_size=group_size, sampling=sampling, step=step, round=round)
+        samples = _Batch(prompts, group_size, {request.key: request for request in first})
+        episodes = self._open(samples, shift=-total)  # apart from those of `carry`
+        rollouts: dict[int, Rollout] = {}
+        requests: list[Request] = []
+
+        def hear(sampled: Sampled) -> None:
+            episodes.hear(sampled, generator.policy_version)
+
+        def take(is_idle: bool) -> ControlMessage:
+            following = episodes.follow()
+            for key in following.finished:
+                rollouts[key] = episodes.rollout(key)
+                generator.count(len(rollouts[key].response_tokens))
+                if on_finished is not None:
+                    on_finished(rollouts[key])
+            requests.extend(following.requests)
+            return ControlMessage(requests=following.requests, stop=following.is_last)
+
+        episodes.begin(samples.first)
+        episodes.start(samples.first, sampling)
+        try:
+            generator.serve(
+                requests,
+                take,
+                hear,
+                name=lambda key: name_sample(prompts, group_size, key % STRIDE),
+                total=total,
+                on_requests=episodes.ask,
+            )
+        finally:
+            episodes.close()
+        episodes.stop()
+        counts = reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+        self.metrics = describe_episodes(counts) | generator.metrics
+        return rollouts if generator.is_first else {key: episodes.rollout(key) for key in episodes.keys}
+
+    def carry(self, samples: Samples) -> Episodes:
+        """What holds episodes that begin ahead of their step."""
+        return self._open(samples, shift=0)
+
+    def _open(self, samples: Samples, shift: int) -> Episodes:
+        return Episodes(samples, self._processes if self.is_first else None, self._in_flight, shift)
+
+    def close(self) -> None:
+        """End the processes, and release the engine."""
+        self._processes.close_all()
+        self._generator.close()

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planned bytes of engines: of their tables, in eight bits, of servers, and of the switch to them.
+
+What a real switch to eight bits moves is held against the same count in tests/weight_sync/test_coding.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_rl.planning.engine_weights import (
+    compute_engine_bytes,
+    count_aliased_elements,
+    count_engine_bytes,
+    count_staged_bytes,
+)
+from megatron_rl.planning.memory import compute_memory
+from megatron_rl.planning.switch import plan_switch
+from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
+from megatron_rl.weights.shard_box import box_volume
+from planning_jobs import make_job, small_shape
+
+CODED = ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")
+SERVED = ("rollout.engine=vllm_server", "placement.actor=0-3", "placement.reference=0-3", "placement.rollout=4-7")
+MIXTURE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+Q, KV, FFN, HIDDEN, LAYERS, VOCAB = 64, 32, 96, 64, 8, 512  # rows of matrices of `small_shape`, and its columns
+
+
+@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_bytes_are_those_of_the_table(tp_size: int, changes: dict) -> None:
+    shape = small_shape(**changes)
+    elements = sum(box_volume(p.local_box) for p in vllm_placements(shape, tp_size=tp_size, tp_rank=0))
+    assert compute_engine_bytes(shape, tp_size, 2) == 2 * elements
+    assert compute_engine_bytes(shape, tp_size, 4) == 4 * elements
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_eight_bits_are_a_byte_an_element_and_four_a_row(tp_size: int) -> None:
+    """The rows of attention's output and of the MLP's second matrix are on every rank; embedding and head stay."""
+    shape = small_shape()
+    split, whole = Q + 2 * KV + 2 * FFN, 2 * HIDDEN
+    saved = LAYERS * (HIDDEN * (2 * Q + 2 * KV + 3 * FFN) // tp_size - 4 * (split // tp_size + whole))
+    assert compute_engine_bytes(shape, tp_size, 2) - compute_engine_bytes(shape, tp_size, 2, coded=True) == saved
+
+
+def test_engines_in_eight_bits_take_less_memory_and_leave_more_cache() -> None:
+    """What is neither code nor scale is shared with the actor as before."""
+    job, plain = make_job(small_shape(), *CODED), make_job(small_shape())
+    (coded,), (whole,) = compute_memory(job), compute_memory(plain)
+    shared = count_aliased_elements(job.shape, job.layout, 0, 1, 0, coded=True)
+    assert 0 < shared < count_aliased_elements(job.shape, job.layout, 0, 1, 0)
+    own = count_engine_bytes(job) - 2 * shared
+    assert coded.phases[2].parts["engine weights"] == own and "engine weights" not in whole.phases[2].parts
+    assert whole.kv_cache_bytes - coded.kv_cache_bytes == own
+    apart = [compute_memory(one.with_config(hybrid={"alias_weights": False}))[0].kv_cache_bytes for one in (job, plain)]
+    assert apart[0] - apart[1] == count_engine_bytes(plain) - count_engine_bytes(job)
+
+
+def test_switch_to_eight_bits_counts_codes_and_scales() -> None:
+    """From TP 2 to TP 1 a rank lacks half of each matrix, and half of the scales of those that are cut by rows."""
+    job = make_job(small_shape(), "actor.tensor_model_parallel_size=2", *CODED, gpus_per_node=2)
+    codes, rows = HIDDEN * (2 * Q + 2 * KV + 3 * FFN), Q + 2 * KV + 2 * FFN
+    vocabulary = 2 * VOCAB * HIDDEN * 2  # embedding and head in bfloat16
+    assert plan_switch(job).summary.bytes_moved == LAYERS * (codes + 4 * rows) + vocabulary
+
+
+def test_ranks_of_a_server_keep_the_tensors_that_they_write() -> None:
+    """Beside what the server has: each a share of the model, all of it together."""
+    job = make_job(small_shape(), *SERVED, "rollout.tensor_model_parallel_size=2")
+    staged = [count_staged_bytes(job, rank) for rank in (4, 5)]
+    assert sum(staged) == 2 * sum(math.prod(size) for size in job.shape.logical_tensors().values())
+    assert staged[1] == 2 * sum(box_volume(p.local_box) for p in huggingface_placements(job.shape)[1::2])
+    assert count_staged_bytes(make_job(small_shape()), 0) == 0
+    found = next(one for one in compute_memory(job) if one.rank == 4)
+    parts = next(phase.parts for phase in found.phases if phase.name == "rollout")
+    assert parts["engine weights"] == count_engine_bytes(job) + staged[0]
+    in_process = make_job(small_shape(), *SERVED[1:], "rollout.tensor_model_parallel_size=2")
+    other = next(one for one in compute_memory(in_process) if one.rank == 4)
+    assert found.kv_cache_bytes == other.kv_cache_bytes, "the server takes its share of the device without them"
