@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_rl.config.observability_checks import check_debug_rank
 from megatron_rl.config.placement_checks import check_placement
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
@@ -88,6 +89,7 @@ class BatchPlan:
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
         """
+        check_debug_rank(cfg, world_size)
         _check_roles(cfg, spec, world_size)
         rollout_ranks = len(cfg.placement.ranks_of("rollout", world_size))
         engine_ranks = _count_engine_ranks(cfg, rollout_ranks)

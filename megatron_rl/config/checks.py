@@ -7,7 +7,6 @@ process group exists; what has no effect is said in `idle.py`. What needs the wo
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 
@@ -15,6 +14,7 @@ from megatron_rl.config.adapter_checks import check_quantization
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
+from megatron_rl.config.observability_checks import check_debugging, check_observability
 from megatron_rl.config.rollout_checks import check_agents, check_rollout, check_schedule
 from megatron_rl.config.routing_checks import check_routers
 from megatron_rl.config.schema import LayoutConfig, RunConfig
@@ -167,7 +167,8 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     _check_algorithm(config)
     check_teachers(config)
     check_reset(config)
-    _check_observability(config)
+    check_observability(config)
+    check_debugging(config)
     unknown = sorted(set(config.get("checkpoint.allow_changes")) - set(_MAY_CHANGE))
     config.require(
         not unknown,
@@ -189,24 +190,6 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
         "needs to know the run",
         expected="trainer.run_dir",
         hint="set trainer.run_dir to that of the run",
-    )
-
-
-def _check_observability(config: CheckedConfig) -> None:
-    port = config.get("observability.status_port")
-    config.require(
-        port is None or 0 <= port < 1 << 16,
-        "observability.status_port",
-        "is no port",
-        expected="0 to 65535, or null",
-        hint="0 takes any free port",
-    )
-    config.require(
-        config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
-        "observability.wandb",
-        "needs the package wandb",
-        expected="the package, or off",
-        hint="pip install wandb, at the version of requirements.txt",
     )
 
 

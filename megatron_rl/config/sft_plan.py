@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.batch_plan import check_data_size, check_longest_sequence, check_ranks, count_steps
+from megatron_rl.config.observability_checks import check_debug_rank
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.types import UserError
 
@@ -54,6 +55,7 @@ class SftPlan:
                 expected="null",
                 hint="remove the section placement",
             )
+        check_debug_rank(cfg, world_size)
         dp_size = check_ranks(cfg.actor, range(world_size), "actor")
         check_longest_sequence(cfg.data, cfg.actor, "actor")
         check_data_size(cfg, num_examples)

@@ -7,12 +7,14 @@ exception continues, marked as reported; a rank that fails alone ends its proces
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from megatron_rl.config.schema import TrainerConfig
 from megatron_rl.lifecycle.collective_ledger import describe_collectives
 from megatron_rl.lifecycle.reports import append, show
 from megatron_rl.lifecycle.watchdog import Watchdog, Watched
@@ -57,6 +59,11 @@ class Guard:
         except BaseException:
             self.close()
             raise
+
+    def stop_in_debugger(self, trainer: TrainerConfig, step: int) -> None:
+        """Stop where this returns to, if `trainer` names this rank and the step, and an IDE is attached."""
+        if step == trainer.breakpoint_step and self._watched.rank == trainer.debug_rank:
+            importlib.import_module("debugpy").breakpoint()
 
     def positions(self) -> Sequence[Position | None]:
         """The last heartbeat of every rank; nothing in a job of one."""

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.lifecycle.debugging import wait_for_debugger
 from megatron_rl.parallel.collectives import gather_objects, world
 from megatron_rl.planning.admission import check_fits, find_cluster, find_host
 from megatron_rl.planning.automatic import choose_layout
@@ -69,6 +70,8 @@ def prepare(
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     """Read the inputs of a run for the ranks that were launched, and check all that can be checked of them.
 
+    A rank that is debugged waits here for its debugger.
+
     Raises:
         UserError: bad input, on every rank alike.
     """
@@ -83,15 +86,16 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
         check_step_mode(role.training, role.section)
+    config = wait_for_debugger(config)
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 
 
-def check_sft(config: RunConfig) -> SftInputs:
-    """The same for supervised fine-tuning.
+def check_sft(config: RunConfig) -> tuple[RunConfig, SftInputs]:
+    """The same for supervised fine-tuning; the config with which it starts, and its inputs.
 
     Raises:
         UserError: bad input, on every rank alike.
     """
     inputs = read_sft_inputs(config, launched_sizes()[0])
     check_step_mode(config.actor, "actor")
-    return inputs
+    return wait_for_debugger(config), inputs

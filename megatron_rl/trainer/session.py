@@ -139,6 +139,7 @@ class Session:
             run.timers.begin_step(step)
             with self.profiler.step(step), run.timers.phase("step"):
                 self.capsule.begin(step)
+                self.guard.stop_in_debugger(trainer, step)
                 yield step
                 is_best = False
                 if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):

@@ -76,6 +76,7 @@ class SftTrainer:
         for step in range((resumed or 0) + 1, self.total_steps + 1):
             self.run.timers.begin_step(step)
             with self.run.timers.phase("step"):
+                self.guard.stop_in_debugger(self.config.trainer, step)
                 examples = next(self.examples)
                 samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], world())
                 for minibatch in self.actor.minibatches(samples):
@@ -107,7 +108,7 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
         UserError: bad input, before any process group exists.
         Preempted: a signal asked the run to stop.
     """
-    inputs = check_sft(config)
+    config, inputs = check_sft(config)
     trainer = SftTrainer(config, inputs, recipe)
     try:
         with trainer.guard.reporting():

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A debugger stops one rank of four in a reward function and in its update, while the others wait.
+
+The client speaks the protocol that IDEs speak. Not covered: IDEs, NCCL, Ray, and the processes of environments and
+reward workers, which are not debugged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dap_client import DapClient
+from distributed import run_ranks
+from launch_runs import ROOT, environment
+from megatron_rl.config.loading import dump_yaml, load_config
+from megatron_rl.config.observability_checks import check_debug_rank
+from megatron_rl.types import UserError
+from rl_runs import overrides_for, read_records, train
+
+needs_debugpy = pytest.mark.skipif(importlib.util.find_spec("debugpy") is None, reason="debugpy is not installed")
+PROGRAM = """
+import logging
+import sys
+from pathlib import Path
+from megatron_rl.config.loading import load_config
+from megatron_rl.lifecycle.debugging import wait_for_debugger
+from megatron_rl.lifecycle.guard import Guard
+from megatron_rl.lifecycle.watchdog import Watched
+from megatron_rl.observability.timers import PhaseTimers
+
+config = wait_for_debugger(load_config(Path(sys.argv[1]), []).config)
+guard = Guard(Watched(0, 1, PhaseTimers(), 1.0, Path("log"), logging.getLogger()), None)
+for step in range(1, 4):
+    guard.stop_in_debugger(config.trainer, step)
+    doubled = 2 * step
+print("limit", config.trainer.collective_timeout)
+"""
+
+
+def line_of(path: Path, text: str) -> int:
+    (number,) = [number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line]
+    return number
+
+
+def find_port(output: Path, rank: int, process: subprocess.Popen[bytes]) -> int:
+    """Where the rank says that it waits."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        found = re.search(rf"rank {rank} waits for a debugger at 127\.0\.0\.1:(\d+)", output.read_text())
+        if found:
+            return int(found[1])
+        time.sleep(0.05)
+    raise AssertionError(output.read_text()[-4000:])
+
+
+def write_recipe(task: Path, path: Path, *extra: str) -> Path:
+    path.write_text(dump_yaml(load_config(None, overrides_for(task, path.parent / "run", *extra)).config))
+    return path
+
+
+@needs_debugpy
+def test_the_step_to_stop_at(task: Path, tmp_path: Path) -> None:
+    """The program stops behind the call, in that step only, and waits no shorter than a week for others."""
+    program, output = tmp_path / "program.py", tmp_path / "output"
+    program.write_text(PROGRAM)
+    recipe = write_recipe(task, tmp_path / "recipe.yaml", "trainer.debug_rank=0", "trainer.breakpoint_step=2")
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(recipe)],
+            stdout=file,
+            stderr=file,
+            env=environment(PYTHONPATH=str(ROOT)),
+        )
+    with DapClient(find_port(output, 0, process), {}) as client:
+        thread, frame = client.wait_for_stop()
+        assert Path(frame["source"]["path"]) == program and client.evaluate("step", frame) == "2"
+        client.request("continue", threadId=thread)
+        assert process.wait(30) == 0
+    assert "limit 604800.0" in output.read_text()
+
+
+@needs_debugpy
+@pytest.mark.slow
+def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> None:
+    """Under torchrun, longer than collectives may take otherwise; the run finishes with its usual numbers."""
+    common = ("trainer.save_final=false", "data.validation_files=[]", "rollout.engine=hf")
+    recipe = write_recipe(task, tmp_path / "recipe.yaml", *common, "trainer.collective_timeout=2")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*launch, "launch/pretrain_grpo.py", str(recipe), "--debug-rank", "2", "trainer.breakpoint_step=2"],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            env=environment(),
+        )
+    reward, update = task / "reward.py", ROOT / "megatron_rl/training/update.py"
+    with DapClient(find_port(output, 2, process), {reward: [line_of(reward, "digits = sum")]}) as client:
+        thread, frame = client.wait_for_stop()
+        assert Path(frame["source"]["path"]) == reward and frame["name"] == "score"
+        assert client.evaluate("ground_truth.isdigit()", frame) == "True"
+        client.set_breakpoints(reward, [])
+        client.set_breakpoints(update, [line_of(update, "lr = optimizer.advance_schedule()")])
+        time.sleep(4)  # the others wait longer than trainer.collective_timeout
+        client.request("continue", threadId=thread)
+        thread, frame = client.wait_for_stop()
+        assert Path(frame["source"]["path"]) == update and frame["name"] == "optim_step"
+        assert client.evaluate("(self._role, optimizer.steps)", frame) == "('actor', 0)"
+        assert client.evaluate("__import__('torch').distributed.get_rank()", frame) == "2"
+        client.set_breakpoints(update, [])
+        client.request("continue", threadId=thread)
+        thread, frame = client.wait_for_stop()
+        assert frame["source"]["path"].endswith("trainer/session.py") and client.evaluate("step", frame) == "2"
+        client.request("continue", threadId=thread)
+        assert process.wait(60) == 0, output.read_text()[-4000:]
+    assert "no progress" not in output.read_text()
+    assert (
+        run_ranks(_train, 4, overrides_for(task, tmp_path / "undebugged", *common), timeout=120) == [(None, False)] * 4
+    ), "no rank imports debugpy"
+    assert read_records(tmp_path / "run") == read_records(tmp_path / "undebugged")
+
+
+def _train(rank: int, world_size: int, overrides: list[str]) -> tuple[str | None, bool]:
+    return train(rank, world_size, overrides), "debugpy" in sys.modules
+
+
+def test_what_cannot_be_debugged_is_refused(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the config and the size of the job alone, so that every rank says so before it meets the others."""
+
+    def load(*extra: str) -> None:
+        check_debug_rank(load_config(None, overrides_for(task, task, *extra)).config, 4)
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "debugpy" else found(name))
+    load("trainer.debug_rank=3")
+    for extra, message in (
+        (["trainer.debug_rank=4"], "trainer.debug_rank = 4 in a job of 4 ranks"),
+        (["trainer.breakpoint_step=2"], "trainer.breakpoint_step = 2 without a rank that stops there"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(*extra)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "debugpy" else found(name))
+    with pytest.raises(UserError, match=r"needs the package debugpy(.|\n)*pip install debugpy"):
+        load("trainer.debug_rank=3")
