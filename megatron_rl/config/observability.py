@@ -26,7 +26,7 @@ class HealthConfig:
     gradient_growth: float | None = option(
         10.0, "Alarm when the gradient norm is larger by this factor than four windows before."
     )
-    clip_limit: float | None = option(0.3, "Alarm when a larger share of the tokens is clipped.")
+    clip_limit: float | None = option(0.2, "Alarm when a larger share of the tokens is clipped.")
     truncated_limit: float | None = option(0.5, "Alarm when a larger share of the responses is truncated.")
     uninformative_limit: float | None = option(0.9, "Alarm when a larger share of the groups has equal rewards.")
     sample_size_floor: float | None = option(

@@ -122,10 +122,11 @@ def _mismatch(courses: _Courses, settings: HealthSettings) -> str | None:
     first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.mismatch_growth is None:
         return None
-    if now <= max(settings.mismatch_growth * fmean(first), _SMALLEST_MISMATCH):
+    least = min(first)  # the gap may be growing from the first step on
+    if now <= max(settings.mismatch_growth * least, _SMALLEST_MISMATCH):
         return None
     return (
-        f"engine and trainer differ by {now:.2g} nats per token on the same weights; it was {fmean(first):.2g} in the "
+        f"engine and trainer differ by {now:.2g} nats per token on the same weights; it was {least:.2g} in one of the "
         f"first {courses.window} steps."
     )
 
