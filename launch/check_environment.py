@@ -88,6 +88,13 @@ def check_vllm() -> str:
     return vllm.__version__
 
 
+def check_flashinfer() -> str:
+    """Import what vLLM's kernels for GPUs need; it breaks where cuda-python and cuda-bindings are of two versions."""
+    import flashinfer
+
+    return flashinfer.__version__
+
+
 def check_megatron_core() -> str:
     """Find megatron.core without importing it: on CPU it wants the package's own runtime first."""
     if find_spec("megatron.core") is None:
@@ -103,6 +110,8 @@ def run_import_checks(device: str) -> Iterator[str]:
         "megatron-core": check_megatron_core,
         "vllm": check_vllm,
     }
+    if device == "gpu":
+        checks["flashinfer"] = check_flashinfer
     for name, check in checks.items():
         try:
             print(f"setup:   {name} {check()}")

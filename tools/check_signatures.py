@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the libraries of GPUs have what the program calls, with these arguments? It needs their wheels, and no GPU.
 
-    pip install -r requirements.txt flash-attn transformer-engine[pytorch]     # in an environment of its own
-    python tools/check_signatures.py
+    bash launch/check_cuda_wheels.sh                                          # makes an environment that has them
+    python tools/check_signatures.py                                          # of the environment that is here
+    python tools/check_signatures.py --engine RECIPE.yaml [section.key=value]
 
 Calls of torch.cuda, vLLM, flash-attn, Transformer Engine, bitsandbytes and SGLang in the package are read off its
 source, and bound to the signatures of what is installed. Not seen: methods of objects, and what arguments mean.
-Ends with status 1 if a name is missing or a call does not fit, and says which libraries are not installed.
+With a build of torch for CUDA, modules that only GPUs use are imported as well, and --engine prints instead how
+vLLM configures itself on a GPU for a recipe; a stand-in for the driver has its functions, where there is none. Ends
+with status 1 if a module or a name is missing or a call does not fit, and says which libraries are not installed.
 """
 
 from __future__ import annotations
@@ -14,15 +17,21 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
+
+import torch
+
+from tools._absent_driver import choose_cuda_platform, stand_in_for_driver, stand_in_for_kernels
+
 LIBRARIES = (
     "torch.cuda",
     "torch.nn.attention.varlen",
@@ -32,6 +41,26 @@ LIBRARIES = (
     "transformer_engine",
     "bitsandbytes",
     "sglang",
+)
+GPU_MODULES = (
+    "torch.cuda.nccl",
+    "torch.nn.attention.varlen",
+    "triton",
+    "flashinfer",
+    "bitsandbytes",
+    "vllm.platforms.cuda",
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm.device_allocator.cumem",
+    "vllm.distributed.device_communicators.cuda_communicator",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.vllm_flash_attn",
+    "vllm.model_executor.layers.fused_moe.fused_moe",
+    "flash_attn",
+    "transformer_engine.pytorch",
+    "megatron.core.extensions.transformer_engine",
 )
 
 
@@ -81,10 +110,13 @@ def find_misfit(use: Use) -> str | None:
         return f"{use.name} is not there: {error}"
     if use.call is None or not callable(found):
         return None
-    if any(isinstance(part, ast.Starred) for part in use.call.args) or any(k.arg is None for k in use.call.keywords):
+    if any(isinstance(part, ast.Starred) for part in use.call.args):
         return None  # what they hold is known when it runs
+    named = {keyword.arg: keyword for keyword in use.call.keywords if keyword.arg is not None}
     try:
-        inspect.signature(found).bind(*use.call.args, **{str(k.arg): k for k in use.call.keywords})
+        signature = inspect.signature(found)
+        is_whole = len(named) == len(use.call.keywords)  # else the rest is known when it runs
+        (signature.bind if is_whole else signature.bind_partial)(*use.call.args, **named)
     except ValueError:
         return None  # of a built-in
     except TypeError as error:
@@ -104,13 +136,25 @@ def _resolve(name: str) -> Any:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
-        arguments
-    )
-    package, absent, misfits, fitting = ROOT / "megatron_rl", set[str](), [], 0
-    for path in sorted(package.rglob("*.py")):
+def import_modules(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Import them; which libraries are not installed, and what is wrong with the others."""
+    absent, problems = list[str](), []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken wheel raises anything
+            library = name.partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and error.name == library:
+                absent.append(library)
+            else:
+                problems.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
+    return absent, problems
+
+
+def check_calls() -> tuple[set[str], list[str], int]:
+    """The libraries that are not installed, the calls that do not fit, and how many do."""
+    absent, misfits, fitting = set[str](), [], 0
+    for path in sorted((ROOT / "megatron_rl").rglob("*.py")):
         for use in list_uses(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()):
             misfit = find_misfit(use)
             fitting += misfit is None
@@ -118,9 +162,42 @@ def main(arguments: list[str] | None = None) -> int:
                 absent.add(use.name.partition(".")[0])
             elif misfit is not None:
                 misfits.append(f"{use.place}: {misfit}")
-    print("\n".join(misfits + [f"not installed: {name}" for name in sorted(absent)]))
+    return absent, misfits, fitting
+
+
+def _prepare_for_gpus() -> tuple[list[str], list[str]]:
+    """Import what only GPUs use, as a run does; returns what `import_modules` does."""
+    functions = stand_in_for_driver()
+    if functions:
+        print(f"no driver: {functions} functions stand in for it")
+        choose_cuda_platform()
+    for library in stand_in_for_kernels():
+        print(f"no kernels of {library}: its functions are checked without them")
+    absent, problems = import_modules(GPU_MODULES)
+    print(f"{len(GPU_MODULES) - len(absent) - len(problems)} of {len(GPU_MODULES)} modules for GPUs are imported")
+    return absent, problems
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", type=Path, metavar="RECIPE", help="print vLLM's configuration on a GPU")
+    options, overrides = parser.parse_known_args(arguments)
+    for_gpus = torch.version.cuda is not None
+    if overrides and options.engine is None:
+        parser.error(f"{' '.join(overrides)} without --engine")
+    if options.engine is not None and not for_gpus:
+        parser.error(f"--engine with torch {torch.__version__}: it needs the wheels for CUDA")
+    if options.engine is not None:
+        from tools._engine_on_gpu import print_engine  # imports vLLM
+
+        print_engine(options.engine, overrides)
+        return 0
+    unknown, broken = _prepare_for_gpus() if for_gpus else ([], [])
+    absent, misfits, fitting = check_calls()
+    print("\n".join(broken + misfits + [f"not installed: {name}" for name in sorted({*unknown, *absent})]))
     print(f"{fitting} uses fit, {len(misfits)} do not")
-    return int(bool(misfits))
+    return int(bool(misfits or broken))
 
 
 if __name__ == "__main__":
