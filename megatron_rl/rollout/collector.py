@@ -26,7 +26,7 @@ from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
-from megatron_rl.rollout.generation import Generator
+from megatron_rl.rollout.generation import Generator, SampleGroups
 from megatron_rl.rollout.kept import describe_kept
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.types import Prompt, Rollout, UserError
@@ -115,7 +115,7 @@ class Collector:
         in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
         samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
-            samples.add_baselines(self.generate(samples.prompts, 1, self.sampling(0.0), step))
+            samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling(0.0), step)))
         return samples
 
     def _take(self, count: int, round: int) -> Experience:
@@ -144,7 +144,8 @@ class Collector:
 
     def _generate_next(self, step: int, round: int) -> Experience:
         """The next `train_batch_size` groups, which begin and end in this step."""
-        return self.generate(self._stream.next_batch(), self._config.rollout.n, self.sampling(), step, round=round)
+        prompts = self._stream.next_batch()
+        return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling(), step, round))
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -159,12 +160,10 @@ class Collector:
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
             size = config.data.validation_batch_size or len(prompt_set.prompts)
+            sampling = replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0)
             parts = [
                 self.generate(
-                    prompt_set.prompts[first : first + size],
-                    drawn.n,
-                    replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0),
-                    step=0,
+                    SampleGroups(prompt_set.prompts[first : first + size], drawn.n, sampling, step=0),
                     with_answers=True,
                 )
                 for first in range(0, len(prompt_set.prompts), size)
@@ -179,36 +178,20 @@ class Collector:
                 on_set(name, parts)
         return metrics
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: SamplingConfig,
-        step: int,
-        round: int = 0,
-        with_answers: bool = False,
-    ) -> Experience:
-        """Scored responses, one group per prompt; collective.
+    def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
+        """Scored responses; collective.
 
         Args:
-            prompts: the same on every rank.
-            group_size: responses per prompt.
-            sampling: how to draw them.
-            step, round: part of every response's seed.
+            groups: what to generate.
             with_answers: the headers tell equal answers; the responses are not learned from.
         """
         scorer = self._rewards.scorer
         with self._timers.phase("rollout"):
             generated = self._generator.generate(
-                prompts,
-                group_size=group_size,
-                sampling=sampling,
-                step=step,
-                round=round,
-                on_finished=partial(scorer.begin, step=step) if scorer.is_concurrent else None,
+                groups, partial(scorer.begin, step=groups.step) if scorer.is_concurrent else None
             )
-        held = [(index // group_size, rollout) for index, rollout in sorted(generated.items())]
-        samples = self._score(prompts, held, [step] * len(prompts), with_answers)
+        held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
+        samples = self._score(groups.prompts, held, [groups.step] * len(groups.prompts), with_answers)
         samples.add_metrics(self._generator.metrics)
         return samples
 

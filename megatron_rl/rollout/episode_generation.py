@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.rollout.control import ControlMessage
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
-from megatron_rl.rollout.generation import RolloutGenerator, name_sample
-from megatron_rl.rollout.order import STRIDE, Samples
+from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
+from megatron_rl.rollout.order import Samples
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -25,12 +25,11 @@ from megatron_rl.types import Prompt, Rollout
 class _Batch:
     """The samples of one generation on this rank's engine, see `Samples`; none of them is interrupted."""
 
-    prompts: Sequence[Prompt]
-    group_size: int
+    groups: SampleGroups
     first: Mapping[int, Request]
 
     def sample_of(self, key: int) -> tuple[Prompt, int]:
-        return self.prompts[key // self.group_size], key % self.group_size
+        return self.groups.sample_of(key)
 
     def request(self, key: int, sampling: SamplingConfig, position: int = 0) -> Request:
         return self.first[key]
@@ -62,23 +61,15 @@ class EpisodeGenerator:
         self.metrics: dict[str, float] = {}
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: SamplingConfig,
-        step: int,
-        round: int = 0,
-        on_finished: Callable[[Rollout], None] | None = None,
+        self, groups: SampleGroups, on_finished: Callable[[Rollout], None] | None = None
     ) -> dict[int, Rollout]:
         """As `RolloutGenerator.generate`; only the first rank of an engine knows how its episodes ended.
 
-        `sampling.max_tokens` bounds the tokens behind the prompt, observations included.
+        `groups.sampling.max_tokens` bounds the tokens behind the prompt, observations included.
         """
-        generator, total = self._generator, len(prompts) * group_size
-        first = generator.build_requests(prompts, group_size=group_size, sampling=sampling, step=step, round=round)
-        samples = _Batch(prompts, group_size, {request.key: request for request in first})
-        episodes = self._open(samples, shift=-total)  # apart from those of `carry`
+        generator = self._generator
+        samples = _Batch(groups, {request.key: request for request in generator.build_requests(groups)})
+        episodes = self._open(samples, shift=-len(groups))  # apart from those of `carry`
         rollouts: dict[int, Rollout] = {}
         requests: list[Request] = []
 
@@ -96,16 +87,9 @@ class EpisodeGenerator:
             return ControlMessage(requests=following.requests, stop=following.is_last)
 
         episodes.begin(samples.first)
-        episodes.start(samples.first, sampling)
+        episodes.start(samples.first, groups.sampling)
         try:
-            generator.serve(
-                requests,
-                take,
-                hear,
-                name=lambda key: name_sample(prompts, group_size, key % STRIDE),
-                total=total,
-                on_requests=episodes.ask,
-            )
+            generator.serve(requests, take, hear, name=groups.name, total=len(groups), on_requests=episodes.ask)
         finally:
             episodes.close()
         episodes.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +22,37 @@ from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.cache_use import CacheUse
 from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
-from megatron_rl.rollout.order import count_occurrences
+from megatron_rl.rollout.order import STRIDE, count_occurrences, name_sample
 from megatron_rl.rollout.serving import Listener, close_batch, serve
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 from megatron_rl.weights.families import ModelShape
+
+
+@dataclass(frozen=True)
+class SampleGroups:
+    """Groups to generate, the same on every rank. A sample's key is index of the prompt * group_size + sample_index.
+
+    Attributes:
+        prompts, group_size: one group each; its samples.
+        sampling, step, round: how to draw them; the last two are part of every sample's seed.
+    """
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    sampling: SamplingConfig
+    step: int
+    round: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.group_size
+
+    def sample_of(self, key: int) -> tuple[Prompt, int]:
+        """The prompt of a sample, and its place in the group."""
+        return self.prompts[key // self.group_size], key % self.group_size
+
+    def name(self, key: int) -> str:
+        """What a message calls the sample of a request."""
+        return name_sample(*self.sample_of(key % STRIDE))
 
 
 class HeldWeights(Protocol):
@@ -43,14 +71,7 @@ class Generator(Protocol):
     route_shape: RouteShape | None  # of the routes that rollouts come with
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: SamplingConfig,
-        step: int,
-        round: int = 0,
-        on_finished: Callable[[Rollout], None] | None = None,
+        self, groups: SampleGroups, on_finished: Callable[[Rollout], None] | None = None
     ) -> dict[int, Rollout]:
         """See `RolloutGenerator.generate`."""
         ...
@@ -107,49 +128,30 @@ class RolloutGenerator:
             self._progress.count(num_tokens)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: SamplingConfig,
-        step: int,
-        round: int = 0,
-        on_finished: Callable[[Rollout], None] | None = None,
+        self, groups: SampleGroups, on_finished: Callable[[Rollout], None] | None = None
     ) -> dict[int, Rollout]:
-        """Generate `group_size` responses per prompt; collective.
+        """Generate responses; collective.
 
         Args:
-            prompts, group_size: the same on every rank; responses per prompt.
-            sampling, step, round: how to draw them; the last two are part of every response's seed.
+            groups: what to generate.
             on_finished: called on the first rank of an engine with a rollout as soon as its response is there, while
                 others are being generated; not decoded yet. Given on every rank or on none.
 
         Returns:
-            The rollouts of this rank's engine, on each of its ranks, by number: index of the prompt * group_size +
-            sample_index.
+            The rollouts of this rank's engine, on each of its ranks, by key.
 
         Raises:
             Exception: what `on_finished` raised, after the generation, on every rank.
             UserError: the engine returned something else than what it was asked for; on every rank.
         """
-        requests = self.build_requests(prompts, group_size=group_size, sampling=sampling, step=step, round=round)
-        stream = _Stream(prompts, group_size, self.policy_version, self.count, on_finished if self.is_first else None)
-        self.serve(
-            requests,
-            close_batch(requests),
-            stream,
-            name=lambda key: name_sample(prompts, group_size, key),
-            total=len(prompts) * group_size,
-        )
+        requests = self.build_requests(groups)
+        stream = _Stream(groups, self.policy_version, self.count, on_finished if self.is_first else None)
+        self.serve(requests, close_batch(requests), stream, name=groups.name, total=len(groups))
         return stream.rollouts
 
-    def build_requests(
-        self, prompts: Sequence[Prompt], *, group_size: int, sampling: SamplingConfig, step: int, round: int
-    ) -> list[Request]:
-        """The requests for the first turns of this rank's engine, in order; arguments as in `generate`.
-
-        The key of each is index of the prompt * group_size + sample_index.
-        """
+    def build_requests(self, groups: SampleGroups) -> list[Request]:
+        """The requests for the first turns of this rank's engine, in order of their keys."""
+        prompts, group_size, sampling = groups.prompts, groups.group_size, groups.sampling
         engines = assign_engines(
             self._dispatch,
             [len(prompt.tokens) for prompt in prompts],
@@ -161,14 +163,11 @@ class RolloutGenerator:
         # at an epoch boundary, and must not get the same responses twice.
         occurrences = count_occurrences(prompts)
         requests = []
-        for index in np.flatnonzero(engines == self.engine_index).tolist():
-            number, sample = divmod(index, group_size)
-            prompt, sample = prompts[number], occurrences[number] * group_size + sample
-            requests.append(
-                Request(
-                    index, prompt.tokens, derive_seed(self._run_seed, step, prompt.prompt_id, sample, round), sampling
-                )
-            )
+        for key in np.flatnonzero(engines == self.engine_index).tolist():
+            prompt, sample = groups.sample_of(key)
+            sample += occurrences[key // group_size] * group_size
+            seed = derive_seed(self._run_seed, groups.step, prompt.prompt_id, sample, groups.round)
+            requests.append(Request(key, prompt.tokens, seed, sampling))
         return requests
 
     def serve(
@@ -255,13 +254,12 @@ class _Stream:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
-        group_size: int,
+        groups: SampleGroups,
         policy_version: int,
         count: Callable[[int], None],
         listener: Callable[[Rollout], None] | None,
     ) -> None:
-        self._prompts, self._group_size, self._policy_version = prompts, group_size, policy_version
+        self._groups, self._policy_version = groups, policy_version
         self._count, self._listener = count, listener
         self.sampled: dict[int, Sampled] = {}
         self.rollouts: dict[int, Rollout] = {}
@@ -270,10 +268,8 @@ class _Stream:
         self.sampled[sampled.key] = sampled
         if sampled.key < 0 or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
             return  # what is wrong is said at the end
-        number, sample = divmod(sampled.key, self._group_size)
         rollout = self.rollouts[sampled.key] = Rollout.from_response(
-            self._prompts[number],
-            sample,
+            *self._groups.sample_of(sampled.key),
             sampled.tokens,
             sampled.logprobs,
             sampled.finish_reason,
@@ -283,8 +279,3 @@ class _Stream:
         self._count(len(sampled.tokens))
         if self._listener is not None:
             self._listener(rollout)
-
-
-def name_sample(prompts: Sequence[Prompt], group_size: int, index: int) -> str:
-    """What a message calls a sample of a number."""
-    return f"prompt_id {prompts[index // group_size].prompt_id}, sample {index % group_size}"

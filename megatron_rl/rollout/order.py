@@ -62,8 +62,7 @@ class SampleOrder:
 
     def name(self, key: int) -> str:
         """What a message calls the sample of a request."""
-        prompt, sample = self.sample_of(key % STRIDE)
-        return f"prompt_id {prompt.prompt_id}, sample {sample}"
+        return name_sample(*self.sample_of(key % STRIDE))
 
     def _prompt_of(self, key: int) -> tuple[Prompt, int]:
         """The prompt of a sample, and how often the same one came before in its batch."""
@@ -74,6 +73,11 @@ class SampleOrder:
         first = number * self._batch_size
         prompts = [self.prompts.stream.prompt(position) for position in range(first, first + self._batch_size)]
         return list(zip(prompts, count_occurrences(prompts), strict=True))
+
+
+def name_sample(prompt: Prompt, sample: int) -> str:
+    """What a message calls a sample."""
+    return f"prompt_id {prompt.prompt_id}, sample {sample}"
 
 
 def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:

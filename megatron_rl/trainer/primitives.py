@@ -32,6 +32,7 @@ from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
 from megatron_rl.roles.teachers import TeachersOnSamples
+from megatron_rl.rollout.generation import SampleGroups
 from megatron_rl.trainer.sampling import RolloutMembers
 from megatron_rl.types import Prompt, UserError
 
@@ -89,12 +90,8 @@ class Policy(ActorOnSamples):
         with self.hybrid.rollout_mode():  # the engines take the actor's weights
             if prompts is None:
                 return self._collector.collect(step)
-            return self._collector.generate(
-                prompts,
-                rollout.n if n is None else n,
-                self._collector.sampling(temperature),
-                step,
-            )
+            sampling = self._collector.sampling(temperature)
+            return self._collector.generate(SampleGroups(prompts, rollout.n if n is None else n, sampling, step))
 
     @property
     def runs_ahead(self) -> bool:

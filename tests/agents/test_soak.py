@@ -29,7 +29,7 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.episode_generation import EpisodeGenerator
-from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
 from megatron_rl.types import Prompt, Rollout
 from tools.make_toy_task import train_tokenizer
 
@@ -149,7 +149,7 @@ def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], coun
     for seed in seeds:
         told: list[Rollout] = []
         prompts = make_prompts(seed, count, directory)
-        rollouts = episodes.generate(prompts, group_size=GROUP, sampling=sampling, step=seed, on_finished=told.append)
+        rollouts = episodes.generate(SampleGroups(prompts, GROUP, sampling, step=seed), told.append)
         found.append(
             (
                 {key: rollout.response_tokens.tolist() for key, rollout in sorted(rollouts.items())},

@@ -37,7 +37,7 @@ from megatron_rl.roles.build import build_role
 from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
 from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from reward_samples import wait_for_file, write_function
@@ -98,11 +98,10 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
     """Generate with and without a listener, and with whole groups on an engine."""
     generator = open_generator(path, world_size, engine, rollout_tp)
     told: list[Rollout] = []
-    options = dict(group_size=GROUP_SIZE, sampling=SAMPLED, step=1)
-    prompts = make_prompts()
+    groups = SampleGroups(make_prompts(), GROUP_SIZE, SAMPLED, step=1)
 
-    silent = gather_rollouts(generator.generate(prompts, **options))
-    mine = generator.generate(prompts, **options, on_finished=told.append)
+    silent = gather_rollouts(generator.generate(groups))
+    mine = generator.generate(groups, told.append)
     rollouts = gather_rollouts(mine)
     by_groups = RolloutGenerator(
         generator._engine,
@@ -113,7 +112,7 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
         group=dist.group.WORLD,
         progress=RolloutProgress(),
     )
-    mine_grouped = by_groups.generate(prompts, **options)
+    mine_grouped = by_groups.generate(groups)
     result = {
         "grouped": [describe(r) for r in gather_rollouts(mine_grouped)],
         "held": sorted(mine),
@@ -170,7 +169,7 @@ def fail(rank: int, world_size: int, path: Path) -> tuple[str, int]:
             raise UserError("cannot listen", source="here", expected="", hint="")
 
     try:
-        generator.generate(make_prompts(), group_size=1, sampling=SAMPLED, step=1, on_finished=listen)
+        generator.generate(SampleGroups(make_prompts(), 1, SAMPLED, step=1), listen)
     except UserError as error:
         return error.found, len(calls)
     finally:
@@ -199,7 +198,7 @@ def score_while_generating(
         if len(told) == 2:
             wait_for_file(log)
 
-    generated = generator.generate(make_prompts(), group_size=GROUP_SIZE, sampling=SAMPLED, step=1, on_finished=listen)
+    generated = generator.generate(SampleGroups(make_prompts(), GROUP_SIZE, SAMPLED, step=1), listen)
     with log.open("a") as file:
         file.write("generated\n")
     rollouts = scorer.finish([rollout for _, rollout in sorted(generated.items())])

@@ -50,6 +50,7 @@ from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
+from megatron_rl.rollout.generation import SampleGroups
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.adapters import make_adapter_shape
@@ -141,7 +142,7 @@ def work(
 
     def generate(sampling: SamplingConfig, group_size: int = 1) -> list[Rollout]:
         with hybrid.rollout_mode():
-            return gather_rollouts(generator.generate(prompts, group_size=group_size, sampling=sampling, step=1))
+            return gather_rollouts(generator.generate(SampleGroups(prompts, group_size, sampling, step=1)))
 
     hybrid.reshard()
     result["bit_equal"] = count_equal_elements(path, hybrid)

@@ -124,7 +124,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
 
     from megatron_rl.observability.rollout_progress import RolloutProgress
     from megatron_rl.rollout.control import Channel
-    from megatron_rl.rollout.generation import RolloutGenerator
+    from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
     from megatron_rl.types import Prompt
 
     weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
@@ -147,7 +147,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
         )
         dist.barrier()
         start = time.perf_counter()
-        generated = generator.generate(prompts, group_size=args.group_size, sampling=requests[0].sampling, step=1)
+        generated = generator.generate(SampleGroups(prompts, args.group_size, requests[0].sampling, step=1))
         seconds = time.perf_counter() - start  # ends with a collective: of the slowest rank
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
