@@ -114,6 +114,13 @@ class KeptSets:
         """One after another; at least one."""
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.counts for part in parts]))
 
+    @classmethod
+    def join_known(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
+        """Those of parts of so many tokens each; None in a part: from the whole vocabulary. None if all of them are."""
+        if all(kept is None for kept, _ in parts):
+            return None
+        return cls.join([kept or cls.whole(length) for kept, length in parts])
+
     def split(self) -> list[KeptSets]:
         """The set of each token by itself."""
         stops = np.cumsum(self.counts)
@@ -284,6 +291,14 @@ class Rollout:
     def with_routes(self, routes: np.ndarray | None) -> Rollout:
         """The same response with the routes of its tokens, prompt and response."""
         return replace(self, branches=[replace(self.branches[0], routes=routes)])
+
+    def with_inserted(self, inserted: np.ndarray | None) -> Rollout:
+        """The same response, of which some tokens [s] were not sampled but put in (`engines.thinking`)."""
+        if inserted is None:
+            return self
+        branch = self.branches[0]
+        sampled = np.concatenate([branch.sampled[: branch.num_prompt_tokens], ~inserted])
+        return replace(self, branches=[replace(branch, sampled=sampled)])
 
     @property
     def response_tokens(self) -> np.ndarray:

@@ -23,9 +23,12 @@ from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools._metrics_page import find_metric
 
 
-def make_task(directory: Path) -> None:
-    """Write sixteen sums, a character tokenizer, a random model that fits it, and reward functions."""
-    rows = [{"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)} for a in range(16)]
+def make_task(directory: Path, tags: Sequence[str] = ()) -> None:
+    """Write sixteen sums, a character tokenizer, a random model that fits it, and reward functions.
+
+    Of tags, which are tokens too, the first one ends each prompt.
+    """
+    rows = [{"prompt": f"{a}+{a + 3}={''.join(tags[:1])}", "answer": str(2 * a + 3)} for a in range(16)]
     for name in ("train", "validation"):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     corpus = directory / "corpus.txt"
@@ -34,7 +37,8 @@ def make_task(directory: Path) -> None:
         input=str(corpus),
         model_prefix=str(directory / "tokenizer"),
         model_type="char",
-        vocab_size=16,
+        vocab_size=16 + len(tags),
+        user_defined_symbols=[*tags],
         add_dummy_prefix=False,
         pad_id=0,
         bos_id=1,

@@ -62,6 +62,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("sampling/kept_max", "the largest of these sets", "tokens"),
         Metric("sampling/kept_at_limit", "of these sets, those with rollout.max_kept_tokens", "share"),
+        Metric("sampling/thoughts_ended", "of responses, those whose thought rollout.thinking_budget ended", "share"),
     ),
     "Validation": (
         Metric("validation/<set>/accuracy", "mean correctness on a set"),

@@ -171,10 +171,8 @@ class _Context:
         )
 
     def _join_kept(self, stop: int) -> KeptSets | None:
-        if all(kept is None for kept in self._kept):
-            return None
-        parts = zip(self._kept, self.tokens, strict=True)
-        return KeptSets.join([kept or KeptSets.whole(len(tokens)) for kept, tokens in parts]).cut(stop)
+        joined = KeptSets.join_known([*zip(self._kept, map(len, self.tokens), strict=True)])
+        return joined and joined.cut(stop)
 
     def _place_rewards(self, stop: int) -> np.ndarray | None:
         if not self.rewards:

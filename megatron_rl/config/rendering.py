@@ -8,6 +8,7 @@ whole run; loading it again gives the same config, but for credentials in URLs.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import textwrap
 from typing import Any
@@ -94,7 +95,7 @@ def render(value: Any) -> str:
     """A value as a recipe would say it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)
 
 
 def _describe_aliases(width: int) -> str:

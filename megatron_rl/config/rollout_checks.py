@@ -169,24 +169,56 @@ def _check_validation_sets(config: CheckedConfig) -> None:
         "temperature": lambda value: value >= 0,
         "top_p": lambda value: 0 < value <= 1,
         "top_k": lambda value: isinstance(value, int) and (value == -1 or value > 0),
+        "thinking_budget": lambda value: isinstance(value, int) and value > 0,
     }
     for name, settings in config.get("rollout.validation_sets").items():
         is_right = isinstance(settings, dict) and all(
-            leaf in bounds and isinstance(value, int | float) and not isinstance(value, bool) and bounds[leaf](value)
+            leaf in bounds
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and bounds[leaf](value)
+            or (leaf, value) == ("thinking_budget", None)
             for leaf, value in settings.items()
         )
         config.require(
             is_right,
             "rollout.validation_sets",
             f"has {settings!r} for {name!r}",
-            expected="n >= 1, temperature >= 0, 0 < top_p <= 1, top_k > 0 or -1, and nothing else",
+            expected="n >= 1, temperature >= 0, 0 < top_p <= 1, top_k > 0 or -1, thinking_budget > 0 or null, and "
+            "nothing else",
             hint="e.g. {aime: {n: 32, temperature: 0.6, top_p: 0.95}}",
         )
+
+
+def _check_thinking(config: CheckedConfig) -> None:
+    """What does not know tokens inside of a response that nobody sampled."""
+    name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
+    config.require(budget is None or budget > 0, name, "is no number of tokens", expected="> 0", hint="null: no budget")
+    sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
+    if budget is None and all(one.thinking_budget is None for one in sets):
+        return
+    for other in ("agents.environment", "agents.tools", "agents.program"):
+        config.require(
+            not config.get(other),
+            name,
+            f"with {other}: the transcript of an episode, and what its program is told, are the tokens that the engine "
+            "sampled",
+            expected="null",
+            hint=f"leave out {other} or the budget; agents.max_turns and data.max_response_length bound episodes",
+        )
+    config.require(
+        config.get("trainer.capture_step") is None,
+        "trainer.capture_step",
+        f"with {name}: a capsule holds the tokens that were sampled",
+        expected="null",
+        hint="leave it out",
+    )
 
 
 def _check_truncation(config: CheckedConfig) -> None:
     """Bounds of top-p and its relatives, and what cannot score a part of the vocabulary."""
     _check_validation_sets(config)
+    _check_thinking(config)
     for name in ("rollout.top_p", "rollout.validation_top_p"):
         value = config.get(name)
         config.require(0 < value <= 1, name, "is no probability", expected="0 < top_p <= 1", hint="1.0 switches it off")

@@ -25,6 +25,7 @@ class ValidationSampling:
     temperature: float
     top_p: float
     top_k: int
+    thinking_budget: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,15 @@ class SamplingSettings:
         "training scores the same sets.",
         "tokens",
     )
+    thinking_budget: int | None = option(
+        None,
+        "End a thought that is not over after so many tokens of the response, with rollout.thinking_end; null: never.",
+        "tokens",
+    )
+    thinking_end: str = option(
+        "\n</think>\n\n",
+        "Text that ends a thought at rollout.thinking_budget, with the closing tag in it; it is not learned from.",
+    )
     max_kept_tokens: int = option(
         1024,
         "top_p, min_p and min_tokens: draw from so many most likely tokens at most (sampling/kept_at_limit).",
@@ -65,7 +75,9 @@ class SamplingSettings:
     validation_top_k: int = option(-1, "top_k of validation responses.", "tokens")
     validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     validation_sets: dict[str, Any] = option(
-        {}, "What some validation sets have instead: name of the set -> any of n, temperature, top_p and top_k."
+        {},
+        "What some validation sets have instead: name of the set -> any of n, temperature, top_p, top_k and "
+        "thinking_budget.",
     )
 
     @property
@@ -82,6 +94,10 @@ class SamplingSettings:
     def for_validation(self, name: str) -> ValidationSampling:
         """How responses to the prompts of a validation set are drawn."""
         common = ValidationSampling(
-            self.validation_n, self.validation_temperature, self.validation_top_p, self.validation_top_k
+            self.validation_n,
+            self.validation_temperature,
+            self.validation_top_p,
+            self.validation_top_k,
+            self.thinking_budget,
         )
         return replace(common, **self.validation_sets.get(name, {}))

@@ -19,6 +19,7 @@ from megatron_rl.engines.protocol import (
     Sampled,
     find_engine,
 )
+from megatron_rl.engines.thinking import ThinkingBudget
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
@@ -101,6 +102,8 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     spec.shape.check_rollout_layout(tp_size)
     engine = found(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
+    if spec.thoughts is not None:
+        requests = ThinkingBudget(requests, spec.thoughts)
     ranks = (
         engine.engine_ranks
         if isinstance(engine, PlacedEngine)

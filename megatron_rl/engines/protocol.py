@@ -11,7 +11,7 @@ shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.stopping import StopStrings
+from megatron_rl.engines.thoughts import Thoughts
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets, RouteShape
@@ -61,6 +62,16 @@ class Request:
         """Whether the last of the tokens that were sampled completes a string that ends the response."""
         return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
 
+    def continued(self, tokens: np.ndarray, seed: int) -> Request:
+        """What continues the response after further tokens of it, with the seed of what follows them."""
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, tokens]),
+            seed=seed,
+            sampling=replace(self.sampling, max_tokens=self.sampling.max_tokens - len(tokens)),
+            num_sampled=self.num_sampled + len(tokens),
+        )
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -75,6 +86,7 @@ class Sampled:
         num_cached: tokens of the request that a prefix cache had; None: the engine does not say.
         routes: [n, layers, choices] of the request's tokens and these, where `EngineSpec.records_routes`; those of
             the last token, which is not fed, are not known.
+        inserted: [s] bool, these tokens were put in (`engines.thinking`): log-prob 0, no kept set. None: none were.
     """
 
     key: int
@@ -84,6 +96,7 @@ class Sampled:
     kept: KeptSets | None = None
     num_cached: int | None = None
     routes: np.ndarray | None = None
+    inserted: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,7 @@ class EngineSpec:
         adapters: that the engine keeps beside the model's weights; None: it has the sum of both.
         stop: strings that end a response beside its stop tokens (the engine asks after each token); None: none.
         records_routes: responses come with the experts that were chosen for each of their tokens.
+        thoughts: what thoughts begin and end with, where `rollout.thinking_budget` bounds them; None: it does not.
     """
 
     model_path: str
@@ -136,6 +150,7 @@ class EngineSpec:
     adapters: AdapterShape | None = None
     stop: StopStrings | None = None
     records_routes: bool = False
+    thoughts: Thoughts | None = None
 
     @property
     def route_shape(self) -> RouteShape | None:

@@ -23,6 +23,8 @@ class SamplingConfig:
         top_k: the so many most likely tokens; -1: all.
         min_p: tokens at least this fraction as likely as the most likely one; 0: all.
         max_kept_tokens: no set is larger: of a larger one, the most likely tokens are left.
+        thinking_budget: a thought that is not over after so many tokens of the response is ended (`engines.thinking`);
+            None: none is.
         min_tokens: so many tokens of a response are drawn without `stop_token_ids`, and no stop string ends it before.
     """
 
@@ -34,6 +36,7 @@ class SamplingConfig:
     min_p: float = 0.0
     max_kept_tokens: int = 1024
     min_tokens: int = 0
+    thinking_budget: int | None = None
 
     @property
     def is_greedy(self) -> bool:

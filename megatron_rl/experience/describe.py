@@ -13,7 +13,7 @@ import torch
 from megatron_rl.algorithms.losses import find_clipped
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.estimate import loss_inputs
-from megatron_rl.experience.experience import Experience
+from megatron_rl.experience.experience import Experience, find_runs
 from megatron_rl.experience.table import FINISH_REASONS, Headers
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.packing.batch import TrainBatch
@@ -105,14 +105,14 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
 
 
 def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]:
-    """The key "turns" of an episode of several, or with an observation; of a plain response nothing.
+    """The key "turns" where there are several, or something that nobody sampled; of a plain response nothing.
 
     Each has its "branch", where it begins in the row's tokens ("start"), what stands before it that nobody sampled
     ("observed"), and its "reward", if turns have any.
     """
     turns, start = [], 0
     known = [branch.num_prompt_tokens for branch in rollout.branches]
-    for turn in rollout.turns:
+    for turn in find_runs(rollout.branches):
         branch = rollout.branches[turn.branch]
         turns.append(
             {

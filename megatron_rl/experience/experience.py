@@ -203,6 +203,7 @@ class Experience:
             sum(part.count_bytes() for part in parts),
             any(part._payload.has_kept for part in parts),
             parts[0]._payload.route_shape,
+            parts[0]._payload.has_episodes,
         )
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
@@ -300,12 +301,14 @@ class Experience:
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
         """The rollout that begins with a sequence."""
-        row = self.headers.rows[index]
+        row, turns = self.headers.rows[index], find_runs(branches)
+        if not self._payload.has_episodes:
+            turns = [Turn(0, turns[0].start, turns[-1].stop)]
         rollout = Rollout(
             self.prompts[row["group"]],
             int(row["sample_index"]),
             branches,
-            _find_turns(branches),
+            turns,
             FINISH_REASONS[row["finish_reason"]],
             reward=float(row["reward"]),
             reward_components=self.headers.reported(index),
@@ -346,8 +349,8 @@ class Minibatch:
     index: int
 
 
-def _find_turns(branches: Sequence[Branch]) -> list[Turn]:
-    """The runs of sampled tokens."""
+def find_runs(branches: Sequence[Branch]) -> list[Turn]:
+    """The runs of sampled tokens: the turns of an episode."""
     turns = []
     for index, branch in enumerate(branches):
         edges = np.flatnonzero(np.diff(branch.sampled, prepend=False, append=False))

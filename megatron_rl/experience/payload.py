@@ -29,6 +29,7 @@ class Payload:
         num_bytes: that this rank has received for it.
         has_kept: some tokens of the step were drawn from kept sets; the same on every rank.
         route_shape: of the routes of the tokens; None: there are none. The same on every rank.
+        has_episodes: rollouts may have several turns. Else tokens between two that were sampled were put in.
     """
 
     branches: Mapping[int, Branch]
@@ -36,6 +37,7 @@ class Payload:
     num_bytes: int = 0
     has_kept: bool = False
     route_shape: RouteShape | None = None
+    has_episodes: bool = True
 
 
 def hold(
@@ -45,13 +47,14 @@ def hold(
     num_bytes: int,
     has_kept: bool = False,
     route_shape: RouteShape | None = None,
+    has_episodes: bool = True,
 ) -> Payload:
     """The payload of this rank.
 
     Args:
         held: the rollouts that are here, with the index of their prompt in the step.
         headers: of the step.
-        ranks, num_bytes, has_kept, route_shape: as in `Payload`.
+        ranks, num_bytes, has_kept, route_shape, has_episodes: as in `Payload`.
     """
     firsts = headers.rollouts.rows
     starts = dict(
@@ -71,6 +74,7 @@ def hold(
         num_bytes,
         has_kept,
         route_shape,
+        has_episodes,
     )
 
 

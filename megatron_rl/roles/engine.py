@@ -10,7 +10,7 @@ import torch
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.protocol import EngineSpec, StopStrings
+from megatron_rl.engines.protocol import EngineSpec, StopStrings, Thoughts
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
@@ -31,6 +31,7 @@ def build_rollout(
     timers: PhaseTimers,
     progress: RolloutProgress,
     stop: StopStrings | None = None,
+    thoughts: Thoughts | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
@@ -42,7 +43,7 @@ def build_rollout(
         found = {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
-    engine = _build_engine(config, actor, process, find_shareable, stop)
+    engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
     group, engines = world(), engine.ranks
     weights = probe_weights(engine.weights, actor, config)
     hybrid = HybridEngine(
@@ -65,6 +66,7 @@ def _build_engine(
     process: Process,
     shareable: Callable[[Sequence[ShardBox]], dict[str, torch.Tensor]],
     stop: StopStrings | None,
+    thoughts: Thoughts | None,
 ) -> BuiltEngine:
     """This rank's share of an engine, or what stands for it on ranks without one; collective over the job."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
@@ -86,6 +88,7 @@ def _build_engine(
             adapters=actor.model.adapters if config.hybrid.lora == "adapter" else None,
             stop=stop,
             records_routes=config.actor.router_replay == "engine",
+            thoughts=thoughts,
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.engines.protocol import StopStrings, find_engine
+from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
 from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
@@ -40,6 +40,7 @@ class RlInputs:
         tokenizer: of the policy.
         stop_token_ids: that end its responses.
         stop: texts that do; None: there are none.
+        thoughts: how its thoughts begin and end, where a budget bounds them.
         plan: batch arithmetic for these prompts.
         notes: settings that have no effect in this run, prompts that pass rates leave out, and ground truths that a
             rule cannot read, one line each.
@@ -55,6 +56,7 @@ class RlInputs:
     plan: BatchPlan
     notes: list[str]
     stop: StopStrings | None = None
+    thoughts: Thoughts | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,32 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         plan=plan,
         notes=_find_idle_settings(config, spec, plan) + prompts.notes,
         stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
+        thoughts=_read_thoughts(config, tokenizer),
     )
+
+
+def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
+    """How thoughts begin and end; None: no budget bounds them.
+
+    Raises:
+        UserError: the text that ends them is none, or leaves no room for an answer.
+    """
+    rollout, longest = config.rollout, config.data.max_response_length
+    budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
+    known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
+    if not known:
+        return None
+    thoughts = Thoughts(rollout.thinking_end, tokenizer)
+    room = longest - len(thoughts.closing)
+    if max(known) >= room:
+        raise UserError(
+            f"rollout.thinking_budget = {max(known)} leaves no room for an answer",
+            source="rollout.thinking_budget",
+            expected=f"below {room}: data.max_response_length = {longest} less the {len(thoughts.closing)} tokens of "
+            "rollout.thinking_end",
+            hint="lower it, or raise data.max_response_length",
+        )
+    return thoughts
 
 
 def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.thinking import join_inserted, mark_inserted
 from megatron_rl.rollout.order import Samples
 from megatron_rl.types import KeptSets, Rollout, complete_routes
 
@@ -30,6 +31,7 @@ class Response:
         kept: [s] what the tokens were drawn from; None: all of them from the whole vocabulary.
         routes: of the prompt's tokens and these, of each those that were known first: with them its successor was
             sampled. None: the engine tells none.
+        inserted: [s] bool, these tokens were put in; None: none were.
     """
 
     tokens: np.ndarray
@@ -38,6 +40,7 @@ class Response:
     finish_reason: str
     kept: KeptSets | None = None
     routes: np.ndarray | None = None
+    inserted: np.ndarray | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -46,15 +49,14 @@ class Response:
 
     def extend(self, sampled: Sampled, version: int) -> Response:
         """With what an engine sampled after it with the weights of a version."""
-        parts = (self.kept, len(self.tokens)), (sampled.kept, len(sampled.tokens))
-        has_kept = any(kept is not None for kept, _ in parts)
         return Response(
             np.concatenate([self.tokens, np.asarray(sampled.tokens, np.int32)]),
             np.concatenate([self.logprobs, np.asarray(sampled.logprobs, np.float32)]),
             np.concatenate([self.versions, np.full(len(sampled.tokens), version, np.int32)]),
             sampled.finish_reason,
-            KeptSets.join([kept or KeptSets.whole(length) for kept, length in parts]) if has_kept else None,
+            KeptSets.join_known([(self.kept, len(self.tokens)), (sampled.kept, len(sampled.tokens))]),
             complete_routes(self.routes, sampled.routes),
+            join_inserted(self, sampled),
         )
 
 
@@ -174,8 +176,9 @@ class CarriedResponses:
         """See `Carried.start`."""
         parts = [(key, self._held[key].tokens) for key in sorted({*keys} & {*self.find_unfinished()})]
         self._requests = [
-            continue_request(self._samples.request(key, sampling, position=len(tokens)), tokens)
+            request.continued(tokens, request.seed)
             for key, tokens in parts
+            for request in [self._samples.request(key, sampling, position=len(tokens))]
         ]
 
     def follow(self) -> Following:
@@ -201,9 +204,10 @@ class CarriedResponses:
         """See `Carried.rollout`."""
         if key not in self._rollouts:
             (prompt, sample), held = self._samples.sample_of(key), self._held[key]
-            self._rollouts[key] = Rollout.from_response(
+            rollout = Rollout.from_response(
                 prompt, sample, held.tokens, held.logprobs, held.finish_reason, held.versions, held.kept
-            ).with_routes(held.routes)
+            )
+            self._rollouts[key] = rollout.with_routes(held.routes).with_inserted(held.inserted)
         return self._rollouts[key]
 
     def drop(self, keys: Iterable[int]) -> None:
@@ -225,26 +229,18 @@ class CarriedResponses:
         self._held |= {key: response for key, response in unpack_responses(state).items() if is_mine(key)}
 
 
-def continue_request(request: Request, tokens: np.ndarray) -> Request:
-    """What continues a reply of which some tokens are there; the seed must be that of what follows them."""
-    return replace(
-        request,
-        tokens=np.concatenate([request.tokens, tokens]),
-        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(tokens)),
-        num_sampled=len(tokens),
-    )
-
-
 def pack_responses(responses: Mapping[int, Response]) -> dict[str, torch.Tensor]:
     """Responses by number as a few tensors, which `unpack_responses` reads."""
     parts = list(responses.values())
     kept = [part.kept or KeptSets.whole(len(part.tokens)) for part in parts]
-    sets = {}
+    further = {}
     if any(part.kept is not None for part in parts):
         joined = KeptSets.join(kept)
-        sets = {"kept_ids": torch.from_numpy(joined.ids), "kept_counts": torch.from_numpy(joined.counts)}
+        further = {"kept_ids": torch.from_numpy(joined.ids), "kept_counts": torch.from_numpy(joined.counts)}
+    if any(part.inserted is not None for part in parts):
+        further["inserted"] = torch.from_numpy(np.concatenate([mark_inserted(part) for part in parts]))
     return (
-        sets
+        further
         | _pack_routes(parts)
         | {
             "keys": torch.tensor(list(responses), dtype=torch.int64),
@@ -269,12 +265,15 @@ def unpack_responses(tensors: Mapping[str, torch.Tensor]) -> dict[int, Response]
         counts = np.split(tensors["kept_counts"].numpy(), bounds)
         ids = np.split(tensors["kept_ids"].numpy(), np.cumsum([part.sum() for part in counts])[:-1])
         kept = list(map(KeptSets, ids, counts))
+    inserted: list[np.ndarray | None] = [None] * len(tokens)
+    if "inserted" in tensors:
+        inserted = list(np.split(tensors["inserted"].numpy(), bounds))
     routes: list[np.ndarray | None] = [None] * len(tokens)
     if "routes" in tensors:
         lengths = tensors["route_lengths"].numpy()
         parts = np.split(tensors["routes"].numpy(), np.cumsum(lengths)[:-1])
         routes = [part if length else None for part, length in zip(parts, lengths.tolist(), strict=True)]
-    responses = map(Response, tokens, logprobs, versions, reasons, kept, routes)
+    responses = map(Response, tokens, logprobs, versions, reasons, kept, routes, inserted)
     return dict(zip(tensors["keys"].tolist(), responses, strict=True))
 
 

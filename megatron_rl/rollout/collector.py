@@ -27,7 +27,7 @@ from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scor
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
 from megatron_rl.rollout.generation import Generator, SampleGroups
-from megatron_rl.rollout.kept import describe_kept
+from megatron_rl.rollout.kept import describe_kept, describe_thoughts
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -160,7 +160,13 @@ class Collector:
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
             size = config.data.validation_batch_size or len(prompt_set.prompts)
-            sampling = replace(self.sampling(drawn.temperature), top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0)
+            sampling = replace(
+                self.sampling(drawn.temperature),
+                top_p=drawn.top_p,
+                top_k=drawn.top_k,
+                min_p=0.0,
+                thinking_budget=drawn.thinking_budget,
+            )
             parts = [
                 self.generate(
                     SampleGroups(prompt_set.prompts[first : first + size], drawn.n, sampling, step=0),
@@ -207,6 +213,7 @@ class Collector:
             rollout.min_p,
             rollout.max_kept_tokens,
             rollout.min_tokens if temperature is None else 0,
+            rollout.thinking_budget,
         )
 
     def _score(
@@ -221,16 +228,19 @@ class Collector:
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
             route_shape = None if with_answers else self._generator.route_shape
-            payload = hold(held, headers, np.array(self._generator.engines.of), num_bytes, has_kept, route_shape)
+            ranks, has_episodes = np.array(self._generator.engines.of), self._config.agents.has_episodes
+            payload = hold(held, headers, ranks, num_bytes, has_kept, route_shape, has_episodes)
             samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)
                 rollouts = headers.rollouts
                 rewards = add_model_scores(self._rewards.plan, rollouts["reward"], scores, rollouts.name)
                 samples = samples.rescore(rewards, MODEL, scores)
+        mine = [rollout for _, rollout in held] if self._generator.is_first else []
         if has_kept:
-            mine = [rollout for _, rollout in held] if self._generator.is_first else []
             samples.add_metrics(describe_kept(mine, self._config.rollout, self._group))
+        if self._config.rollout.thinking_budget is not None and not with_answers:
+            samples.add_metrics(describe_thoughts(mine, self._group))
         return samples
 
     def _score_here(

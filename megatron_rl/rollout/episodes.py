@@ -23,7 +23,7 @@ from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.agents.recording import Recording
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
-from megatron_rl.rollout.carried import Following, continue_request
+from megatron_rl.rollout.carried import Following
 from megatron_rl.rollout.order import STRIDE, Samples
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.types import Rollout
@@ -201,7 +201,7 @@ class Episodes:
         if not recording.interrupted:
             return request
         tokens = recording.tokens[-recording.interrupted :]
-        return continue_request(replace(request, seed=self._seed(key, request.turn, len(tokens))), tokens)
+        return request.continued(tokens, self._seed(key, request.turn, len(tokens)))
 
     def _seed(self, key: int, turn: int, position: int = 0) -> int:
         """Of what follows so many tokens of a reply; the first reply has the seeds of a plain response."""

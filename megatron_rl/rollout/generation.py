@@ -268,14 +268,15 @@ class _Stream:
         self.sampled[sampled.key] = sampled
         if sampled.key < 0 or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
             return  # what is wrong is said at the end
-        rollout = self.rollouts[sampled.key] = Rollout.from_response(
+        rollout = Rollout.from_response(
             *self._groups.sample_of(sampled.key),
             sampled.tokens,
             sampled.logprobs,
             sampled.finish_reason,
             self._policy_version,
             sampled.kept,
-        ).with_routes(sampled.routes)
+        )
+        rollout = self.rollouts[sampled.key] = rollout.with_routes(sampled.routes).with_inserted(sampled.inserted)
         self._count(len(sampled.tokens))
         if self._listener is not None:
             self._listener(rollout)

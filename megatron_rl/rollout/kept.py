@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the sets of tokens are from which truncated sampling draws."""
+"""What sampling did to a step: how large the sets of tokens are that it draws from, and which thoughts it ended."""
 
 from __future__ import annotations
 
@@ -42,3 +42,16 @@ def describe_kept(
         "sampling/kept_max": largest["max"],
         "sampling/kept_at_limit": sums["at_limit"] / tokens,
     }
+
+
+def describe_thoughts(rollouts: Iterable[Rollout], group: dist.ProcessGroup) -> dict[str, float]:
+    """sampling/thoughts_ended, the share of responses whose thought `rollout.thinking_budget` has ended; collective.
+
+    Args:
+        rollouts: of this rank's engine on its first rank; none elsewhere.
+        group: all ranks.
+    """
+    ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in rollouts]
+    sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
+    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, torch.device("cpu"))
+    return {"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)}

@@ -82,7 +82,8 @@ def build_rollout_members(
     rewards = RewardSources(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
     )
-    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, inputs.stop)
+    texts = inputs.stop, inputs.thoughts
+    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *texts)
     if "critic" in roles:
         hybrid.also_release(roles["critic"].optimizer)
     players = open_episodes(generator, config, inputs.stop_token_ids)

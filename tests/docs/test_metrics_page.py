@@ -35,6 +35,7 @@ NOT_RECORDED = (
     "mismatch/lag",
     "packing/prefix_repeats",
     "sampling/kept",
+    "sampling/thoughts_ended",
     "reward/<data_source>",
     "distill/",
 )

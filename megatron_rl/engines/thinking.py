@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thinking budgets for every engine: a thought that takes too long is ended, and the response continues behind it.
+
+A request runs as two. The first one ends when the response has `thinking_budget` tokens. If they end inside a thought,
+the tokens that end it are put in, and the second one continues the response. Nobody sampled these tokens: they are
+marked, and no loss has them. What an engine does depends on the tokens alone, so all of its ranks do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rl.engines.protocol import Request, RolloutEngine, Sampled
+from megatron_rl.engines.sampling import derive_seed
+from megatron_rl.engines.thoughts import Thoughts
+from megatron_rl.types import KeptSets, complete_routes
+
+
+class ThinkingBudget:
+    """A `RolloutEngine` that keeps thoughts within `SamplingConfig.thinking_budget`.
+
+    Args:
+        engine: that samples.
+        thoughts: how they begin and end.
+    """
+
+    def __init__(self, engine: RolloutEngine, thoughts: Thoughts) -> None:
+        self._engine, self._thoughts = engine, thoughts
+        self._thinking: dict[int, Request] = {}  # as they came, of the first halves that run
+        self._begun: dict[int, Sampled] = {}  # first halves of the second ones that run
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """See `RolloutEngine.add`."""
+        self._engine.add([self._limit(request) for request in requests])
+
+    def step(self) -> list[Sampled]:
+        """See `RolloutEngine.step`."""
+        finished, continued = [], []
+        for sampled in self._engine.step():
+            request = self._thinking.pop(sampled.key, None)
+            if request is None:
+                finished.append(self._complete(sampled))
+            elif sampled.finish_reason == "length":
+                continued.append(self._continue(request, sampled))
+            else:
+                finished.append(sampled)
+        if continued:
+            self._engine.add(continued)
+        return finished
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """See `RolloutEngine.interrupt`."""
+        for key in keys:
+            self._thinking.pop(key, None)
+        return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
+
+    def has_requests(self) -> bool:
+        """See `RolloutEngine.has_requests`."""
+        return self._engine.has_requests()
+
+    def tokens_in_flight(self) -> int:
+        """See `AnyEngine.tokens_in_flight`."""
+        return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
+
+    def close(self) -> None:
+        """See `AnyEngine.close`."""
+        self._engine.close()
+
+    def _limit(self, request: Request) -> Request:
+        """The first half of a request; all of it where the response is longer already, or has no room to be ended."""
+        budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
+        left = most if budget is None else budget - request.num_sampled
+        if left < 1 or left + len(self._thoughts.closing) >= most:
+            return request
+        self._thinking[request.key] = request
+        return replace(request, sampling=replace(request.sampling, max_tokens=left))
+
+    def _continue(self, request: Request, sampled: Sampled) -> Request:
+        """The second half."""
+        if self._thoughts.are_open([*request.tokens.tolist(), *np.asarray(sampled.tokens).tolist()]):
+            sampled = insert(sampled, self._thoughts.closing)
+        self._begun[request.key] = sampled
+        seed = derive_seed(request.seed, 0, 0, 0, position=len(sampled.tokens))
+        return request.continued(np.asarray(sampled.tokens, np.int32), seed)
+
+    def _complete(self, sampled: Sampled) -> Sampled:
+        """Both halves, where this is the second one."""
+        begun = self._begun.pop(sampled.key, None)
+        return sampled if begun is None else join(begun, sampled)
+
+
+def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
+    """A response with tokens after it that nobody sampled."""
+    added = Sampled(
+        sampled.key,
+        tokens,
+        np.zeros(len(tokens), np.float32),
+        sampled.finish_reason,
+        inserted=np.ones(len(tokens), bool),
+    )
+    return join(sampled, added)
+
+
+def join(first: Sampled, later: Sampled) -> Sampled:
+    """A response of two requests, the second of which continues the first."""
+    return replace(
+        later,
+        tokens=np.concatenate([np.asarray(first.tokens, np.int32), np.asarray(later.tokens, np.int32)]),
+        logprobs=np.concatenate([np.asarray(part.logprobs, np.float32) for part in (first, later)]),
+        kept=KeptSets.join_known([(part.kept, len(part.tokens)) for part in (first, later)]),
+        num_cached=first.num_cached,
+        routes=complete_routes(first.routes, later.routes),
+        inserted=join_inserted(first, later),
+    )
+
+
+class _Marked(Protocol):
+    """Tokens of which some may have been put in: a `Sampled`, or a response that is carried."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+    @property
+    def inserted(self) -> np.ndarray | None: ...
+
+
+def join_inserted(first: _Marked, later: _Marked) -> np.ndarray | None:
+    """Which tokens of both were put in, [s] bool; None: none were."""
+    if first.inserted is None and later.inserted is None:
+        return None
+    return np.concatenate([mark_inserted(first), mark_inserted(later)])
+
+
+def mark_inserted(part: _Marked) -> np.ndarray:
+    """Which of its tokens were put in, [s] bool."""
+    return np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted
