@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sabotage import read_rollouts
 
 from distributed import run_ranks
 from launch_runs import ROOT, environment, find_free_port
@@ -107,6 +108,35 @@ def test_a_killed_rank_and_a_signal(task: Path, tmp_path: Path, vllm_imported: N
     assert run_ranks(train, 2, overrides_for(task, whole, *SETTINGS), timeout=170) == [None] * 2
     assert read_records(run_dir) == read_records(whole)
     assert not (run_dir / "stopped.json").exists()
+
+
+def test_a_killed_engine_on_a_rank_of_its_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """kill -9 of a rank that only generates: torchrun starts all again, and no sample is lost or drawn differently."""
+    settings = [
+        "placement.actor=0",
+        "placement.rollout=1",
+        *layout_overrides(1, 1, 1),
+        "schedule.max_staleness=1",
+        "schedule.steps_per_update=2",
+        "algorithm.importance_sampling=token-truncate",
+        "trainer.total_steps=5",
+        "trainer.log_rollouts=-1",
+    ]
+    recipe, run_dir, output = write_recipe(task, tmp_path, *settings), tmp_path / "run", tmp_path / "output"
+    job = start(recipe, run_dir, output=output, restarts=1)
+    try:
+        wait_until(lambda: last_step(run_dir) >= 2, job, output)
+        find_rank(job, 1).kill()
+        assert job.wait(timeout=250) == 0, output.read_text()[-4000:]
+    finally:
+        end(job)
+    assert "resumed: " in (run_dir / "logs/rank1.log").read_text()
+    whole = tmp_path / "whole"
+    assert run_ranks(train, 2, overrides_for(task, whole, *SETTINGS, *settings), timeout=170) == [None] * 2
+    found = read_records(run_dir)
+    assert found == read_records(whole) and found[-1]["step"] == 5
+    assert all(record["schedule/carried"] == 32 for record in found[1:]), "as many as begin one step ahead"
+    assert read_rollouts(run_dir) == read_rollouts(whole)
 
 
 def test_a_hang_is_explained_and_survived(task: Path, tmp_path: Path, vllm_imported: None) -> None:
