@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -39,6 +40,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma": GemmaConfig,
     "gemma3_text": Gemma3TextConfig,
     "phi3": Phi3Config,
+    "glm4": Glm4Config,
     "smollm3": SmolLM3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
@@ -62,6 +64,7 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         },
     ),
     "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
+    "glm4": dict(tie_word_embeddings=False, head_dim=16, attention_bias=True, pad_token_id=0),
     "smollm3": dict(tie_word_embeddings=True, no_rope_layer_interval=2, pad_token_id=0),
     "qwen3_moe": dict(
         tie_word_embeddings=False,
@@ -107,9 +110,10 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
     Args:
         directory: where to write.
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
-            embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "smollm3" (every
-            other layer without rotation), "qwen3_moe" (QK norm) or "mixtral" with four experts, two per token, or
-            "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router biases.
+            embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "glm4" (half of
+            a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "qwen3_moe" (QK norm) or
+            "mixtral" with four experts, two per token, or "glm4_moe": the same after a dense layer, with a shared
+            expert of twice their size and router biases.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """

@@ -15,13 +15,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
-from megatron_rl.models.rotary import compute_rotary_table
+from megatron_rl.models.rotary import RotaryTable, compute_rotary_table
 from megatron_rl.models.routing import RowRoutes
 from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
-from megatron_rl.weights.families import ModelShape
-
-RotaryTable = tuple[torch.Tensor, torch.Tensor]  # cosine and sine
+from megatron_rl.weights.families import FAMILIES, ModelShape
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         segments: who attends to whom in the whole row, all context parallel shards together.
         sliding: the same where a window slides, and its rotary table, for the layers of these megatron-core's numbers.
-        rotary_table: cosine and sine [t/cp, 1, d] of the rows of this rank's shard.
+        rotary_table: [t/cp, 1, d] of the rows of this rank's shard.
         unrotated_layers: megatron-core's numbers of the layers that do not use it.
         cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
             has whole sequences then, whatever the context parallel size. None: rows see each other only.
@@ -97,7 +95,13 @@ def build_packed_sequences(
         fastest = choose_attention_backend(mine.device, dtype)
         backend = "sdpa" if fastest == "efficient" else fastest  # that kernel knows no window
     segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
-    table = partial(compute_rotary_table, mine, head_dim=shape.rotary_dim or shape.head_dim, dtype=dtype)
+    table = partial(
+        compute_rotary_table,
+        mine,
+        head_dim=shape.rotary_dim or shape.head_dim,
+        dtype=dtype,
+        neighbors=FAMILIES[shape.family].rotates_neighbors,
+    )
     sliding = None
     if shape.sliding_layers:
         numbers = frozenset(layer + 1 for layer in shape.sliding_layers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding from explicit positions (RoFormer, arXiv 2104.09864, equation 34; halves, as in Llama).
+"""Rotary position embedding from explicit positions (RoFormer, arXiv 2104.09864, equation 34).
 
 megatron-core rotates by the row inside of a packed sequence, and under context parallelism by its own zigzag cut.
 Here a token's position is given: that serves contiguous shards and responses behind a shared prompt alike.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,9 +17,23 @@ from torch.autograd.function import once_differentiable
 from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, RopeScaling, YarnScaling
 
 
+class RotaryTable(NamedTuple):
+    """Cosine and sine [t, 1, d] of every position's angles, and whether the channels of a pair are neighbors."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    neighbors: bool
+
+
 def compute_rotary_table(
-    position_ids: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    position_ids: torch.Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
+    neighbors: bool = False,
+) -> RotaryTable:
     """Cosine and sine of every position's angles.
 
     Args:
@@ -28,6 +42,7 @@ def compute_rotary_table(
         theta: base of the frequencies theta^(-2i/d).
         dtype: of the result; angles are computed in float32, as transformers does.
         scaling: of the frequencies; None for none.
+        neighbors: the channels of a pair lie beside each other (GLM-4, DeepSeek-V3), not d/2 apart (Llama).
 
     Returns:
         cosine and sine, [t, 1, d] each; both numbers of a pair get their angle's, the first sine negative.
@@ -35,7 +50,9 @@ def compute_rotary_table(
     frequencies, growth = compute_frequencies(head_dim, theta, scaling, position_ids.device)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
     cosine, sine = ((x if growth == 1.0 else x * growth).to(dtype) for x in (angles.cos(), angles.sin()))
-    return torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
+    if neighbors:
+        return RotaryTable(cosine.repeat_interleave(2, -1), torch.stack([-sine, sine], -1).flatten(-2), True)
+    return RotaryTable(torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1), False)
 
 
 def compute_frequencies(
@@ -91,32 +108,38 @@ _SCALINGS: dict[type, Callable[[torch.Tensor, Any, float], tuple[torch.Tensor, f
 }
 
 
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x_i, x_{i + d/2}) of [t, heads, d] by the angles of a `compute_rotary_table`.
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:
+    """Turn the pairs of channels of [t, heads, d] by the angles of a `RotaryTable`.
 
     Of wider heads it turns the first d channels.
     """
     width = cosine.shape[-1]
     if width == heads.shape[-1]:
-        return _Rotation.apply(heads, cosine, sine)
-    return torch.cat([_Rotation.apply(heads[..., :width], cosine, sine), heads[..., width:]], -1)
+        return _Rotation.apply(heads, cosine, sine, neighbors)
+    return torch.cat([_Rotation.apply(heads[..., :width], cosine, sine, neighbors), heads[..., width:]], -1)
 
 
 class _Rotation(torch.autograd.Function):
     """One step of autograd, whose backward turns back."""
 
     @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _turn(heads, cosine, sine)
+        ctx.neighbors = neighbors
+        return _turn(heads, cosine, sine, neighbors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turn(gradient, cosine, -sine), None, None
+        return _turn(gradient, cosine, -sine, ctx.neighbors), None, None, None
 
 
-def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:
+    if neighbors:
+        first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([second, first], -1).flatten(-2).mul_(sine).add_(heads * cosine)
     first, second = heads.chunk(2, -1)
     return torch.cat([second, first], -1).mul_(sine).add_(heads * cosine)

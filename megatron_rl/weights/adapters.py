@@ -86,7 +86,7 @@ class AdapterShape:
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
     names = FAMILIES[shape.family].experts
-    if FAMILIES[shape.family].is_fused:
+    if FAMILIES[shape.family].fuses:
         return {}
     if shape.router is not None:  # its names of matrices of experts are those of other MLPs as well
         return dict(_ATTENTION)

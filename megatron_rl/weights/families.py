@@ -57,7 +57,20 @@ FAMILIES: dict[str, Family] = {
         scoring="Gemma3TextForSequenceClassification",
         vllm_module="gemma3",
     ),
-    "phi3": Family("Phi3ForCausalLM", is_fused=True, partial_rotary=1.0, honors_sliding_window=True),
+    "phi3": Family("Phi3ForCausalLM", fuses=("qkv", "gate_up"), partial_rotary=1.0, honors_sliding_window=True),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        qkv_bias=None,
+        fuses=("gate_up",),
+        partial_rotary=0.5,
+        rotates_neighbors=True,
+        norms=(
+            ("input_layernorm", "input_norm"),
+            ("post_self_attn_layernorm", "attention_output_norm"),
+            ("post_attention_layernorm", "mlp_norm"),
+            ("post_mlp_layernorm", "mlp_output_norm"),
+        ),
+    ),
     "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True, rope_theta=2e6),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -177,9 +190,9 @@ class ModelShape:
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
         kinds = {f"{first}.weight": first_kind}
-        if family.is_fused:
+        if "qkv" in family.fuses:
             kinds["self_attn.qkv_proj.weight"] = "qkv"
-        for name in () if family.is_fused else "qkv":
+        for name in () if "qkv" in family.fuses else "qkv":
             for what in ("weight", "bias") if self.qkv_bias else ("weight",):
                 kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
         if self.qk_norm:
@@ -189,7 +202,7 @@ class ModelShape:
         names = family.experts
         if names is None or not self.has_experts(layer):
             prefix = "" if names is None else DENSE
-            matrices = ("gate_up", "down") if family.is_fused else ("gate", "up", "down")
+            matrices = ("gate_up", "down") if "gate_up" in family.fuses else ("gate", "up", "down")
             return kinds | {f"mlp.{kind}_proj.weight": f"{prefix}{kind}" for kind in matrices}
         kinds[f"{names.block}.gate.weight"] = "router"
         if names.bias is not None:

@@ -56,7 +56,8 @@ class Family:
         qkv_bias: the q, k and v projections have a bias; None: config.json's `attention_bias` says.
         qk_norm: q and k are normalized per head; None: config.json's `use_qk_norm` says.
         honors_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
-        is_fused: q, k and v are one tensor of a checkpoint, and gate and up are one.
+        fuses: which of `FUSED_KINDS` are one tensor of a checkpoint each.
+        rotates_neighbors: the pairs of channels that are rotated lie beside each other, not half a head apart.
         partial_rotary: share of a head that is rotated where config.json does not say; None: all of it always.
         may_skip_rotary: config.json's `no_rope_layers` lists layers whose q and k are not rotated.
         honors_sliding_window: config.json's `sliding_window` alone limits the attention.
@@ -75,7 +76,8 @@ class Family:
     architecture: str
     qkv_bias: bool | None = False
     qk_norm: bool | None = False
-    is_fused: bool = False
+    fuses: tuple[str, ...] = ()
+    rotates_neighbors: bool = False
     partial_rotary: float | None = None
     may_skip_rotary: bool = False
     honors_head_dim: bool = True

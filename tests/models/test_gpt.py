@@ -78,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
         ),
     ),
     "smollm3": dict(family="smollm3"),
+    "glm4": dict(family="glm4"),
 }
 # Their shares are normalized after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {

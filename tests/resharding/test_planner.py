@@ -47,6 +47,7 @@ SHAPES = {
     "gemma": make_shape("gemma", tied_embeddings=True),
     "gemma3_text": make_shape("gemma3_text", tied_embeddings=True),
     "phi3": make_shape("phi3"),
+    "glm4": make_shape("glm4"),
     "smollm3": make_shape("smollm3", tied_embeddings=True),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }

@@ -201,6 +201,7 @@ CASES = [
     ("vllm", "phi3", 4, {"tp_size": 2, "pp_size": 2}, 2),
     ("vllm", "gemma3_text", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
+    ("vllm", "glm4", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),
     ("vllm", "qwen3", 4, {"tp_size": 2, "zero_stage": 3}, 2),

@@ -59,7 +59,7 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
 def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     """The content of a config.json, as transformers writes it."""
     sizes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
-    sizes |= dict(pad_token_id=0) if family in ("phi3", "smollm3") else {}
+    sizes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3") else {}
     return json.loads(CONFIGS[family](**(sizes | changes)).to_json_string(use_diff=False))
 
 
@@ -78,6 +78,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("gemma", dict(head_dim=8)),
         ("gemma3_text", dict(head_dim=8)),
         ("phi3", dict(head_dim=8, pad_token_id=0)),
+        ("glm4", dict(head_dim=8, attention_bias=True, pad_token_id=0)),
         ("smollm3", dict(pad_token_id=0)),
         ("qwen3_moe", dict(head_dim=8)),
         ("mixtral", {}),
@@ -119,7 +120,7 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
 def test_logical_tensors_with_a_score_head_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     """No output layer, whatever config.json says about tying; the class has the name that we write."""
     changes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
-    changes |= dict(pad_token_id=0) if family in ("phi3", "smollm3") else {}
+    changes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3") else {}
     config = CONFIGS[family](**changes, tie_word_embeddings=tied, num_labels=1)
     config.architectures = [FAMILIES[family].scoring_architecture]
     config.save_pretrained(tmp_path)
@@ -151,7 +152,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     if family == "gemma3_text":
         rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
-    assert shape.rotary_dim == (2 if family == "glm4_moe" else None) and shape.unrotated_layers == ()
+    assert shape.rotary_dim == ({"glm4_moe": 2, "glm4": 64}.get(family)) and shape.unrotated_layers == ()
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {
         "llama": (False, False),
@@ -164,6 +165,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "glm4_moe": (False, False),
         "gemma3_text": (False, True),
         "phi3": (False, False),
+        "glm4": (True, False),
         "smollm3": (False, False),
     }[family]
 

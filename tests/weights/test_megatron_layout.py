@@ -36,6 +36,7 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("glm4_moe", {}),
     ("phi3", {}),
+    ("glm4", {}),
     ("qwen2", dict(has_score_head=True)),
 ]
 
