@@ -15,7 +15,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.family import SigmoidRouter
+from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices
@@ -42,7 +42,9 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
     )
     if FAMILIES[family].experts:
         sizes |= dict(num_experts=4, experts_per_token=2, normalizes_shares=True)
-    if family == "glm4_moe":
+    if family == "deepseek_v3":
+        sizes |= dict(latent=LatentSizes(18, 14, 2, 3), head_dim=5, rotary_dim=2, num_kv_heads=8, attention_scale=0.5)
+    if family in ("glm4_moe", "deepseek_v3"):
         sizes |= dict(dense_layers=1, dense_ffn_size=48, shared_ffn_size=32, router=SigmoidRouter())
     if family == "gemma3_text":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6, sliding_rope_theta=1e4, attention_scale=0.5)

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -45,6 +46,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
     "glm4_moe": Glm4MoeConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
@@ -88,6 +90,24 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.5,
         num_mtp_layers=0,
     ),
+    "deepseek_v3": dict(
+        tie_word_embeddings=False,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        kv_lora_rank=40,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=14,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        num_mtp_layers=0,
+    ),
 }
 
 
@@ -104,6 +124,23 @@ ENGINE_SIZES: dict[str, Any] = dict(
 )
 
 
+LATENT_ENGINE_SIZES: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    qk_nope_head_dim=20,
+    qk_rope_head_dim=12,
+    head_dim=12,  # transformers' word for what is rotated
+    v_head_dim=24,
+    kv_lora_rank=40,
+    q_lora_rank=24,
+    moe_intermediate_size=64,
+)
+
+
+def engine_sizes(family: str) -> dict[str, Any]:
+    """Sizes of a model of a family that vLLM serves on a CPU."""
+    return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family == "deepseek_v3" else {})
+
+
 def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 10000.0, **changes: Any) -> PreTrainedModel:
     """Write a random model in HF format and return it, float32 in evaluation mode.
 
@@ -113,7 +150,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "glm4" (half of
             a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "qwen3_moe" (QK norm) or
             "mixtral" with four experts, two per token, or "glm4_moe": the same after a dense layer, with a shared
-            expert of twice their size and router biases.
+            expert of twice their size and router biases, or "deepseek_v3": with eight experts in groups, four per
+            token, and latent attention, whose heads of values are narrower than those of keys.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """

@@ -31,13 +31,13 @@ from megatron_rl.checkpoint.files import DIGESTS_FILE, explain_write_error
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
 from megatron_rl.checkpoint.pieces import locate
-from megatron_rl.checkpoint.safetensors_index import index_safetensors
+from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
 from megatron_rl.types import UserError
-from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
+from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements, place_drafts
 from megatron_rl.weights.model_config import find_head, load_model_shape
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
 
@@ -68,15 +68,15 @@ def convert_to_megatron(
     Raises:
         UserError: unknown architecture, weights that do not fit config.json, a disk that does not take it, ...
     """
-    head = find_head(index_safetensors(source))
-    shape = load_model_shape(source, head=head)
+    shape = load_model_shape(source, head=find_head(index_safetensors(source)))
     check_checkpoint(source, shape)
     files = index_safetensors(source)
     check_surplus(files, shape, source)
-    dtypes = read_dtypes(files, shape) if dtype is None else dict.fromkeys(shape.logical_tensors(), dtype)
-    table, partial = megatron_global_placements(shape), _claim(out, force)
+    drafts, shapes = place_drafts(shape, read_headers(files))
+    dtypes = read_dtypes(files, shapes) if dtype is None else dict.fromkeys(shapes, dtype)
+    table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_one_type_per_key(table, dtypes, source)
-    sizes = {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in shape.logical_tensors().items()}
+    sizes = {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in shapes.items()}
     units = split_units(sizes, file_bytes, lambda index, _: f"__{index}_0.distcp")
     stats = {str(file): file.stat() for file in sorted(set(files.values()))}
     fingerprint = {
@@ -149,10 +149,10 @@ def convert_to_huggingface(
     weights = resolve_weights(source.path, source.role)
     if source.verify:
         workers.agree(_find_damage(weights, workers))
-    reader = ChunkReader(weights)
-    config = source.config or weights / CONFIG_DIR
+    reader, config = ChunkReader(weights), source.config or weights / CONFIG_DIR
     shape = load_model_shape(config, head=find_head(reader.tensors))
-    table, partial, sizes = megatron_global_placements(shape), _claim(out, force), shape.logical_tensors()
+    drafts, sizes = place_drafts(shape, reader.tensors)
+    table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_global_shapes(reader, table, weights)
     dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}
     units = split_units(

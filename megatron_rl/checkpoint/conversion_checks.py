@@ -6,12 +6,13 @@ All of it is read from headers, before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from megatron_rl.checkpoint.draft_layers import find_drafts
 from megatron_rl.checkpoint.safetensors_index import read_headers
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
@@ -24,7 +25,8 @@ _NOT_PARAMETERS = ("rotary_emb.inv_freq", "masked_bias", "score.bias")
 
 def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) -> None:
     """Refuse tensors that the conversion would drop silently."""
-    surplus = [name for name in files if name not in shape.logical_tensors() and not name.endswith(_NOT_PARAMETERS)]
+    known = shape.logical_tensors().keys() | find_drafts(source, shape).keys()
+    surplus = [name for name in files if name not in known and not name.endswith(_NOT_PARAMETERS)]
     if surplus == ["lm_head.weight"] and shape.tied_embeddings:
         with (
             safe_open(files["lm_head.weight"], "pt") as head,
@@ -48,19 +50,19 @@ def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) ->
         )
 
 
-def read_dtypes(files: Mapping[str, Path], shape: ModelShape) -> dict[str, torch.dtype]:
-    """Type of every tensor, from the headers."""
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    stored = {name: dtype for name, (_, dtype) in read_headers(files).items() if name in shape.logical_tensors()}
+def read_dtypes(files: Mapping[str, Path], names: Collection[str]) -> dict[str, torch.dtype]:
+    """Type of every one of these tensors, from the headers."""
+    types = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    stored = {name: dtype for name, (_, dtype) in read_headers(files).items() if name in names}
     for name, dtype in stored.items():
-        if dtype not in names:
+        if dtype not in types:
             raise UserError(
                 f"{name} is stored as {dtype}",
                 source=str(files[name]),
-                expected=f"one of {sorted(names)}",
+                expected=f"one of {sorted(types)}",
                 hint="dequantize the model first",
             )
-    return {name: names[dtype] for name, dtype in stored.items()}
+    return {name: types[dtype] for name, dtype in stored.items()}
 
 
 def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], source: Path) -> None:

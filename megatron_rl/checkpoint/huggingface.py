@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.draft_layers import find_drafts, forget_drafts
 from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
@@ -171,7 +172,7 @@ def save_huggingface(
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
         model: its weights.
-        side_files_from: model directory whose config and tokenizer files are copied.
+        side_files_from: model directory whose config and tokenizer files are copied, and draft layers.
         bucket_bytes: bound on the staging memory of the transfer.
         max_file_bytes: size at which a new safetensors file begins; rank 0 holds one file's tensors.
 
@@ -180,12 +181,16 @@ def save_huggingface(
     """
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
-    sizes = {name: torch.Size(size).numel() * model.dtype.itemsize for name, size in shapes.items()}
+    drafts = find_drafts(Path(side_files_from), shape)
+    all_shapes = shapes | {name: size for name, (size, _) in read_headers(drafts).items()}
+    sizes = {name: torch.Size(size).numel() * model.dtype.itemsize for name, size in all_shapes.items()}
     units = split_units(sizes, max_file_bytes, name_safetensors)
     do_on_first(group, make_empty, partial)
     for unit in units:
-        tensors = gather_on_first({name: shapes[name] for name in unit.tensors}, model, bucket_bytes)
-        do_on_first(group, _write_tensors, tensors, partial / unit.file)
+        trained = {name: shapes[name] for name in unit.tensors if name in shapes}
+        kept = {name: drafts[name] for name in unit.tensors if name in drafts}
+        tensors = gather_on_first(trained, model, bucket_bytes)
+        do_on_first(group, _write_tensors, tensors, kept, partial / unit.file)
     do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, model.dtype)
     return directory
 
@@ -214,6 +219,8 @@ def finish_model(
         write_file(partial / INDEX_FILE, json.dumps({"metadata": total, "weight_map": weight_map}, indent=2).encode())
     files = list_side_files(config)
     described = json.loads(files.pop("config.json").read_text(encoding="utf-8"))
+    if not any(shape.is_draft(name) for unit in units for name in unit.tensors):
+        described = forget_drafts(described)
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]
     described |= dict.fromkeys(keys, dtype_name(dtype))
     if shape.has_score_head:  # transformers counts `id2label`
@@ -251,8 +258,13 @@ def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict
     return {name: torch.empty(size, dtype=model.dtype, device=device) for name, size in sizes.items()}
 
 
-def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+def _write_tensors(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, Path], path: Path) -> None:
+    """Tensors, and those that are kept from other files."""
+    found = {name: tensor.cpu() for name, tensor in tensors.items()}
+    for name, file in kept.items():
+        with safe_open(file, framework="pt") as handle:
+            found[name] = handle.get_tensor(name)
+    save_file(found, path, metadata={"format": "pt"})
 
 
 def gather_on_first(

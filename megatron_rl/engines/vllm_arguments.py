@@ -19,7 +19,11 @@ _CPU_STEP_TOKENS = 4096  # vLLM's own default
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
     """What vLLM takes from the environment only."""
     runner = fit_to_device(spec.config, spec.process.device).model_runner
-    return {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+    return {
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+        # Latent attention keeps products of weights that no update would reach.
+        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None else "0",
+    }
 
 
 def records_kept_sets(spec: EngineSpec) -> bool:
@@ -50,6 +54,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     )
     if config.quantization != "none":
         arguments["quantization"] = METHOD
+    if spec.shape.latent is not None:  # what transformers takes for granted; vLLM's defaults are DeepSeek-V2's
+        arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid")
     if spec.adapters is not None:
         arguments |= list_arguments(spec.adapters)
     if spec.process.device.type == "cuda":
@@ -65,6 +71,6 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
         )
-        if config.bitwise:
+        if config.bitwise or spec.shape.latent is not None:  # the C++ kernel takes views of heads for whole rows
             arguments |= ENGINE_ARGUMENTS
     return arguments | config.engine_options

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -96,18 +97,21 @@ class PackedAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [t/cp, np, d], not rotated; key and value likewise with ng/tp heads.
+            query: [t/cp, np, d], not rotated; key and value likewise with ng/tp heads,
+                values perhaps with fewer channels d_v.
             packed_seq_params: of the microbatch, from `build_packed_sequences`.
 
         Returns:
-            [t/cp, np * d].
+            [t/cp, np * d_v].
         """
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"
         segments, table = packed_seq_params.of_layer(self.layer_number)
         if table is not None:
             query, key = (rotate(x, *table) for x in (query, key))
-        cp_group = self._cp_group
+        width, cp_group = value.shape[-1], self._cp_group
+        if width < key.shape[-1]:  # kernels take heads of one width
+            value = F.pad(value, (0, key.shape[-1] - width))
         if packed_seq_params.cache is not None:
             cp_group, (key, value) = None, packed_seq_params.cache.store(self.layer_number, key, value)
         if cp_group is not None:
@@ -115,4 +119,4 @@ class PackedAttention(MegatronModule):
         output = attend(query, key, value, segments, self.scale)
         if cp_group is not None:
             output = exchange_to_tokens(output, cp_group)
-        return output.flatten(1)
+        return output[..., :width].flatten(1)

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
+from megatron_rl.models.latent_attention import LatentSelfAttention
 from megatron_rl.models.linears import adapt_layer, pad_linears
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
@@ -116,17 +117,16 @@ def find_transformer_engine_failure(has_cuda: bool) -> str | None:
 
 
 def build_layer_spec(
+    shape: ModelShape,
     config: TransformerConfig,
     transformer_impl: str,
     batch_invariant: bool = False,
     adapters: AdapterShape | None = None,
     has_experts: bool = True,
-    is_sandwich: bool = False,
 ) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl.
 
-    Without `has_experts` it is that of a dense layer, whatever the config says; with `is_sandwich` it has a
-    `SandwichLayer`'s norms.
+    Without `has_experts` it is that of a dense layer, whatever the config says.
     """
     num_experts = config.num_moe_experts if has_experts else None
     spec = get_gpt_layer_local_spec(
@@ -137,7 +137,7 @@ def build_layer_spec(
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-    if is_sandwich:
+    if "mlp_output_norm" in shape.layer_kinds(0).values():
         spec.module = SandwichLayer
     mlps = [mlp]
     if num_experts:
@@ -150,6 +150,9 @@ def build_layer_spec(
     for part in mlps:
         part.activation_func = GatedActivation
     layer.self_attention.module = BlockedSelfAttention
+    if shape.latent is not None:
+        layer.self_attention.module = LatentSelfAttention
+        layer.self_attention.params["sizes"] = shape.latent
     norm, attention.core_attention = RMSNorm, PackedAttention
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te  # optional dependency
@@ -164,7 +167,7 @@ def build_layer_spec(
     if num_experts and batch_invariant:
         pad_linears(mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    if config.qk_layernorm:
+    if config.qk_layernorm or shape.latent is not None:
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
 
@@ -191,9 +194,8 @@ def build_gpt_stages(
         `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
     """
     layout = groups.layout
-    is_sandwich = "mlp_output_norm" in shape.layer_kinds(0).values()
     specs = {
-        has_experts: build_layer_spec(config, transformer_impl, batch_invariant, adapters, has_experts, is_sandwich)
+        has_experts: build_layer_spec(shape, config, transformer_impl, batch_invariant, adapters, has_experts)
         for has_experts in map(shape.has_experts, (0, shape.num_layers - 1))
     }
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel

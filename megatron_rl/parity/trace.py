@@ -20,6 +20,7 @@ from megatron_rl.packing.batch import Padding, build_train_batch
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError
+from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.megatron_layout import stage_layers
 
 Trace = dict[str, torch.Tensor]
@@ -47,11 +48,10 @@ def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
         catches.append(
             (attention.o_proj, lambda inputs, _, at=prefix: trace.update({f"{at}self_attn (heads)": _rows(inputs[0])}))
         )
-        for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
+        for name in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "q_norm", "k_norm", "o_proj"):
             if hasattr(attention, name):
                 catches.append((getattr(attention, name), keep(f"{prefix}self_attn.{name}")))
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            catches.append((getattr(layer, name), keep(prefix + name)))
+        catches += [(norm, keep(prefix + name)) for name, norm in layer.named_children() if name.endswith("layernorm")]
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
         catches.append((mlp, keep(prefix + "mlp")))
     with _catching(catches):
@@ -104,6 +104,7 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
 def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) -> Iterator[_Catch]:
     """What to catch in one model chunk; every TP rank catches the same, as pieces are gathered at once."""
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
+    norms = {kind: name for name, kind in FAMILIES[shape.family].norms}
 
     def keep(name: str, value: torch.Tensor, *, is_split: bool) -> None:
         """The first microbatch's; heads and columns of TP ranks, or rows under TP-SP, come together."""
@@ -135,14 +136,19 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
         yield model.embedding, output_of("model.embed_tokens")
     for number, layer in zip(numbers, model.decoder.layers, strict=True):
         prefix, attention = f"model.layers.{number}.", layer.self_attention
-        yield layer.input_layernorm, output_of(prefix + "input_layernorm")
-        yield attention.linear_qkv, projections(prefix)
+        yield layer.input_layernorm, output_of(prefix + norms["input_norm"])
+        if shape.latent is None:
+            yield attention.linear_qkv, projections(prefix)
+        else:
+            name = "q_b_proj" if shape.latent.query else "q_proj"
+            yield attention.linear_q_up_proj, output_of(f"{prefix}self_attn.{name}", is_split=True)
+            yield attention.linear_kv_up_proj, output_of(prefix + "self_attn.kv_b_proj", is_split=True)
         if shape.qk_norm:
             yield attention.q_layernorm, output_of(prefix + "self_attn.q_norm", is_split=True)
             yield attention.k_layernorm, output_of(prefix + "self_attn.k_norm", is_split=True)
         yield attention.core_attention, output_of(prefix + "self_attn (heads)", is_split=True)
         yield attention.linear_proj, output_of(prefix + "self_attn.o_proj")
-        yield layer.pre_mlp_layernorm, output_of(prefix + "post_attention_layernorm")
+        yield layer.pre_mlp_layernorm, output_of(prefix + norms["mlp_norm"])
         yield layer.mlp, output_of(prefix + "mlp")
     if model.post_process:
         yield model.decoder.final_layernorm, logits

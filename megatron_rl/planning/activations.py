@@ -64,6 +64,8 @@ def count_layer_elements(
         attention = 3 * q + 3 * kv + (0 if fused else q)
     else:
         attention = 3 * q + 2 * kv + (q + 2 * kv) * shape.qk_norm
+    if shape.latent is not None:
+        attention += 2 * tp * (shape.latent.query + shape.latent.key_value) / s
     attention += 2 * q if repeats_heads and kv < q else 0
     elements = 4 * h / s + attention / tp
     if shape.num_experts:

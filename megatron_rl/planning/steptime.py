@@ -155,10 +155,10 @@ def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig
 
 def count_operations(shape: ModelShape, length: float) -> float:
     """Operations per token of one forward pass through a sequence of `length` tokens."""
-    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = h * (2 * q + 2 * kv) + 3 * h * shape.active_columns + h * shape.num_experts
+    h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
+    layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
     head = 0 if shape.has_score_head else h * shape.vocab_size
-    return 2 * (shape.num_layers * layer + head) + shape.num_layers * 2 * q * length
+    return 2 * (shape.num_layers * layer + head) + shape.num_layers * scored * length
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:

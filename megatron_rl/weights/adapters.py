@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
-from megatron_rl.weights.family import SigmoidRouter
+from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 from megatron_rl.weights.tables import BoxPair, PlacementTable, Rows
@@ -86,7 +86,7 @@ class AdapterShape:
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
     names = FAMILIES[shape.family].experts
-    if FAMILIES[shape.family].fuses:
+    if FAMILIES[shape.family].fuses or shape.latent is not None:
         return {}
     if shape.router is not None:  # its names of matrices of experts are those of other MLPs as well
         return dict(_ATTENTION)
@@ -96,9 +96,10 @@ def list_matrices(shape: ModelShape) -> dict[str, str]:
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     """The shape that a manifest holds as `dataclasses.asdict` made it."""
     if "base" not in saved:
-        router, scaling = saved.get("router"), saved.get("rope_scaling")
+        router, scaling, latent = (saved.get(name) for name in ("router", "rope_scaling", "latent"))
         nested = dict(
             router=router and SigmoidRouter(**router),
+            latent=latent and LatentSizes(**latent),
             rope_scaling=scaling and restore_rope_scaling(scaling),
             **{name: tuple(saved.get(name, ())) for name in ("unrotated_layers", "sliding_layers")},
         )

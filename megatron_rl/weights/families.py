@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: what an HF config.json says about shapes, and the logical tensors that follow.
+"""What an HF config.json says about shapes, and the logical tensors that follow.
 
-A family is one row of `FAMILIES`. Everything else (Megatron's and vLLM's tables, conversion) is made
-from the `ModelShape`, so that a new family with these building blocks is one row. The logical tensors of
+Everything else (Megatron's and vLLM's tables, conversion) is made from the `ModelShape`. The logical tensors of
 a mixture of experts are those of published checkpoints: one set of matrices per expert.
 
 A model ends in one of two heads: `lm_head` (or the tied embedding) with a row per token, or `score` with a
@@ -11,93 +10,31 @@ single row, the head of transformers' `*ForSequenceClassification` with one labe
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.types import RouteShape, UserError
-from megatron_rl.weights.family import ExpertNames, Family, SigmoidRouter
+from megatron_rl.weights.family import FAMILIES, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import RopeScaling
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_ATTENTION_KINDS = {"qkv", "q.weight", "k.weight", "v.weight", "o", "q_down", "q_up", "kv_down", "kv_up"}
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
 NORM_KINDS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 DENSE, SHARED = "dense_", "shared_"  # before the kinds of an MLP beside experts
+# Tensors of latent attention -> their kinds. Without a latent of queries, `q_proj` stands for the first three.
+LATENT_KINDS = {
+    "q_a_proj": "q_down",
+    "q_a_layernorm": "q_latent_norm",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_latent_norm",
+    "kv_b_proj": "kv_up",
+}
 # A tensor of a checkpoint that is several matrices, one below the other: its kind -> theirs.
 FUSED_KINDS = {"qkv": ("q.weight", "k.weight", "v.weight"), "gate_up": ("gate", "up")}
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honors_head_dim=False),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
-    "mistral": Family("MistralForCausalLM", honors_sliding_window=True),
-    # Its first configs say "gelu" and mean the approximation, as transformers and vLLM know.
-    "gemma": Family(
-        "GemmaForCausalLM",
-        activations=("gelu_pytorch_tanh", "gelu"),
-        ties_by_default=True,
-        zero_centered_norms=True,
-        scales_embedding=True,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        qk_norm=True,
-        activations=("gelu_pytorch_tanh",),
-        ties_by_default=True,
-        norms=(
-            ("input_layernorm", "input_norm"),
-            ("post_attention_layernorm", "attention_output_norm"),
-            ("pre_feedforward_layernorm", "mlp_norm"),
-            ("post_feedforward_layernorm", "mlp_output_norm"),
-        ),
-        alternates_windows=True,
-        rope_theta=1e6,
-        zero_centered_norms=True,
-        scales_embedding=True,
-        scoring="Gemma3TextForSequenceClassification",
-        vllm_module="gemma3",
-    ),
-    "phi3": Family("Phi3ForCausalLM", fuses=("qkv", "gate_up"), partial_rotary=1.0, honors_sliding_window=True),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        qkv_bias=None,
-        fuses=("gate_up",),
-        partial_rotary=0.5,
-        rotates_neighbors=True,
-        norms=(
-            ("input_layernorm", "input_norm"),
-            ("post_self_attn_layernorm", "attention_output_norm"),
-            ("post_attention_layernorm", "mlp_norm"),
-            ("post_mlp_layernorm", "mlp_output_norm"),
-        ),
-    ),
-    "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True, rope_theta=2e6),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        qk_norm=True,
-        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size"),
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        honors_sliding_window=True,
-        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size"),
-    ),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
-        qkv_bias=None,
-        qk_norm=None,
-        partial_rotary=0.5,
-        experts=ExpertNames(
-            "mlp",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            size_key="moe_intermediate_size",
-            shared="shared_experts",
-            bias="gate.e_score_correction_bias",
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -112,6 +49,7 @@ class ModelShape:
     in its place, and in the others every token is served by a shared expert of `shared_ffn_size` (0: there is none).
     In `sliding_layers` a token sees itself and `sliding_window` - 1 before it, and positions have another base,
     `sliding_rope_theta`, and no scaling. Attention scores are multiplied by `attention_scale` (None: 1/sqrt(head_dim)).
+    With `latent`, heads are projected from latents of these sizes; `head_dim` is that of queries and keys.
     """
 
     family: str
@@ -143,6 +81,7 @@ class ModelShape:
     sliding_window: int = 0
     sliding_rope_theta: float = 0.0
     attention_scale: float | None = None
+    latent: LatentSizes | None = None
 
     @property
     def route_shape(self) -> RouteShape:
@@ -157,7 +96,7 @@ class ModelShape:
             **dict.fromkeys(("hidden", *NORM_KINDS), (h,)),
             "head": (self.head_dim,),
             "score": (1, h),
-            "o": (h, q),
+            "o": (h, self.num_heads * self.value_dim),
             "router": (self.num_experts, h),
             "router_bias": (self.num_experts,),
         }
@@ -165,12 +104,39 @@ class ModelShape:
             sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,)}
+        sizes |= self._latent_sizes()
         return sizes | {kind: (sum(sizes[part][0] for part in parts), h) for kind, parts in FUSED_KINDS.items()}
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head of values."""
+        return self.latent.value if self.latent else self.head_dim
+
+    def _latent_sizes(self) -> dict[str, tuple[int, ...]]:
+        """`kind_sizes` of `LATENT_KINDS`."""
+        if (latent := self.latent) is None:
+            return {}
+        plain = self.head_dim - latent.rotary
+        return {
+            "q_down": (latent.query, self.hidden_size),
+            "q_latent_norm": (latent.query,),
+            "q_up": (self.num_heads * self.head_dim, latent.query or self.hidden_size),
+            "kv_down": (latent.key_value + latent.rotary, self.hidden_size),
+            "kv_latent_norm": (latent.key_value,),
+            "kv_up": (self.num_heads * (plain + latent.value), latent.key_value),
+        }
 
     def ffn_sizes(self) -> dict[str, int]:
         """Columns of each sort of MLP: of a layer or an expert, of a dense layer before experts, of a shared expert."""
         sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
         return {prefix: size for prefix, size in sizes.items() if size}
+
+    @property
+    def attention_elements(self) -> int:
+        """Elements of the matrices of attention in a layer."""
+        kinds = {kind for kind in self.layer_kinds(0).values() if kind in _ATTENTION_KINDS}
+        sizes = self.kind_sizes()
+        return sum(sizes[kind][0] * sizes[kind][1] for kind in kinds)
 
     @property
     def active_columns(self) -> float:
@@ -185,16 +151,25 @@ class ModelShape:
         """Whether a layer is a mixture of experts."""
         return self.num_experts > 0 and layer >= self.dense_layers
 
+    def is_draft(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer behind the last one, which predicts further tokens."""
+        match = _LAYER.match(name)
+        return match is not None and int(match[1]) >= self.num_layers
+
     def layer_kinds(self, layer: int) -> dict[str, str]:
         """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
         kinds = {f"{first}.weight": first_kind}
-        if "qkv" in family.fuses:
+        if self.latent is not None:
+            named = LATENT_KINDS if self.latent.query else {"q_proj": "q_up", **dict([*LATENT_KINDS.items()][3:])}
+            kinds |= {f"self_attn.{name}.weight": kind for name, kind in named.items()}
+        elif "qkv" in family.fuses:
             kinds["self_attn.qkv_proj.weight"] = "qkv"
-        for name in () if "qkv" in family.fuses else "qkv":
-            for what in ("weight", "bias") if self.qkv_bias else ("weight",):
-                kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
+        else:
+            for name in "qkv":
+                for what in ("weight", "bias") if self.qkv_bias else ("weight",):
+                    kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
         if self.qk_norm:
             kinds |= {"self_attn.q_norm.weight": "head", "self_attn.k_norm.weight": "head"}
         kinds["self_attn.o_proj.weight"] = "o"

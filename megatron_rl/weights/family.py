@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of `families.py` says."""
+"""Model families: a row of `FAMILIES` says what the architecture fixes.
+
+A new family of the building blocks that are here is one row.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,23 @@ class SigmoidRouter:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Channels of multi-head latent attention.
+
+    Attributes:
+        query: of the latent of queries; 0: they are projected from the hidden states.
+        key_value: of the latent of keys and values.
+        rotary: of a head of queries, and of what all heads of keys share, that are rotated.
+        value: of a head of values.
+    """
+
+    query: int
+    key_value: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True)
 class Family:
     """What the architecture fixes and config.json does not say.
 
@@ -68,6 +88,7 @@ class Family:
         zero_centered_norms: a norm multiplies by 1 + weight, in float32.
         rope_theta: what a config.json without it means.
         scales_embedding: the embedding is multiplied by the square root of the hidden size, rounded to its type.
+        has_latent_attention: queries, keys and values are projected up from latents (DeepSeek-V3).
         experts: names of the mixture of experts; None for dense families.
         scoring: name of the transformers class with a score head, where it is not the other's with that ending.
         vllm_module: of vLLM's models that has the architecture, where it is not called as the family.
@@ -89,6 +110,7 @@ class Family:
     zero_centered_norms: bool = False
     rope_theta: float = 1e4
     scales_embedding: bool = False
+    has_latent_attention: bool = False
     experts: ExpertNames | None = None
     scoring: str | None = None
     vllm_module: str | None = None
@@ -97,3 +119,94 @@ class Family:
     def scoring_architecture(self) -> str:
         """Name of the transformers class with a score head."""
         return self.scoring or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honors_head_dim=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "mistral": Family("MistralForCausalLM", honors_sliding_window=True),
+    # Its first configs say "gelu" and mean the approximation, as transformers and vLLM know.
+    "gemma": Family(
+        "GemmaForCausalLM",
+        activations=("gelu_pytorch_tanh", "gelu"),
+        ties_by_default=True,
+        zero_centered_norms=True,
+        scales_embedding=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        qk_norm=True,
+        activations=("gelu_pytorch_tanh",),
+        ties_by_default=True,
+        norms=(
+            ("input_layernorm", "input_norm"),
+            ("post_attention_layernorm", "attention_output_norm"),
+            ("pre_feedforward_layernorm", "mlp_norm"),
+            ("post_feedforward_layernorm", "mlp_output_norm"),
+        ),
+        alternates_windows=True,
+        rope_theta=1e6,
+        zero_centered_norms=True,
+        scales_embedding=True,
+        scoring="Gemma3TextForSequenceClassification",
+        vllm_module="gemma3",
+    ),
+    "phi3": Family("Phi3ForCausalLM", fuses=("qkv", "gate_up"), partial_rotary=1.0, honors_sliding_window=True),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        qkv_bias=None,
+        fuses=("gate_up",),
+        partial_rotary=0.5,
+        rotates_neighbors=True,
+        norms=(
+            ("input_layernorm", "input_norm"),
+            ("post_self_attn_layernorm", "attention_output_norm"),
+            ("post_attention_layernorm", "mlp_norm"),
+            ("post_mlp_layernorm", "mlp_output_norm"),
+        ),
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True, rope_theta=2e6),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size"),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        honors_sliding_window=True,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size"),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        qkv_bias=None,
+        qk_norm=None,
+        partial_rotary=0.5,
+        experts=ExpertNames(
+            "mlp",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            size_key="moe_intermediate_size",
+            shared="shared_experts",
+            bias="gate.e_score_correction_bias",
+        ),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        rotates_neighbors=True,
+        has_latent_attention=True,
+        experts=ExpertNames(
+            "mlp",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            size_key="moe_intermediate_size",
+            shared="shared_experts",
+            bias="gate.e_score_correction_bias",
+        ),
+        vllm_module="deepseek_v2",
+    ),
+}
+# Names in config.json of the same architecture.
+ALIASES = {"kimi_k2": "deepseek_v3"}

@@ -13,8 +13,9 @@ stacked in front (and the experts behind them), whatever the layout. Fused param
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
@@ -54,6 +55,8 @@ _KEYS = {
 _FUSED_NORMS = {
     "input_norm": "self_attention.linear_qkv.layer_norm_weight",
     "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
+    "q_latent_norm": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "kv_latent_norm": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 
 
@@ -73,6 +76,8 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
         prefix, fused = f"model.layers.{layer}.", dict(_FUSED_NORMS)
         if shape.has_experts(layer):  # a norm before a router is fused into nothing
             del fused["mlp_norm"]
+        if shape.latent is not None:  # nor is one before two down-projections
+            del fused["input_norm"]
         ours, stack, leading = "decoder.layers.", (shape.num_layers,), (layer,)
         if shape.dense_layers:  # layers that are not alike are not stacked
             ours, stack, leading = f"decoder.layers.{layer}.", (), ()
@@ -92,6 +97,22 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
                 key = layer_parameter(name, kind).replace("mlp.", f"{ours}mlp.experts.experts.")
                 table[prefix + name] = _place(cuts[kind], key, (*stack, shape.num_experts), (*leading, expert))
     return table
+
+
+def place_drafts(
+    shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
+) -> tuple[Table, dict[str, tuple[int, ...]]]:
+    """Layers behind the last, which are kept as they are: they have their own names and are not stacked.
+
+    Args:
+        tensors: name -> (shape, type) of these and others.
+
+    Returns:
+        Their placements, and the shapes of the model's logical tensors and of theirs.
+    """
+    sizes = {name: size for name, (size, _) in tensors.items() if shape.is_draft(name)}
+    table = {name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),) for name, size in sizes.items()}
+    return table, shape.logical_tensors() | sizes
 
 
 class _Cut(NamedTuple):

@@ -7,6 +7,7 @@ then the name inside the GPTModel. Fused parameters:
 * `linear_qkv`: `[q; k; v]` of this rank's heads (megatron-core's own order interleaves them per KV group;
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
+* latent attention: down-projections are whole on every TP rank, up-projections are cut by heads;
 * experts (SequentialMLP): EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a
   dense one (expert tensor parallelism = TP);
 * embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
@@ -104,6 +105,12 @@ _MATRICES = {
     "mlp_norm": "pre_mlp_layernorm.weight",
     "mlp_output_norm": "post_mlp_layernorm.weight",
     "o": "self_attention.linear_proj.weight",
+    "q_down": "self_attention.linear_q_down_proj.weight",
+    "q_latent_norm": "self_attention.q_layernorm.weight",
+    "q_up": "self_attention.linear_q_up_proj.weight",
+    "kv_down": "self_attention.linear_kv_down_proj.weight",
+    "kv_latent_norm": "self_attention.kv_layernorm.weight",
+    "kv_up": "self_attention.linear_kv_up_proj.weight",
     "router": "mlp.router.weight",
     "router_bias": ROUTER_BIAS,
 }

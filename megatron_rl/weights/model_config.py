@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, Head, ModelShape
-from megatron_rl.weights.family import Family, SigmoidRouter
-from megatron_rl.weights.rope import is_served, read_rope_scaling
+from megatron_rl.weights.families import SCORE_HEAD, Head, ModelShape
+from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
+from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
 
 _MUST_BE_OFF = (
     "use_bidirectional_attention",
@@ -19,6 +20,7 @@ _MUST_BE_OFF = (
     "mlp_bias",
     "mlp_only_layers",
     "router_jitter_noise",
+    "quantization_config",
 )
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -61,13 +63,15 @@ def find_head(tensors: Container[str]) -> Head:
 
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
     """Make the shape from the content of a config.json; see `load_model_shape`."""
-    family = FAMILIES.get(config.get("model_type", ""))
+    name: str = config.get("model_type") or ""
+    name = ALIASES.get(name, name)
+    family = FAMILIES.get(name)
     if family is None:
         raise UserError(
             f"unknown architecture {config.get('model_type')!r}",
             source=source,
-            expected=f"model_type one of {sorted(FAMILIES)}",
-            hint="docs/add_a_family.md says how to add one: often a row in weights/families.py",
+            expected=f"model_type one of {sorted({*FAMILIES, *ALIASES})}",
+            hint="docs/add_a_family.md says how to add one: often a row in weights/family.py",
         )
     scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
     if scoring and head == "lm":
@@ -86,8 +90,8 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
         experts = _read_experts(config, family, source)
         scaling, longest = read_rope_scaling(rope, config)
         size_key = family.experts.size_key if family.experts else "intermediate_size"
-        return ModelShape(
-            family=config["model_type"],
+        shape = ModelShape(
+            family=name,
             num_layers=config["num_hidden_layers"],
             hidden_size=hidden,
             ffn_hidden_size=config[size_key],
@@ -108,6 +112,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             **experts,
             **(_read_windows(config) if family.alternates_windows else {}),
         )
+        return replace(shape, **_read_latent(config, rope)) if family.has_latent_attention else shape
     except KeyError as error:
         raise UserError(
             f"key {error} is missing",
@@ -119,10 +124,12 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
     """Options of transformers that would make it another model."""
+    if family.has_latent_attention:
+        _refuse_latent_options(config, rope, source)
     refused = {
         "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
-        **{name: bool(config.get(name)) for name in _MUST_BE_OFF},
+        **{option: bool(config.get(option)) for option in _MUST_BE_OFF},
         "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": family.honors_sliding_window and _cuts_attention(config),
@@ -174,6 +181,45 @@ def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source: str) -> None:
+    """What transformers and vLLM compute in different ways, or one of them not at all."""
+    served = {
+        "rms_norm_eps": (1e-6,),
+        "rope_interleave": (None, True),
+        "scoring_func": (None, "sigmoid"),
+        "topk_method": (None, "noaux_tc"),
+        "moe_layer_freq": (None, 1),
+    }
+    wrong = {name: config.get(name) for name, values in served.items() if config.get(name) not in values}
+    if rope_type_of(rope) not in ("default", "yarn") or rope.get("attention_factor") is not None:
+        wrong["rope_scaling"] = rope
+    if wrong:
+        raise UserError(
+            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
+            source=source,
+            expected="DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
+            "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
+            "or with yarn without an attention_factor",
+            hint="use a checkpoint without these options",
+        )
+
+
+def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelShape that latent attention has."""
+    heads, rotary = config["num_attention_heads"], config["qk_rope_head_dim"]
+    head_dim = config["qk_nope_head_dim"] + rotary
+    growth = (
+        compute_yarn_mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0) if rope_type_of(rope) == "yarn" else 1.0
+    )
+    return dict(
+        latent=LatentSizes(config.get("q_lora_rank") or 0, config["kv_lora_rank"], rotary, config["v_head_dim"]),
+        head_dim=head_dim,
+        num_kv_heads=heads,
+        rotary_dim=rotary,
+        attention_scale=head_dim**-0.5 * growth**2,
+    )
+
+
 def _cuts_attention(config: dict[str, Any]) -> bool:
     window = config.get("sliding_window")
     return window is not None and window < config.get("max_position_embeddings", 0)
@@ -202,7 +248,11 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
 
 def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
     """The same where scores are sigmoids and experts are chosen with a bias (DeepSeek-V3 and its relatives)."""
-    groups, groups_per_token, per_token = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    groups, groups_per_token, per_token = (
+        config["n_group"] or 1,
+        config["topk_group"] or 1,
+        config["num_experts_per_tok"],
+    )
     if groups == groups_per_token:  # every group is chosen
         groups = groups_per_token = 1
     if not config.get("norm_topk_prob", True) or per_token == 1 or (groups > 1 and per_token // groups_per_token != 2):

@@ -4,6 +4,7 @@
 vLLM, per TP rank: `qkv_proj = [q; k; v]` with the KV heads replicated when tp > KV heads,
 `gate_up_proj = [gate; up]`, vocabulary rows padded to a multiple of 64, tied embeddings as one parameter; all experts
 on every rank, fused per layer as `w13_weight` [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp].
+With latent attention every projection is a parameter of its own: vLLM computes full heads then (`VLLM_MLA_DISABLE`).
 Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
 """
 
@@ -68,5 +69,7 @@ def _find_param(hf_name: str, kind: str) -> str:
     if of_expert:
         fused = "w2_weight" if kind == "down" else "w13_weight"
         return f"{block}.experts.routed_experts.{fused}.{of_expert.partition('.')[0]}"
+    if kind == "q_up":  # nothing is fused with it
+        return hf_name
     *block, name, what = hf_name.split(".")
     return ".".join([*block, _FUSED.get(name, name), what])

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.weights.families import FUSED_KINDS, NORM_KINDS, ModelShape
+from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
@@ -95,7 +95,12 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         for name in (f"{kind}.weight", f"{kind}.bias"):
             boxes[name] = rows(base, base + size, sizes[name]), rows(first, first + size, sizes[name])
         base += size
-    boxes["o"] = columns(0, q_size, sizes["o"]), columns(tp_rank * q_size, (tp_rank + 1) * q_size, sizes["o"])
+    o_size = shape.num_heads // tp_size * shape.value_dim
+    boxes["o"] = columns(0, o_size, sizes["o"]), columns(tp_rank * o_size, (tp_rank + 1) * o_size, sizes["o"])
+    for kind in LATENT_KINDS.values() if shape.latent else ():
+        parts = tp_size if kind in ("q_up", "kv_up") else 1  # the others are whole
+        size, rank = sizes[kind][0] // parts, tp_rank % parts
+        boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
     for prefix, columns_of_all in shape.ffn_sizes().items():
         boxes |= _split_mlp(sizes, prefix, columns_of_all // tp_size, tp_rank)
     for fused, parts in FUSED_KINDS.items():

@@ -99,6 +99,20 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         n_shared_experts=1,
         first_k_dense_replace=0,
     ),
+    "deepseek_v3": dict(family="deepseek_v3"),
+    "deepseek_v3-yarn": dict(
+        family="deepseek_v3",
+        q_lora_rank=None,
+        first_k_dense_replace=0,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            mscale=0.7,
+            mscale_all_dim=1.0,
+        ),
+    ),
 }
 
 
@@ -267,6 +281,8 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
         ("gemma3", dict(attention_scale=None)),
         ("qwen3_moe", dict(normalizes_shares=False)),
         ("mixtral", dict(experts_per_token=2)),
+        ("deepseek_v3", dict(rms_norm_eps=1e-3)),
+        ("deepseek_v3-yarn", dict(attention_scale=None)),
         ("glm4_moe", dict(router=SigmoidRouter(scale=1.0))),
         ("glm4_moe-groups", dict(router=SigmoidRouter(scale=1.5))),
     ],

@@ -56,6 +56,7 @@ CASES = {
     "lora-experts-ep2": ("qwen3_moe", Case(4, dict(ep_size=2), LORA_OF_EXPERTS, dtype="bfloat16")),
     "glm4-tp2-pp2-sp": ("glm4_moe", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "glm4-ep2-dp2": ("glm4_moe", Case(2, dict(ep_size=2))),
+    "latent-tp2-pp2-sp": ("deepseek_v3", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
 ALWAYS = (
@@ -75,7 +76,8 @@ ALWAYS = (
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {family: tmp_path_factory.mktemp(family) for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")}
+    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
+    found = {family: tmp_path_factory.mktemp(family) for family in families}
     for family, path in found.items():
         save_tiny_model(path, family)
     found["qwen2 wide"] = tmp_path_factory.mktemp("wide")  # no layout cuts its blocks of 64

@@ -57,7 +57,7 @@ from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import box_slices
-from tiny_models import ENGINE_SIZES, save_tiny_model
+from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model
 
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=12, stop_token_ids=(2,))
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=12, stop_token_ids=(2,))
@@ -184,7 +184,7 @@ def work(
     return result
 
 
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 CASES = [
     ("vllm", "qwen2", 1, {}, 1),
     ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
@@ -203,6 +203,8 @@ CASES = [
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
     ("vllm", "glm4", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    ("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 2}, 2),
+    ("megatron", "deepseek_v3", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),
     ("vllm", "qwen3", 4, {"tp_size": 2, "zero_stage": 3}, 2),
     ("vllm", "qwen3_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1),
@@ -224,7 +226,7 @@ def test_engine_speaks_for_the_actor(
     rollout_tp: int,
 ) -> None:
     """Greedy tokens equal transformers' before and after an optimizer step (a stale cache or bucket shows)."""
-    save_tiny_model(tmp_path / "model", family, **ENGINE_SIZES)
+    save_tiny_model(tmp_path / "model", family, **engine_sizes(family))
     results = run_ranks(work, world, tmp_path / "model", layout, rollout_tp, engine, timeout=150)
     before, after = reference_tokens(tmp_path / "model"), reference_tokens(tmp_path / "updated")
     assert before != after, "the optimizer step must change what is generated, or this test shows nothing"

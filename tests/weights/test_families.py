@@ -18,7 +18,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.families import FAMILIES
-from megatron_rl.weights.family import SigmoidRouter
+from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, YarnScaling
 from shards import make_shape
@@ -53,6 +53,22 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
         head_dim=4,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
     ),
+    "deepseek_v3": dict(
+        n_routed_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        num_key_value_heads=6,
+        q_lora_rank=14,
+        kv_lora_rank=16,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=2,
+        v_head_dim=3,
+        n_group=1,
+        topk_group=1,
+        rms_norm_eps=1e-6,
+    ),
 }
 
 
@@ -83,6 +99,8 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("qwen3_moe", dict(head_dim=8)),
         ("mixtral", {}),
         ("glm4_moe", {}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
         ("glm4_moe", dict(attention_bias=True, use_qk_norm=True, n_shared_experts=2, first_k_dense_replace=0)),
     ],
 )
@@ -101,7 +119,8 @@ def test_logical_tensors_are_those_of_transformers(
     assert shape.logical_tensors() == expected
     assert shape.family == family and shape.tied_embeddings is tied
     assert shape.num_experts == (3 if FAMILIES[family].experts else 0)
-    assert (shape.rms_norm_eps, shape.max_position_embeddings, shape.vocab_size) == (1e-5, 48, 70)
+    assert (shape.max_position_embeddings, shape.vocab_size) == (48, 70)
+    assert shape.rms_norm_eps == (1e-6 if shape.latent else 1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,7 +171,9 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     if family == "gemma3_text":
         rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
-    assert shape.rotary_dim == ({"glm4_moe": 2, "glm4": 64}.get(family)) and shape.unrotated_layers == ()
+    assert (
+        shape.rotary_dim == ({"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2}.get(family)) and shape.unrotated_layers == ()
+    )
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {
         "llama": (False, False),
@@ -166,6 +187,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "gemma3_text": (False, True),
         "phi3": (False, False),
         "glm4": (True, False),
+        "deepseek_v3": (False, False),
         "smollm3": (False, False),
     }[family]
 
@@ -207,6 +229,33 @@ def test_sigmoid_routers(change: dict[str, Any], expected: tuple[int, int, float
 def test_sigmoid_routers_that_megatron_core_computes_in_another_way_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="experts per token in"):
         model_shape_from_config(make_config("glm4_moe") | change, source="here")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(rms_norm_eps=1e-5), "rms_norm_eps=1e-05"),
+        (dict(rope_interleave=False), "rope_interleave=False"),
+        (dict(scoring_func="softmax"), "scoring_func='softmax'"),
+        (dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)), "linear"),
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(quantization_config=dict(quant_method="fp8")), "quantization_config="),
+    ],
+)
+def test_latent_attention_that_is_not_deepseeks_is_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        model_shape_from_config(make_config("deepseek_v3") | change, source="here")
+
+
+def test_scores_of_latent_attention_grow_with_yarn() -> None:
+    """Kimi-K2 is the same architecture under another name."""
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+    config = make_config("deepseek_v3") | dict(rope_parameters=rope | dict(original_max_position_embeddings=24))
+    shape = model_shape_from_config(config, source="here")
+    assert shape.attention_scale == pytest.approx(7**-0.5 * 1.3688879**2)
+    assert (shape.latent, shape.head_dim, shape.rotary_dim) == (LatentSizes(14, 16, 2, 3), 7, 2)
+    assert shape.attention_elements == 24 * 14 + 14 * 42 + 24 * 18 + 16 * 48 + 18 * 24
+    assert model_shape_from_config(config | dict(model_type="kimi_k2"), source="here") == shape
 
 
 def test_a_single_expert_per_token_with_normalised_shares_is_refused() -> None:
@@ -264,6 +313,7 @@ def test_what_is_rotated() -> None:
     [
         ("glm4_moe", dict(rope_scaling=YarnScaling(4.0, 48, 1.1, 32.0, 1.0, True))),
         ("gemma3_text", dict(rope_scaling=LinearScaling(8.0))),
+        ("deepseek_v3", {}),
         ("phi3", dict(rope_scaling=LongropeScaling((1.0, 2.0), 1.2), rotary_dim=4)),
         ("smollm3", dict(unrotated_layers=(1, 3))),
         ("llama", dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),

@@ -16,6 +16,7 @@ from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.family import LatentSizes
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
     megatron_placements,
@@ -25,7 +26,13 @@ from megatron_rl.weights.megatron_layout import (
 from megatron_rl.weights.shard_box import ShardBox, box_shape, check_placements
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
-ROUTERS = ("mlp.gate.weight", "moe.gate.weight", "e_score_correction_bias")
+WHOLE = (
+    "mlp.gate.weight",
+    "moe.gate.weight",
+    "e_score_correction_bias",
+    "q_a_proj.weight",
+    "kv_a_proj_with_mqa.weight",
+)
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("qwen2", dict(tied_embeddings=True)),
@@ -36,6 +43,8 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("glm4_moe", {}),
     ("phi3", {}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", dict(latent=LatentSizes(0, 14, 2, 3))),
     ("glm4", {}),
     ("qwen2", dict(has_score_head=True)),
 ]
@@ -59,7 +68,7 @@ def place_replica(
 def test_every_element_is_placed_once_per_replica(
     family: str, changes: dict[str, Any], tp_size: int, pp_size: int, vpp_size: int
 ) -> None:
-    """Norms, routers and score heads are on all TP ranks; a tied embedding is on the first and the last stage."""
+    """Norms, routers and the like are on all TP ranks; a tied embedding is on the first and the last stage."""
     shape = make_shape(family, **changes)
     placed: dict[str, list] = {}
     for placements in place_replica(shape, tp_size, pp_size, vpp_size):
@@ -67,14 +76,14 @@ def test_every_element_is_placed_once_per_replica(
             placed.setdefault(p.hf_name, []).append(p.hf_box)
     assert placed.keys() == shape.logical_tensors().keys()
     for name, size in shape.logical_tensors().items():
-        expected = tp_size if "norm" in name or name.endswith((*ROUTERS, "score.weight")) else 1
+        expected = tp_size if "norm" in name or name.endswith((*WHOLE, "score.weight")) else 1
         if name == "model.embed_tokens.weight" and shape.tied_embeddings and pp_size > 1:
             expected = 2
         counts = count_writes(size, placed[name])
         assert counts.min() == counts.max() == expected, name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("ep_size", [2, 4, 8])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 1), (2, 2)])
@@ -89,7 +98,7 @@ def test_expert_parallel_ranks_share_the_experts(
             placed.setdefault(p.hf_name, []).append(p.hf_box)
     assert placed.keys() == shape.logical_tensors().keys()
     for name, size in shape.logical_tensors().items():
-        expected = ep_size * (tp_size if "norm" in name or name.endswith(ROUTERS) else 1)
+        expected = ep_size * (tp_size if "norm" in name or name.endswith(WHOLE) else 1)
         counts = count_writes(size, placed[name])
         assert counts.min() == counts.max() == (1 if ".experts." in name else expected), name
 

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers behind the last, which predict further tokens (multi-token prediction of DeepSeek-V3 and GLM-4.5).
+
+Engines draft with them. They are not trained: conversions and exports keep them as they are in the checkpoint that
+the run began with. A checkpoint of training does not hold them; a model that is made of one says that it has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.safetensors_index import index_safetensors
+from megatron_rl.weights.families import ModelShape
+
+_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
+    """Tensor -> file of those in a model directory, which may have a config.json alone."""
+    config = json.loads((directory / "config.json").read_bytes())
+    if not any(config.get(key) for key in _KEYS) or not any(directory.glob("*.safetensors")):
+        return {}
+    return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
+
+
+def forget_drafts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of a model without them."""
+    return {key: 0 if key in _KEYS else value for key, value in config.items()}

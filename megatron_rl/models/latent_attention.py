@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) around our packed core attention.
+
+Queries, and keys with values, are projected down to a normalized latent each and up again to heads; the part of a key
+that is rotated is one for all heads. Down-projections are whole on every tensor parallel rank, up-projections are cut
+by heads. Under TP-SP a rank projects its own rows down, and only latents are gathered.
+
+megatron-core's own module takes process groups for global ones, and rotates by rows instead of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_rl.parallel.collectives import current_device
+from megatron_rl.weights.family import LatentSizes
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A matrix [n, h] without a bias that every tensor parallel rank has; its gradient is partial under TP-SP."""
+
+    def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
+        super().__init__()
+        empty = torch.empty(out_features, in_features, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(empty)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., h] -> [..., n]."""
+        return F.linear(x, self.weight)
+
+
+class LatentSelfAttention(Attention):
+    """The projections of latent attention; everything behind them is megatron-core's, with values of their own width.
+
+    A head of a query or key has its rotated channels first here (checkpoints have them last): `PackedAttention` turns
+    the first channels, and products do not depend on the order.
+
+    Args:
+        submodules: `linear_qkv` is the class of the up-projections, `q_layernorm` that of the norms.
+        sizes: of the latents.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        sizes: LatentSizes,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        **options: Any,
+    ) -> None:
+        up: Any = submodules.linear_qkv
+        norm, output = submodules.q_layernorm, submodules.linear_proj
+        rest = SelfAttentionSubmodules(up, submodules.core_attention, linear_proj=IdentityOp)
+        super().__init__(config, rest, layer_number, attn_mask_type, "self", **options)
+        heads, channels = config.num_attention_heads, self.hidden_size_per_attention_head
+        self._sizes, self._is_split = sizes, config.sequence_parallel
+        self._plain = channels - sizes.rotary  # channels of a head that are not rotated
+
+        def make_up(inputs: int, outputs: int, name: str) -> Any:
+            return build_module(
+                up,
+                inputs,
+                outputs,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name=name,
+                tp_group=self.tp_group,
+            )
+
+        def make_norm(size: int) -> Any:
+            return build_module(norm, config=config, hidden_size=size, eps=config.layernorm_epsilon)
+
+        last: Any = build_module(
+            output,
+            heads * sizes.value,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            tp_group=self.tp_group,
+        )
+        self.add_module("linear_proj", last)
+        if sizes.query:
+            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, sizes.query)
+        self.add_module("q_layernorm", make_norm(sizes.query) if sizes.query else None)
+        self.add_module("k_layernorm", None)  # megatron-core asks for it
+        self.linear_q_up_proj = make_up(sizes.query or config.hidden_size, heads * channels, "q_up_proj")
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, sizes.key_value + sizes.rotary)
+        self.kv_layernorm = make_norm(sizes.key_value)
+        self.linear_kv_up_proj = make_up(sizes.key_value, heads * (self._plain + sizes.value), "kv_up_proj")
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[t, 1, h], or [t/tp, 1, h] under TP-SP -> query and key [t, 1, np, d], value [t, 1, np, d_v]."""
+        assert key_value_states is None, "self-attention only"
+        sizes, plain = self._sizes, self._plain
+        latent = hidden_states
+        if sizes.query:
+            latent = self.get_submodule("q_layernorm")(self.linear_q_down_proj(hidden_states))
+        query = self.linear_q_up_proj(latent)[0].unflatten(-1, (-1, plain + sizes.rotary))
+        query = torch.cat(query.split([plain, sizes.rotary], -1)[::-1], -1)
+        latent, rotary = self.linear_kv_down_proj(hidden_states).split([sizes.key_value, sizes.rotary], -1)
+        mixed = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].unflatten(-1, (-1, plain + sizes.value))
+        of_key, value = mixed.split([plain, sizes.value], -1)
+        rotary = self._gather(rotary).unsqueeze(-2).expand(*of_key.shape[:-1], -1)
+        return query, torch.cat([rotary, of_key], -1), value
+
+    def _gather(self, rotary: torch.Tensor) -> torch.Tensor:
+        """What all heads share, of all rows; its gradient is the sum over the heads of all ranks."""
+        if self._is_split:
+            return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
