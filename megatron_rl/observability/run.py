@@ -2,7 +2,7 @@
 """A run and its directory: what is written where, and what a step's record consists of.
 
 <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
-           summary.json curves.png stopped.json wandb_id run.lock schedule/
+           summary.json curves.png status.html stopped.json wandb_id run.lock schedule/
            attempt-<n>/  metrics.jsonl, rollouts/ and config.yaml of steps that were done again
 """
 
@@ -39,7 +39,7 @@ from megatron_rl.observability.progress import Pace, ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
-from megatron_rl.observability.status import Positions, StatusPage
+from megatron_rl.observability.status import STATUS_FILE, Positions, StatusFile, StatusPage
 from megatron_rl.observability.summary import SUMMARY_FILE, write_summary
 from megatron_rl.observability.tensorboard import TensorBoard, is_due
 from megatron_rl.observability.timers import PhaseTimers
@@ -160,6 +160,7 @@ class Run:
                 records=records,
             )
             add(page)
+            add(StatusFile(page, self.dir / STATUS_FILE))
             self.log.info("status page: %s", page.url)
         if settings.wandb != "off":
             add(

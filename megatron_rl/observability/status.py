@@ -25,12 +25,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy, step_of
 from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.positions import Position
 from megatron_rl.observability.tensorboard import shorten
 from megatron_rl.types import UserError
 
+STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
 _MOST_POINTS = 400  # of a curve in one answer
 _MOST_ALARMS = 20
@@ -47,6 +49,17 @@ CHARTS: dict[str, Callable[[str], bool]] = {
     "tokens per second": lambda key: key == "tokens/per_second",
     "KL to the reference": lambda key: key == "kl/mean",
     "entropy": lambda key: key == "policy/entropy",
+    "tokens of all responses": lambda key: key == "tokens/response",
+    "truncated responses, groups without signal": lambda key: (
+        key in ("response/truncated", "reward/uninformative_groups")
+    ),
+    "gradient norm": lambda key: key in ("policy/grad_norm", "value/grad_norm"),
+    "clipped tokens": lambda key: key == "policy/clip_fraction",
+    "learning rate": lambda key: key == "policy/lr",
+    "engine against trainer": lambda key: key == "mismatch/mean" or key.startswith("mismatch/lag"),
+    "explained variance": lambda key: key == "value/explained_variance",
+    "staleness": lambda key: key.startswith("schedule/staleness_"),
+    "busy engines": lambda key: key == "schedule/engine_busy",
 }
 
 Positions = Callable[[], Sequence[Position | None]]
@@ -106,8 +119,9 @@ class StatusPage(Sink):
         for record in records:
             self._add(step_of(record), record)
         self._path = f"/{secrets.token_urlsafe(16)}/" if has_token else "/"
+        self._page = read_template(_PARTS, name, connect="'self'")
         try:
-            self._server = _Server((host, port), self._path, self.status, read_template(_PARTS, name, connect="'self'"))
+            self._server = _Server((host, port), self._path, self.status, self._page)
         except (OSError, OverflowError) as error:
             raise _explain(host, port, error) from error
         threading.Thread(target=self._server.serve_forever, name="status page", daemon=True).start()
@@ -156,10 +170,36 @@ class StatusPage(Sink):
             "samples": self._samples,
         }
 
+    def freeze(self) -> str:
+        """The page as it is now, which asks nobody for more."""
+        data = json.dumps({**self.status(), "written": time.strftime("%Y-%m-%d %H:%M:%S")}, allow_nan=False)
+        data = data.replace("<", "\\u003c")
+        return self._page.replace("<main>", f'<script type="application/json" id="frozen">{data}</script>\n<main>', 1)
+
     def close(self) -> None:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class StatusFile(Sink):
+    """The page as a file that stays when the run ends or dies: written after each step, and when the run closes.
+
+    Args:
+        page: opened, and closed after this one.
+        path: of the file.
+    """
+
+    def __init__(self, page: StatusPage, path: Path) -> None:
+        self._page, self._path = page, path
+
+    def log(self, step: int, record: NumberRecord) -> None:
+        """Write the page, which has this step already."""
+        replace_text(self._path, self._page.freeze(), errors="replace")
+
+    def close(self) -> None:
+        """Write the page with what came after the last step."""
+        replace_text(self._path, self._page.freeze(), errors="replace")
 
 
 class _Ranks:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -264,6 +264,17 @@ def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
     assert thin([(1, 0.5)]) == [(1, 0.5)] and thin([]) == []
 
 
+def test_a_file_of_the_last_step_stays(run: tuple[Run, str]) -> None:
+    """Also where the run dies: it is written after each step, whole, with nothing in it that a text could end."""
+    assert not (run[0].dir / "status.html").exists()
+    with ExitStack() as stack:
+        learn(run[0], stack)
+    text = (run[0].dir / "status.html").read_text()
+    (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', text)
+    assert json.loads(data)["samples"]["rows"][0]["prompt"] == HOSTILE
+    assert json.loads(data)["charts"][0]["lines"] == [{"name": "reward/mean", "points": [[1, 0.25], [2, 0.5]]}]
+
+
 def test_silence_of_a_rank_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_rl.observability import status as module
 
@@ -314,4 +325,11 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         run[0].close()
         page.wait_for_selector("#lost:not([hidden])", timeout=10_000)
         assert page.locator("#lost").text_content().startswith("No answer since ")
+        events.clear()
+        page.goto(f"file://{quote(str(run[0].dir))}/status.html")
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        assert page.locator("#lost").text_content().startswith("This is a file, written at 20")
+        assert page.locator("#steps-text").text_content() == "step 3 of 4"
+        assert page.locator("article pre").nth(1).text_content() == "2" + HOSTILE
+        assert page.evaluate("window.hacked") is None and len(events) == 1, "it asks for nothing"
         browser.close()

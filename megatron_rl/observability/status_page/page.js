@@ -133,4 +133,13 @@ async function ask() {
   setTimeout(ask, EVERY);
 }
 
-ask();
+const frozen = byId("frozen"); // in a file that a run has left
+if (frozen) {
+  const status = JSON.parse(frozen.textContent);
+  show(status);
+  byId("lost").hidden = false;
+  byId("lost").textContent = `This is a file, written at ${status.written}. It does not follow the run.`;
+  document.documentElement.dataset.ready = "yes";
+} else {
+  ask();
+}
