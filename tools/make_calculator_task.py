@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.types import UserError
-from tools.make_toy_task import ARGUMENTS_FILE, already_made, write_policy
+from tools.make_toy_task import ARGUMENTS_FILE, already_made, train_tokenizer, write_policy
 
 DATA_SOURCE = "toy_calculator"
 LOWEST, HIGHEST = 100, 999
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         if already_made(out, task, (*PROMPT_FILES, ARGUMENTS_FILE)):
             print(f"{out} already holds this task (same arguments); nothing to do")
             return 0
-        parameters = write_policy(out, task | MODEL, "0123456789=*[]")
+        parameters = write_policy(out, task | MODEL, train_tokenizer("0123456789=*[]"))
         for name, rows in zip(PROMPT_FILES, make_rows(task), strict=True):
             (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         (out / ARGUMENTS_FILE).write_text(json.dumps(task, indent=2, sort_keys=True) + "\n", encoding="utf-8")

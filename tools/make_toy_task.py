@@ -256,11 +256,10 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def write_policy(out: Path, task: dict[str, Any], alphabet: str) -> int:
-    """Write the tokenizer and the model, and remove `task.json` before; returns the number of parameters."""
+def write_policy(out: Path, task: dict[str, Any], proto: bytes) -> int:
+    """Write the tokenizer `proto` and the model, and remove `task.json` before; returns the number of parameters."""
     (out / "model").mkdir(parents=True, exist_ok=True)
     (out / ARGUMENTS_FILE).unlink(missing_ok=True)
-    proto = train_tokenizer(alphabet)
     for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
         file.write_bytes(proto)
     vocab_size = sentencepiece.SentencePieceProcessor(model_proto=proto).vocab_size()
@@ -271,7 +270,7 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
     """Write every file of the task, `task.json` last; returns the number of parameters."""
     train, validation = make_prompts(task)
     mixed_train, mixed_validation = mix_in_long_prompts(task, train, validation)
-    parameters = write_policy(out, task, "0123456789=" + "".join(sorted(task["operations"])))
+    parameters = write_policy(out, task, train_tokenizer("0123456789=" + "".join(sorted(task["operations"]))))
     for name, rows in (
         ("train", train),
         ("validation", validation),
