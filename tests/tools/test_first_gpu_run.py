@@ -21,6 +21,20 @@ from tools import first_gpu_run as ladder
 
 ROOT = Path(__file__).resolve().parents[2]
 
+FAULTY_GROUP = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from tools import _gpu_probes as probes
+right = dist.all_reduce
+def add(value, *arguments, **options):
+    if dist.get_rank() == 1 and "group" in options:
+        value += 4
+    return right(value, *arguments, **options)
+dist.all_reduce = add
+sys.exit(probes.main("groups", False))
+"""
+
 
 def say(code: str, name: str = "rung", **options: object) -> ladder.Rung:
     return ladder.Rung(name, ["-c", code], "something else", **options)  # type: ignore[arg-type]
@@ -53,6 +67,45 @@ def test_hung_rung_and_wrong_numbers_break_it(tmp_path: Path) -> None:
         "rung: the loss is 3, and 2 on a CPU. Try: something else."
     )
     assert ladder.climb([say("pass")], tmp_path / "report.md", os.environ) is None
+
+
+def test_sentence_is_about_what_happened(tmp_path: Path) -> None:
+    """Not torchrun's last word."""
+    said = "Traceback\n[rank1]: ValueError: a wrong shape\nraise ChildFailedError(\n====="
+    assert ladder._describe_failure(1, said, 60) == "status 1: [rank1]: ValueError: a wrong shape"
+    assert ladder._describe_failure(1, f"error: no disk\n{said}", 60) == "status 1: error: no disk"
+    assert ladder._describe_failure(1, "", 60) == "status 1: it said nothing"
+
+
+@pytest.mark.slow
+def test_group_that_sums_wrong_stops_the_ladder(tmp_path: Path) -> None:
+    """Both ranks take part in its rung; here the second of them adds something else in the group of TP."""
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(FAULTY_GROUP)
+    torchrun = ladder._torchrun(2)
+    reached = tmp_path / "reached"
+    rungs = [
+        ladder.Rung("groups", [*torchrun, "tools/_gpu_probes.py", "groups"], "nothing"),
+        ladder.Rung("faulty groups", [*torchrun, str(faulty)], "another cable"),
+        say(f"open({str(reached)!r}, 'w')", "after"),
+    ]
+    found = ladder.climb(rungs, tmp_path / "report.md", os.environ)
+    assert found == (
+        "faulty groups: status 1: error: an all-reduce over tp [0, 1] gave 5.0 instead of 1. Try: another cable."
+    )
+    assert "1/3 groups: holds" in (tmp_path / "report.md").read_text() and not reached.exists()
+
+
+@pytest.mark.slow
+def test_contest_without_trl_breaks_its_rung(tmp_path: Path) -> None:
+    """The Python that is named has none; its own words are in the sentence."""
+    faulty = tmp_path / "python"
+    faulty.write_text("#!/bin/sh\necho ModuleNotFoundError: no trl >&2\nexit 1\n")
+    faulty.chmod(0o755)
+    rung = next(one for one in ladder.list_rungs(tmp_path, 1, True, str(faulty)) if one.name == "step against TRL")
+    found = ladder.climb([rung], tmp_path / "report.md", os.environ | {"OMP_NUM_THREADS": "1"})
+    assert found is not None and found.startswith("step against TRL: status 2: error: the process of trl ended")
+    assert "ModuleNotFoundError: no trl" in (tmp_path / "report.md").read_text()
 
 
 def test_steps_are_compared_with_those_of_a_cpu(tmp_path: Path) -> None:
@@ -89,8 +142,12 @@ def test_machine_without_a_gpu_is_named() -> None:
 
 def test_names_of_rungs(tmp_path: Path) -> None:
     """A GPU and a rehearsal climb the same ladder."""
-    real, rehearsed = (ladder.list_rungs(tmp_path, 1, is_rehearsal) for is_rehearsal in (False, True))
-    assert [rung.name for rung in real] == [rung.name for rung in rehearsed] and len(real) >= 15
+    real, rehearsed = (ladder.list_rungs(tmp_path, 2, is_rehearsal, "python") for is_rehearsal in (False, True))
+    names = [rung.name for rung in real]
+    assert names == [rung.name for rung in rehearsed] and len(names) >= 17
+    assert "two ranks" in names and names[-1] == "step against TRL"
+    alone = [rung.name for rung in ladder.list_rungs(tmp_path, 1, False)]
+    assert [name for name in names if name not in alone] == ["two ranks", "step against TRL"]
     assert all(rung.advice for rung in real)
     assert ladder.main(["--from", "nothing", "--work", str(tmp_path)]) == 2
 
@@ -98,6 +155,7 @@ def test_names_of_rungs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_whole_ladder_is_rehearsed(tmp_path: Path) -> None:
     command = [sys.executable, "tools/first_gpu_run.py", "--rehearse", "--work", str(tmp_path / "work")]
+    command += ["--trl-python", os.environ["TRL_PYTHON"]] if "TRL_PYTHON" in os.environ else []
     report = tmp_path / "report.md"
     done = subprocess.run([*command, "--report", str(report)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "all rungs hold" in done.stdout, done.stdout + report.read_text()

@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import torch
 
-from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.parallel.collectives import current_device, init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.roles.actor import Actor
@@ -36,6 +35,7 @@ from tools.benchmarks._step_contest import (
     answer,
     draw_prompts,
     draw_workload,
+    read_clock,
     score_text,
     wait_for_step,
 )
@@ -55,23 +55,23 @@ def take_step(
     With a reference the update is that of all epochs; else their mean.
     """
     algorithm = replace(ALGORITHM, kl_coef=KL_COEF) if reference else ALGORITHM
-    work, times = draw_workload(options, step), [time.process_time()]
+    work, times = draw_workload(options, step), [read_clock()]
     batch = build_bench_batch(actor, work, max_tokens=options.max_tokens, shares_prompts=True, device=device)
-    times.append(time.process_time())
+    times.append(read_clock())
     room = torch.zeros_like(batch.rollout_logprobs)
     batch = replace(batch, update_logprobs=room, update_entropy=room.clone())
     if reference is not None:
         batch = replace(batch, ref_logprobs=reference.compute_logprobs(batch))
-    times.append(time.process_time())
+    times.append(read_clock())
     for _ in range(NUM_UPDATES):
         actor.forward_backward(batch, algorithm)
         actor.optim_step()
         if batch.old_logprobs is None:
             batch = replace(batch, old_logprobs=room.clone())
-        times.append(time.process_time())
+        times.append(read_clock())
     packing, of_reference, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
     sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding
-    sums.index_add_(0, batch.sequence_ids % len(sums), batch.column("old_logprobs").double())
+    sums.index_add_(0, batch.sequence_ids.cpu() % len(sums), batch.column("old_logprobs").double().cpu())
     return {
         "packing": packing,
         "reference": of_reference,
@@ -90,10 +90,10 @@ class WholeProgram(Trainer):
         start = None
         for step in super().steps():
             if start is not None:
-                seconds = time.process_time() - start
+                seconds = read_clock() - start
                 answer({"whole": seconds, "logprob_sums": [], "tokens_computed": self.tokens})
             wait_for_step()
-            start = time.process_time()
+            start = read_clock()
             yield step
 
     def describe(self, step: int, samples: Any) -> None:
@@ -148,7 +148,7 @@ def main() -> None:
     answer({"ready": True})
     for step in range(options.num_steps):
         wait_for_step()
-        answer(take_step(actor, options, step, torch.device("cpu"), reference))
+        answer(take_step(actor, options, step, current_device(), reference))
 
 
 if __name__ == "__main__":

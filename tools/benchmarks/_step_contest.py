@@ -2,7 +2,7 @@
 """What both sides of bench_step_vs_trl.py must agree on: model, responses, settings, and how they answer the driver.
 
 A side is a process. It says that it is ready, then takes a step for each line on its stdin and answers with a line.
-Imported by the process of TRL too, so nothing here needs torch.
+Imported by the process of TRL too, so nothing here needs megatron_rl.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tools.benchmarks._scripted_workloads import Workload, draw_geometric_lengths
 
@@ -91,3 +94,11 @@ def wait_for_step() -> None:
 def answer(message: dict[str, Any]) -> None:
     """A line for the driver; whatever libraries print lacks the mark."""
     print(MARK + json.dumps(message), flush=True)
+
+
+def read_clock() -> float:
+    """Seconds of this process; where there is a GPU, seconds on the wall when it has finished."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()

@@ -11,7 +11,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from tools.benchmarks._step_contest import (
     answer,
     draw_prompts,
     draw_workload,
+    read_clock,
     score_text,
     wait_for_step,
 )
@@ -57,18 +57,18 @@ class ScriptedTrainer(GRPOTrainer):
         return self.work.draw_rewards().tolist()
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        start = time.process_time()
+        start = read_clock()
         inputs = super()._prepare_inputs(generation_batch)
-        self.seconds["prepare"] += time.process_time() - start
+        self.seconds["prepare"] += read_clock() - start
         return inputs
 
     def _get_per_token_logps_and_entropies(self, model: Any, input_ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        start = time.process_time()
+        start = read_clock()
         found = super()._get_per_token_logps_and_entropies(model, input_ids, *rest, **named)
         if model is self.ref_model:
-            self.seconds["reference"] += time.process_time() - start
+            self.seconds["reference"] += read_clock() - start
         elif not torch.is_grad_enabled():
-            self.seconds["logprobs"] += time.process_time() - start
+            self.seconds["logprobs"] += read_clock() - start
             lengths = [len(response) for _, response in self.pairs]
             self.logprob_sums = [float(row[:n].double().sum()) for row, n in zip(found[0], lengths, strict=True)]
             self.tokens_computed = input_ids.numel()
@@ -95,11 +95,11 @@ class _Clock(TrainerCallback):
         self._trainer = trainer
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._start, self._trainer.seconds["prepare"] = time.process_time(), 0.0
+        self._start, self._trainer.seconds["prepare"] = read_clock(), 0.0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         trainer = self._trainer
-        trainer.update_seconds.append(time.process_time() - self._start - trainer.seconds["prepare"])
+        trainer.update_seconds.append(read_clock() - self._start - trainer.seconds["prepare"])
         if len(trainer.update_seconds) == NUM_UPDATES:
             answer(
                 {
@@ -128,10 +128,10 @@ class _WholeSteps(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         wait_for_step()
-        self._start = time.process_time()
+        self._start = read_clock()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        answer({"whole": time.process_time() - self._start, "logprob_sums": [], "tokens_computed": self.tokens})
+        answer({"whole": read_clock() - self._start, "logprob_sums": [], "tokens_computed": self.tokens})
 
 
 def build_trainer(options: argparse.Namespace) -> GRPOTrainer:
@@ -156,7 +156,7 @@ def build_trainer(options: argparse.Namespace) -> GRPOTrainer:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
         fp16=False,
         gradient_checkpointing=False,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and update of a GRPO step against TRL: same model, same prompts, same responses, CPU-seconds.
 
+Where torch sees a GPU both sides compute there, and the seconds are on the wall.
+
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_step_vs_trl.py --trl-python VENV/bin/python --json FILE
 
 Needs TRL (`pip install trl==1.16.0`), in this environment or in the one of `--trl-python`. Each side is a process of
