@@ -19,6 +19,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.gathered import count_gathered
 from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes, list_chunks
+from megatron_rl.weights.megatron_layout import padded_vocab_size
 
 WITHIN, ACROSS = "within node", "across nodes"
 _FLOAT = 4
@@ -106,6 +107,12 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
     yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
+    if pp > 1 and trainings and shape.tied_embeddings and not shape.has_score_head and job.adapters_of(role) is None:
+        # The first and the last stage add up the gradients of the embedding that both have.
+        rows = padded_vocab_size(shape.vocab_size, tp) // tp
+        replicas = layout.dp_size * cp if section.zero_stage == FULLY_SHARDED else 1
+        size = work.optimizer_steps * rows * shape.hidden_size * _FLOAT / replicas
+        yield count("embedding", link_of(layout, cluster, "pp"), size)
     if section.zero_stage == FULLY_SHARDED:
         size = _shared_bytes(job, work, role, forwards, trainings)
         yield count("DP", link_of(layout, cluster, "cp", "dp"), size)

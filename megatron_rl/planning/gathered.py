@@ -28,10 +28,12 @@ class GatheredBytes:
     Attributes:
         layers: at the most while a layer works.
         head: while the head works, without the gradient of the output layer.
+        start: before the first layer works, and there are activations: the ends, their buffer, and the next one.
     """
 
     layers: int
     head: int
+    start: int
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ def compute_gathered_bytes(
     """
     size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
     ends, dense, experts = found.ends * size, found.dense * size, found.experts * size
-    forward = max(ends + 2 * dense, ends + dense + 2 * experts, 2 * ends + dense)
+    forward, start = max(ends + 2 * dense, ends + dense + 2 * experts), 2 * ends + dense
     if not is_update:
-        return GatheredBytes(forward, ends)
+        return GatheredBytes(forward, ends, start)
     reduced, reduced_experts = found.dense * _FLOAT, found.experts * _FLOAT
     if experts:
         layer = 2 * dense + max(2 * experts + reduced, experts + reduced_experts)
     else:
         layer = 3 * dense + reduced
-    return GatheredBytes(max(forward, ends + found.output * size + layer), ends)
+    return GatheredBytes(max(forward, ends + found.output * size + layer), ends, start)

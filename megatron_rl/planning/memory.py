@@ -141,13 +141,18 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 
 def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:
     """What the teachers say of a step's tokens, when every response is as long as it may be."""
-    distillation, config = job.config.algorithm.distillation, job.config
+    distillation = job.config.algorithm.distillation
     if not job.spec.teachers or rank not in job.layout.ranks:
         return {}
     widths = {job.shape_of(role).hidden_size for role in job.spec.teachers.values()}
     numbers = {"sampled": 1, "top_k": 2 * (distillation.k + 1), "full": max(widths)}[distillation.kind]
-    tokens = config.data.train_batch_size * config.rollout.n * config.data.max_response_length
-    return {"teachers' columns": tokens // job.layout.dp_size * numbers * _FLOAT}
+    return {"teachers' columns": count_step_tokens(job) * numbers * _FLOAT}
+
+
+def count_step_tokens(job: Job) -> int:
+    """Tokens of a step that a rank of the actor trains on when every response is as long as it may be."""
+    data, config = job.config.data, job.config
+    return data.train_batch_size * config.rollout.n * data.max_response_length // job.layout.dp_size
 
 
 def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
@@ -197,12 +202,15 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
         num_microbatches=count_microbatches(job, layout, section) if is_update else None,
         fused=job.cluster.has_fused_attention,
     )
-    gathered = GatheredBytes(0, 0)
+    gathered = GatheredBytes(0, 0, 0)
     if section.zero_stage == FULLY_SHARDED:
         dtype = job.config.model.dtype
         gathered = compute_gathered_bytes(shape, layout, rank, dtype=dtype, is_update=is_update)
     logits = found.logits - (found.output if job.adapters_of(role) is not None else 0)
     is_logits = logits + gathered.head > found.transient + gathered.layers
+    working = found.stored + max(logits + gathered.head, found.transient + gathered.layers)
+    if gathered.start > working:
+        return {"gathered weights": gathered.start}
     return {
         "activations": found.stored + (0 if is_logits else found.transient),
         "logits": logits * is_logits,

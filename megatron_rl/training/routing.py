@@ -80,23 +80,24 @@ class Routing:
             stages: of the model, whose biased routers balance the loads of the update.
             bias_rate: how far their biases move; 0: they stay.
         """
-        counts, flips = self._reduce(minibatch)
+        totals, squares = self._reduce(minibatch), []
+        loads = RoutingCounts(*_split(totals, self._counts)).loads
         routers = [module for module in stages.modules() if isinstance(module, BiasedRouter)]
         for router in routers if bias_rate else ():
             assert router.layer_number is not None, "megatron-core numbers the layers"
-            router.shift_bias(counts.loads[router.layer_number - 1 - self._num_layers], bias_rate)
-        metrics = describe_routing(counts, self._shape.choices, flips)
+            router.shift_bias(loads[router.layer_number - 1 - self._num_layers], bias_rate)
         if self._has_biases:
-            squares = torch.stack(
-                [counts.loads.new_zeros(()), *(r.expert_bias.double().square().sum() for r in routers)]
-            )
-            total = squares.sum()
-            dist.all_reduce(total, group=self._groups.pp)
-            metrics["moe/bias_norm"] = math.sqrt(float(total))
+            squares = [sum((r.expert_bias.double().square().sum() for r in routers), totals.new_zeros(()))[None]]
+            dist.all_reduce(squares[0], group=self._groups.pp)
+        read = torch.cat([totals, *squares]).cpu()  # the only wait for the device
+        found = read[: len(totals)]
+        metrics = describe_routing(RoutingCounts(*_split(found, self._counts)), self._shape.choices, float(found[-1]))
+        if squares:
+            metrics["moe/bias_norm"] = math.sqrt(float(read[-1]))
         return metrics
 
-    def _reduce(self, minibatch: TrainBatch) -> tuple[RoutingCounts, float]:
-        """The counts of all ranks, float64, and the number of tokens that were flipped."""
+    def _reduce(self, minibatch: TrainBatch) -> torch.Tensor:
+        """The counts of all ranks, flat, and the number of tokens that were flipped; float64."""
         groups, found = self._groups, self._counts
         flipped = minibatch.column("flipped").to(torch.uint8)  # of this rank's layers
         if groups.pp.size() > 1:
@@ -104,7 +105,7 @@ class Routing:
         flips = (flipped.bool() & minibatch.loss_mask).sum() if groups.is_last_stage else flipped.new_zeros(())
         totals = torch.cat([*(x.double().flatten() for x in found.tensors()), flips.double()[None]])
         dist.all_reduce(totals, group=groups.world)
-        return RoutingCounts(*_split(totals, found)), float(totals[-1])
+        return totals
 
 
 def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:
