@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
 from megatron_rl.planning.cluster import GIB
-from megatron_rl.rehearsal.report import SMALL, compare_rank
+from megatron_rl.rehearsal.report import SMALL, Found, compare_rank
 from tools.rehearse import read_rehearsed_job
 
 
@@ -35,6 +35,7 @@ def find_command(recipe: Path) -> list[str]:
 def list_rows(name: str, world_size: int, ranks: list[dict[str, Any]]) -> Iterator[str]:
     """Of a recipe: of each phase and axis the rank that differs most from the plan; at last, what it has taken."""
     memory = [(row["phase"], row) for rank in ranks for row in rank["memory"]]
+    memory += [("on the host", rank["host"]) for rank in ranks if max(rank["host"].values()) > SMALL]
     sent = [(f"{row['role']} {row['axis']}, sent", row) for rank in ranks for row in rank["traffic"]]
     found = memory + [(what, row) for what, row in sent if max(row["planned"], row["rehearsed"]) > SMALL]
     for what in dict(found):
@@ -63,7 +64,10 @@ def main(directory: Path, recipes: list[Path]) -> None:
             command = [sys.executable, "tools/rehearse.py", *arguments, "--json", str(file)]
             subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         job, report = read_rehearsed_job(arguments)[0], json.loads(file.read_text(encoding="utf-8"))
-        ranks = [rank | compare_rank(job, rank["rank"], rank["phases"], rank["rows"]) for rank in report["ranks"]]
+        ranks = [
+            rank | compare_rank(job, rank["rank"], Found(rank["phases"], rank["rows"], rank["host"]["rehearsed"]))
+            for rank in report["ranks"]
+        ]
         for row in list_rows(recipe.stem, report["world_size"], ranks):
             print(row, flush=True)
 

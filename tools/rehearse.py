@@ -4,11 +4,12 @@
     python tools/rehearse.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 8 --gpus-per-node 8 --json rehearsal.json
     python tools/rehearse.py RECIPE.yaml actor.step_mode=static --nodes 1 --rank-class 0
 
-The real roles are built, score and take two optimizer steps on tensors without memory, one rank of every class at a
-time, on one CPU core each. Per rank and phase: the peak of memory with the lines that made it, calls and bytes of
-collectives, waits of the host for the device, copies, and operations on tensors of host and device. Ends with status 0
-if every rank ran and agrees with tools/plan.py within 5 percent, 1 if not, 2 if the job cannot be rehearsed.
-Not rehearsed: the rollout engine, the switch of weights, kernels, streams, and an allocator's fragments.
+The real roles are built, give their weights to an engine, score, take two optimizer steps and are saved, on tensors
+without memory, one rank of every class at a time, on one CPU core each. Per rank and phase: the peak of memory with the
+lines that made it, calls and bytes of collectives, waits of the host for the device, copies, and operations on tensors
+of host and device. Ends with status 0 if every rank ran and agrees with tools/plan.py within 5 percent, 1 if not, 2 if
+the job cannot be rehearsed.
+Not rehearsed: generation, kernels, streams, and an allocator's fragments.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ class CheckpointSaver:
         pieces, rank = {}, self._group.rank()
         alone = (rank_state or {"rng": read_rng()}) if with_optimizer else {}
         with pending.keeping_error(rank):
-            pieces = {name: _list_pieces(role, rank, with_optimizer) for name, role in roles.items()}
+            pieces = {name: list_pieces(role, rank, with_optimizer) for name, role in roles.items()}
             if self._async:
-                pieces = {name: [_copy_to_host(piece) for piece in found] for name, found in pieces.items()}
+                pieces = {name: [copy_to_host(piece) for piece in found] for name, found in pieces.items()}
         if self._async:
             arguments = pending, pieces, alone, rank
             thread = threading.Thread(target=_write, args=arguments, name="checkpoint", daemon=True)
@@ -273,7 +273,7 @@ def save_now(
     return outcomes[0]
 
 
-def _list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]:
+def list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]:
     """What this rank saves of a role."""
     holders, table = find_holders(role), megatron_global_placements(role.model.shape)
     weights = make_weight_pieces(table, choose_saved(role, holders, rank), role.model.params)
@@ -284,7 +284,8 @@ def _list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece
     return pieces
 
 
-def _copy_to_host(piece: Piece) -> Piece:
+def copy_to_host(piece: Piece) -> Piece:
+    """The piece for a writer in the background."""
     return Piece(piece.key, piece.shape, piece.offset, piece.data.detach().to("cpu", copy=True))
 
 

@@ -40,6 +40,8 @@ def _answer(value: Any) -> Any:
 
 
 _nothing = _answer(None)
+# Page-locked memory of the host: bytes by address.
+PINNED: dict[int, int] = {}
 _KERNELS = torch.library.Library("aten", "IMPL")
 
 
@@ -136,7 +138,7 @@ def _patch_torch() -> None:
 
     for name in ("_lazy_call", "current_device", "get_rng_state", "set_rng_state"):
         random.__dict__[name] = torch.cuda.__dict__[name]
-    pinning.__dict__.update(pin_memory=_answer(None), unpin_memory=_answer(None))
+    pinning.__dict__.update(pin_memory=PINNED.__setitem__, unpin_memory=PINNED.pop)
     replaced: dict[Any, dict[str, Any]] = {
         torch.Tensor: {
             "pin_memory": lambda tensor, *args: tensor,

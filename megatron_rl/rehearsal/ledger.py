@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,9 +41,11 @@ class Phase:
         peak: the most bytes that were held at once.
         at_peak: bytes by the line that made them, at that moment; the largest first.
         live: bytes at the end.
+        held: the same by the line that made them.
         traffic: by (operation, group): calls of collectives, bytes of their whole tensors, and bytes that a rank sends.
         syncs: by the line that waits for the device.
-        copies: host to device and back, by the line.
+        copies: host to device and back, by the line: how often.
+        copied: bytes of them, by the direction.
         host_collectives: collectives of tensors on the host, by the line.
         mixes: operations on tensors of both, by the line.
         operations: how many.
@@ -51,9 +54,11 @@ class Phase:
     peak: int = 0
     at_peak: list[tuple[str, int]] = field(default_factory=list)
     live: int = 0
+    held: dict[str, int] = field(default_factory=dict)
     traffic: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     syncs: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
+    copied: Counter[str] = field(default_factory=Counter)
     host_collectives: Counter[str] = field(default_factory=Counter)
     mixes: Counter[str] = field(default_factory=Counter)
     operations: int = 0
@@ -88,6 +93,14 @@ class Ledger(TorchDispatchMode):
         self._names: dict[str, str] = {}
         self.phase = Phase()
         self._peak_is_new = False
+        self._is_elsewhere = False
+
+    @contextmanager
+    def of_others(self) -> Iterator[None]:
+        """What is made in the block is memory of other ranks."""
+        self._is_elsewhere = True
+        yield
+        self._is_elsewhere = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -109,6 +122,10 @@ class Ledger(TorchDispatchMode):
         """The host waits for the device there."""
         self.phase.syncs[line] += 1
 
+    def note_copy(self, way: str, size: int) -> None:
+        """So many bytes go that way, such as "cpu to cuda"."""
+        self.phase.copied[way] += size
+
     def begin(self) -> None:
         """A new phase."""
         self.phase = Phase(peak=self._now, at_peak=self._describe_live())
@@ -116,10 +133,13 @@ class Ledger(TorchDispatchMode):
     def end(self) -> Phase:
         """The phase that has gone by."""
         self._settle()
-        found, self.phase = replace(self.phase, live=self._now), Phase(peak=self._now)
+        held = dict(self._describe_live(None))
+        found, self.phase = replace(self.phase, live=self._now, held=held), Phase(peak=self._now)
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it comes again, with what this rank has of it
+            return NotImplemented
         kwargs = kwargs or {}
         self.phase.count_operation()
         name, leaves = str(func), tree_leaves((args, kwargs))
@@ -140,11 +160,16 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _stand_in(self, name: str, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
-        """Operations whose result depends on values, or that have no fake kernel; else NotImplemented."""
+        """Operations whose result depends on values, or that have no fake kernel; else NotImplemented.
+
+        Masks on the host are of things that are wrong: nothing is.
+        """
         on_device = any(tensor.device.type == "cuda" for tensor in tensors)
         if name == "aten._local_scalar_dense.default":
             return self._read_value(func, args[0])
-        if name == "aten.nonzero.default" and on_device:
+        if name == "aten.nonzero.default" and isinstance(args[0], FakeTensor):
+            if not on_device:
+                return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
             self.phase.syncs[_find_line()] += 1
             return args[0].new_empty((self._count_true(args[0]), args[0].dim()), dtype=torch.int64)
         if name == "aten.masked_select.default" and on_device:
@@ -179,7 +204,9 @@ class Ledger(TorchDispatchMode):
         if to is None or not isinstance(source, torch.Tensor) or source.device.type == torch.device(to).type:
             return
         is_waited = torch.device(to).type == "cpu" and not (kwargs.get("non_blocking") or args[2:3] == (True,))
-        self.phase.copies[f"{source.device.type} to {torch.device(to).type}: {_find_line()}"] += 1
+        way = f"{source.device.type} to {torch.device(to).type}"
+        self.phase.copies[f"{way}: {_find_line()}"] += 1
+        self.note_copy(way, source.numel() * source.element_size())
         if is_waited:
             self.phase.syncs[_find_line()] += 1
 
@@ -210,7 +237,7 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        self._add(key, storage.nbytes(), _find_line())
+        self._add(key, 0 if self._is_elsewhere else storage.nbytes(), _find_line())
         weakref.finalize(storage, self._remove, key)
 
     def _add(self, key: int, size: int, line: str) -> None:
@@ -231,11 +258,11 @@ class Ledger(TorchDispatchMode):
             self.phase.describe_peak(self._describe_live())
         self._peak_is_new = False
 
-    def _describe_live(self) -> list[tuple[str, int]]:
+    def _describe_live(self, count: int | None = 12) -> list[tuple[str, int]]:
         by_line: Counter[str] = Counter()
         for size, line in self._live.values():
             by_line[line] += size
-        return by_line.most_common(12)
+        return by_line.most_common(count)
 
     def _wrap_resize(self, real: Any) -> Any:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -251,9 +278,10 @@ class Ledger(TorchDispatchMode):
 
     def _wrap_tolist(self, real: Any) -> Any:
         def tolist(tensor: torch.Tensor) -> Any:
-            if tensor.device.type != "cuda":
+            if tensor.device.type == "cuda":
+                self.phase.syncs[_find_line()] += 1
+            elif not isinstance(tensor, FakeTensor):
                 return real(tensor)
-            self.phase.syncs[_find_line()] += 1
             return _make_list(tensor.shape, _make_value(tensor.dtype))
 
         return tolist

@@ -8,40 +8,32 @@ step has as many microbatches as bring a pipeline to its peak, not all of a real
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools import fake_collectives
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.models import attention_backends
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.parallel import groups as group_module
-from megatron_rl.parallel.groups import ParallelGroups, build_groups
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
+from megatron_rl.rehearsal import fake_cuda
 from megatron_rl.rehearsal.batches import find_share_in_loss, pack_full
+from megatron_rl.rehearsal.building import build_rehearsed, find_teacher
 from megatron_rl.rehearsal.fake_nf4 import fake_nf4
+from megatron_rl.rehearsal.fake_world import fake_world
 from megatron_rl.rehearsal.ledger import Ledger, Phase
-from megatron_rl.rehearsal.report import compare_rank
-from megatron_rl.roles.build import build_role
-from megatron_rl.roles.models import RoleInputs
-from megatron_rl.roles.reference import BaseOfActor
-from megatron_rl.training import adapters
+from megatron_rl.rehearsal.report import Found, compare_rank, name_scoring
+from megatron_rl.rehearsal.scoring import make_lessons, score, take_pieces
+from megatron_rl.rehearsal.stand_ins import stand_ins
+from megatron_rl.rehearsal.switching import build_switch, can_switch
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.step import StepLoss
-
-assert fake_collectives, "registers what collectives make of fake tensors"
-_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "ep", "expt_dp", "tp_cp", "tp_ep", "tp_pp", "tp_ep_pp", "embd")
+from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 
 
 class Rehearsal:
@@ -60,61 +52,39 @@ class Rehearsal:
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank = job, rank
         self._share_in_loss = 0.0  # of the tokens of a microbatch, in this phase
+        self._message: list[int] = []  # shape of what stages send to each other in it
         self.ledger = Ledger(self._count_true)
         self.phases: dict[str, Phase] = {}
         self.seconds: dict[str, float] = {}
         self.rows: dict[str, float] = {}
-        self._groups: dict[ParallelLayout, ParallelGroups] = {}
         self._roles: dict[str, Any] = {}
+        self._hybrid: HybridEngine | None = None
 
     def run(self) -> None:
-        """All phases, in the order of a run: build, a step that makes the optimizers' states, and a measured one."""
+        """All phases, in the order of a run: build, a step that makes the optimizers' states, a measured one, save."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_cuda.PINNED.clear()
         with (
-            _fake_world(self._rank, self._job.cluster.world_size),
+            fake_world(self._rank, self._job.cluster.world_size),
             fake,
             fake_nf4(),
             self.ledger.watching(),
-            self._counted_experts(),
+            stand_ins(self._job, self.ledger, lambda: self._message),
         ):
             with self._phase("build"):
-                self._build()
+                self._roles = build_rehearsed(self._job, self._rank, self.ledger)
+            with self._phase("engine"):
+                self._hybrid = self._build_switch()
             self._step("first ")
             self._step("")
+            with self._phase("save"):
+                take_pieces(self._job, self._roles, self._rank)
 
     def _count_true(self, mask: torch.Tensor) -> int:
         """Tokens in the loss [t], or of experts [experts, t]."""
         if mask.dim() == 1:
             return int(mask.numel() * self._share_in_loss)
         return mask.numel() * self._job.shape.experts_per_token // self._job.shape.num_experts
-
-    @contextmanager
-    def _counted_experts(self) -> Iterator[None]:
-        """Experts get equal numbers of tokens: the counts that a GPU computes and the host reads in every layer."""
-        if not self._job.shape.num_experts:
-            yield
-            return
-        import_module("megatron.core.transformer.moe.token_dispatcher")
-        dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"].MoEAlltoAllTokenDispatcher
-        real = dispatcher.preprocess
-
-        def preprocess(this: Any, routing_map: torch.Tensor) -> Any:
-            real(this, routing_map)
-            self.ledger.note_wait("megatron/core/transformer/moe/token_dispatcher.py")
-            each, rest = divmod(len(routing_map) * this.config.moe_router_topk, this.num_experts)
-            assert not rest, "a microbatch's choices divide by the experts"
-            local, ranks = this.num_local_experts, this.tp_size * this.ep_size
-            if ranks > 1:
-                this.input_splits = this.output_splits = np.full(this.ep_size, each * local)
-                this.output_splits_tp = np.full(this.tp_size, each * local * this.ep_size)
-            this.num_global_tokens_per_local_expert = np.full((ranks, local), each)
-            chunks = np.arange(this.num_experts * this.tp_size)  # constants on the host
-            this.sort_input_by_local_experts = chunks.reshape(-1, local).T.ravel()
-            this.restore_output_by_local_experts = chunks.reshape(local, -1).T.ravel()
-            return np.full(local, each * ranks)
-
-        with patch.object(dispatcher, "preprocess", preprocess):
-            yield
 
     @contextmanager
     def _phase(self, name: str, role: str | None = None) -> Iterator[None]:
@@ -126,56 +96,44 @@ class Rehearsal:
         self.phases[name] = self.ledger.end()
         self.seconds[name] = time.process_time() - begun
 
-    def _build(self) -> None:
-        for name, spec in self._job.spec.roles.items():
-            layout = self._job.layout_of(spec)
-            if self._rank not in layout.ranks:
-                continue
-            if spec.shares:
-                self._roles[name] = BaseOfActor(self._roles[spec.shares])
-                continue
-            if layout not in self._groups:
-                self._groups[layout] = build_groups(layout)
-                for group in _GROUPS:
-                    found = getattr(self._groups[layout].collection, group, None)
-                    if found is not None:
-                        self.ledger.name_group(found, group)
-            inputs = RoleInputs(spec, self._job.shape_of(spec), layout)
-            self._roles[name] = build_role(self._job.config, inputs, self._groups[layout], 100)
+    def _build_switch(self) -> HybridEngine | None:
+        if not can_switch(self._job) or "actor" not in self._roles:
+            return None
+        return build_switch(self._job, self._roles["actor"], self._rank, self.ledger)
 
     def _step(self, prefix: str) -> None:
-        for name, role in self._roles.items():
-            if self._job.spec.roles[name].trainable:
-                role.optimizer.release()  # as before a rollout
+        trained = [name for name in self._roles if self._job.spec.roles[name].trainable]
+        with self._phase(prefix + "release"):  # as before a rollout
+            for name in trained:
+                self._roles[name].optimizer.release()
+        if self._hybrid is not None:
+            with self._phase(prefix + "switch"), self._hybrid.rollout_mode():
+                pass
         batches = {
             name: pack_full(self._job, self._job.spec.roles[name], role.model) for name, role in self._roles.items()
         }
         self.rows = {name: float(len(batch.tokens)) for name, batch in batches.items()}
-        for name, phase in (("actor", "log-probs"), ("reference", "reference"), ("critic", "values")):
-            if name in self._roles:
-                with self._phase(prefix + phase, name), torch.no_grad():
-                    compute = (
-                        self._roles[name].compute_values if name == "critic" else self._roles[name].compute_logprobs
-                    )
-                    compute(batches[name])
-        if "reward_model" in self._roles:
-            with self._phase(prefix + "rewards", "reward_model"), torch.no_grad():
-                self._roles["reward_model"].model.compute_forward(
-                    batches["reward_model"], self._roles["reward_model"].head
-                )
-        trained = [name for name in self._roles if self._job.spec.roles[name].trainable]
-        for name in trained:
-            self._roles[name].optimizer.restore()  # as it is from a step's second minibatch on
+        for name, role in self._roles.items():
+            with self._phase(prefix + name_scoring(self._job.spec.roles[name]), name), torch.no_grad():
+                self._message = find_message(role.model, batches[name])
+                score(self._job, name, role, batches[name])
+        with self._phase(prefix + "restore"):  # as it is from a step's second minibatch on
+            for name in trained:
+                self._roles[name].optimizer.restore()
         for name in trained:
             with self._phase(f"{prefix}{name} update", name):
+                self._message = find_message(self._roles[name].model, batches[name])
                 self._update(name, batches[name])
 
     def _update(self, name: str, batch: TrainBatch) -> None:
         room = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         columns = ["old_logprobs", "ref_logprobs", "advantages"] if name == "actor" else ["values", "returns"]
         batch = replace(batch, **dict.fromkeys(columns, room))
+        if name == "actor" and self._job.spec.teachers:
+            batch = replace(batch, **make_lessons(self._job, len(batch.tokens), room.device))
         role, loss = self._roles[name], (self._job.config.algorithm,) if name == "actor" else ()
-        found = [room[: batch.slices[0].stop]] * (2 if name == "actor" else 1)
+        heads = 1 if name != "actor" else 3 if find_teacher(self._job) else 2
+        found = [room[: batch.slices[0].stop]] * heads
 
         def share_names(loss: StepLoss, group: dist.ProcessGroup, source: int) -> None:
             """What the last stage would tell the others: what the loss of a microbatch is called."""
@@ -187,30 +145,9 @@ class Rehearsal:
             role.optim_step()
 
 
-@contextmanager
-def _fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A job of so many ranks, of which this process is one and the others are not there."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-
-    def gather(found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = [value] * len(found)
-
-    def nothing(*args: Any, **options: Any) -> None:
-        pass
-
-    with (
-        patch.object(dist, "all_gather_object", gather),
-        patch.object(dist, "broadcast_object_list", nothing),
-        patch.object(group_module, "align_group_names", nothing),
-        patch.object(adapters, "load_weights", nothing),
-        patch.object(
-            attention_backends,
-            "choose_attention_backend",
-            lambda device, dtype: "efficient" if dtype is torch.float32 else "torch-varlen",
-        ),
-    ):
-        yield
-    dist.destroy_process_group()
+def find_message(model: PackedModel, batch: TrainBatch) -> list[int]:
+    """The shape of the hidden states of a microbatch between two stages; all are full."""
+    return [model.count_rows(batch.microbatches()[0].num_computed), 1, model.shape.hidden_size]
 
 
 def rehearse_rank(job: Job, rank: int) -> dict[str, Any]:
@@ -228,4 +165,5 @@ def rehearse_rank(job: Job, rank: int) -> dict[str, Any]:
         }
         for name, phase in rehearsal.phases.items()
     }
-    return compare_rank(job, rank, phases, rehearsal.rows) | {"seconds": time.process_time() - begun}
+    found = Found(phases, rehearsal.rows, sum(fake_cuda.PINNED.values()))
+    return compare_rank(job, rank, found) | {"seconds": time.process_time() - begun}

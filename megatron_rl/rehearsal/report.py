@@ -8,27 +8,35 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.communication import Workload, list_traffic
-from megatron_rl.planning.memory import compute_memory
+from megatron_rl.planning.memory import RankMemory, compute_memory
 
 TOLERANCE = 0.05
 SMALL = 1 << 20  # bytes of a step that nobody plans: sums of metrics, norms
-# Phases of a rehearsal by the planner's name of them; the reference scores in the same phase as the actor.
-PHASES = {
-    "log-probs": ("log-probs", "reference"),
-    "values": ("values",),
-    "rewards": ("rewards",),
-    "actor update": ("actor update",),
-    "critic update": ("critic update",),
-}
+# Phases whose collectives on the host are meant to be there: digests and names, over gloo.
+_OF_HOSTS = ("engine", "switch", "first switch")
+# What nobody plans must stay below the most that is planned.
+_UNPLANNED = ("engine", "release", "restore", "save")
 _AXES = {"tp": "TP", "cp": "CP", "pp": "PP", "dp": "DP", "dp_cp": "DP", "ep": "EP", "tp_ep": "EP", "expt_dp": "DP"}
-# The one wait of an update, and what an eager step waits for besides, per microbatch.
-_ONE_WAIT = "megatron_rl/training/update.py"
-_WAITS_OF_EAGER = ("megatron_rl/training/heads.py", "megatron/core/transformer/moe/")
+_AXES["embd"] = "embedding"
+# The one wait of an update and that of its routers, and what an eager step waits for besides, per microbatch.
+_ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/routing.py")
+_WAITS_OF_EAGER = (
+    "megatron_rl/training/heads.py",
+    "megatron/core/transformer/moe/",
+    "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes ahead of messages, in an interleaved pipeline
+)
+
+
+def name_scoring(role: RoleSpec) -> str:
+    """The phase in which a role scores; the planner has the reference's in that of the actor."""
+    return {"actor": "log-probs", "critic": "values", "reward_model": "rewards"}.get(role.name, role.title)
 
 
 def list_rank_classes(job: Job) -> list[int]:
@@ -36,39 +44,58 @@ def list_rank_classes(job: Job) -> list[int]:
     return sorted({rank.rank for rank in compute_memory(job)} | {job.cluster.world_size - 1})
 
 
-def compare_rank(job: Job, rank: int, phases: Mapping[str, Any], rows: Mapping[str, float]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Found:
+    """What the rehearsal of a rank has found.
+
+    Attributes:
+        phases: `Phase`s by name, as dictionaries.
+        rows: tokens that one rank of a role has computed in a step, by role.
+        host: bytes of page-locked memory.
+    """
+
+    phases: Mapping[str, Any]
+    rows: Mapping[str, float]
+    host: int
+
+
+def compare_rank(job: Job, rank: int, found: Found) -> dict[str, Any]:
     """Planned and rehearsed numbers of one rank.
 
     Args:
         job: without a reserve, which nobody rehearses.
         rank: of it.
-        phases: `Phase`s by name, as dictionaries.
-        rows: tokens that one rank of a role has computed in a step, by role.
+        found: in its rehearsal.
     """
-    planned = {phase.name: phase for phase in _plan_of(job, rank)}
+    plan, phases = _plan_of(job, rank), found.phases
     memory = []
-    for name, members in PHASES.items():
-        found = [phases[member]["peak"] for member in members if member in phases]
-        if found and name in planned:
-            memory.append(
-                {"phase": name, "planned": planned[name].total, "rehearsed": max(found), "parts": planned[name].parts}
-            )
-    traffic = [*_compare_traffic(job, rank, phases, rows)]
-    return {"rank": rank, "memory": memory, "traffic": traffic, "phases": dict(phases), "rows": dict(rows)}
+    for phase in plan.phases:
+        name = phase.name
+        names = ("log-probs", "reference") if name == "log-probs" else (name,)
+        members = [member for member in names if member in phases]
+        if members:
+            highest = max(members, key=lambda member: phases[member]["peak"])
+            rehearsed = {"rehearsed": phases[highest]["peak"], "at_peak": phases[highest]["at_peak"]}
+            memory.append({"phase": name, "planned": phase.total, "parts": phase.parts} | rehearsed)
+    return {
+        "rank": rank,
+        "memory": memory,
+        "host": {"planned": plan.host_bytes, "rehearsed": found.host},
+        "traffic": [*_compare_traffic(job, rank, found)],
+        "phases": dict(phases),
+        "rows": dict(found.rows),
+    }
 
 
-def _plan_of(job: Job, rank: int) -> Any:
-    """The phases of the rank that stands for this one: the one before it with a plan of its own."""
-    known = [memory for memory in compute_memory(job) if memory.rank <= rank]
-    return known[-1].phases
+def _plan_of(job: Job, rank: int) -> RankMemory:
+    """Of the rank that stands for this one: the one before it with a plan of its own."""
+    return [memory for memory in compute_memory(job) if memory.rank <= rank][-1]
 
 
-def _compare_traffic(
-    job: Job, rank: int, phases: Mapping[str, Any], rows: Mapping[str, float]
-) -> Iterator[dict[str, Any]]:
-    scoring = {"actor": "log-probs", "critic": "values", "reward_model": "rewards", "reference": "reference"}
+def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, Any]]:
+    phases, rows = found.phases, found.rows
     for role in job.spec.laid_out:
-        if role.name not in rows or role.name not in scoring:  # teachers are built, and not asked
+        if role.name not in rows:
             continue
         layout, passes = job.layout_of(role), job.scoring_passes.get(role.name, 1)
         work = Workload(layout.dp_size, 0.0, rows[role.name], 1, 1)
@@ -76,24 +103,30 @@ def _compare_traffic(
         for traffic in list_traffic(job, work):
             if traffic.role == role.name:
                 planned[traffic.kind.rpartition(" ")[2]] += traffic.bytes_per_rank
-        planned["PP"] *= _find_share_of_ends(layout, layout.coordinates(rank).pp, passes, role.trainable)
+        stage = layout.coordinates(rank).pp
+        planned["PP"] *= _find_share_of_ends(layout, stage, passes, role.trainable)
+        if 0 < stage < layout.pp_size - 1:
+            planned["embedding"] = 0.0
         sent: dict[str, float] = defaultdict(float)
-        for name, times in ((scoring[role.name], passes), (f"{role.name} update", 1)):
+        for name, times in ((name_scoring(role), passes), (f"{role.name} update", 1)):
             for call in phases.get(name, {}).get("traffic", ()):
                 axis = _AXES.get(call["group"], "other")
                 if axis == "DP" and call["operation"].startswith("alltoall"):
                     axis = "EP"  # the same ranks
+                if axis == "PP" and call["operation"] == "allreduce":
+                    axis = "embedding"  # the same ranks, of two stages
                 sent[axis] += times * call["sent"]
         for axis in sorted({*planned, *sent}):
             yield {"role": role.name, "axis": axis, "planned": planned[axis], "rehearsed": sent[axis]}
 
 
 def _find_share_of_ends(layout: ParallelLayout, stage: int, passes: int, trainings: int) -> float:
-    """Of what a stage between two others sends: the first sends nothing back, the last nothing forward."""
-    forward, back = passes + trainings, trainings
-    if layout.pp_size == 1 or layout.vpp_size > 1:
+    """Of what a stage between two others sends: the first sends a chunk less back, the last a chunk less forward."""
+    forward, back, chunks = passes + trainings, trainings, layout.vpp_size
+    if layout.pp_size == 1:
         return 1.0
-    return (forward * (stage < layout.pp_size - 1) + back * (stage > 0)) / (forward + back)
+    sent = forward * (chunks - (stage == layout.pp_size - 1)) + back * (chunks - (stage == 0))
+    return sent / (chunks * (forward + back))
 
 
 def find_problems(rank: Mapping[str, Any], step_modes: Mapping[str, str]) -> Iterator[str]:
@@ -108,6 +141,10 @@ def find_problems(rank: Mapping[str, Any], step_modes: Mapping[str, str]) -> Ite
         if _differs(row["planned"], row["rehearsed"]):
             found, planned = row["rehearsed"] / GIB, row["planned"] / GIB
             yield f"{where}, {row['phase']}: {found:.2f} GiB rehearsed, {planned:.2f} planned"
+    host = rank["host"]
+    if max(host.values()) > SMALL and _differs(host["planned"], host["rehearsed"]):
+        found, planned = host["rehearsed"] / GIB, host["planned"] / GIB
+        yield f"{where}: {found:.2f} GiB of page-locked memory rehearsed, {planned:.2f} planned"
     for row in rank["traffic"]:
         if max(row["planned"], row["rehearsed"]) > SMALL and _differs(row["planned"], row["rehearsed"]):
             yield (
@@ -115,33 +152,42 @@ def find_problems(rank: Mapping[str, Any], step_modes: Mapping[str, str]) -> Ite
                 f"{row['planned'] / GIB:.3f} planned"
             )
     for name, phase in rank["phases"].items():
-        for line in phase["host_collectives"]:
+        for line in phase["host_collectives"] if name not in _OF_HOSTS else ():
             yield f"{where}, {name}: a collective of a tensor on the host at {line}"
         for line in phase["mixes"]:
             yield f"{where}, {name}: an operation on tensors of the host and of the device at {line}"
         if name.endswith(" update"):
             yield from _find_waits(f"{where}, {name}", phase["syncs"], step_modes[name.split()[-2]])
+    most = max((row["planned"] for row in rank["memory"]), default=0)
+    for name in _UNPLANNED:
+        if name in rank["phases"] and rank["phases"][name]["peak"] > (1 + TOLERANCE) * most:
+            found = rank["phases"][name]["peak"] / GIB
+            yield f"{where}, {name}: {found:.2f} GiB rehearsed, more than the {most / GIB:.2f} of any planned phase"
     yield from _find_leak(rank)
 
 
 def _find_waits(where: str, syncs: Mapping[str, int], step_mode: str) -> Iterator[str]:
-    for line, count in syncs.items():
-        if line.startswith(_ONE_WAIT):
-            if count > 1:
-                yield f"{where}: the host waits {count} times for the device at {line}"
-        elif step_mode != "eager" or not line.startswith(_WAITS_OF_EAGER):
+    for file in _ONE_WAIT:
+        lines = {line: count for line, count in syncs.items() if line.startswith(file)}
+        if sum(lines.values()) > 1:
+            yield f"{where}: the host waits {sum(lines.values())} times for the device at {', '.join(lines)}"
+    for line in syncs:
+        is_one = line.startswith(_ONE_WAIT)
+        if not is_one and (step_mode != "eager" or not line.startswith(_WAITS_OF_EAGER)):
             yield f"{where}: the host waits for the device at {line}"
-    if sum(line.startswith(_ONE_WAIT) for line in syncs) > 1:
-        yield f"{where}: the host waits for the device at several lines of {_ONE_WAIT}"
 
 
 def _find_leak(rank: Mapping[str, Any]) -> Iterator[str]:
     """Two steps end with the same memory."""
-    *_, last = rank["phases"]
-    grown = rank["phases"][last]["live"] - rank["phases"].get(f"first {last}", rank["phases"][last])["live"]
+    last = [name for name in rank["phases"] if name.endswith(" update")][-1]
+    phases = rank["phases"]
+    now, before = phases[last], phases.get(f"first {last}", phases[last])
+    grown = now["live"] - before["live"]
     if grown > 0:
-        mib = grown / (1 << 20)
-        yield f"rank {rank['rank']}: {mib:.1f} MiB more are held after the second {last} than after the first"
+        size = f"{grown / (1 << 20):.1f} MiB ({grown / now['live']:.1%})"
+        more = {line: held - before["held"].get(line, 0) for line, held in now["held"].items()}
+        lines = ", ".join(sorted((line for line in more if more[line] > 0), key=lambda line: -more[line])[:3])
+        yield f"rank {rank['rank']}: {size} more are held after the second {last} than after the first, made at {lines}"
 
 
 def _differs(planned: float, found: float) -> bool:
@@ -155,13 +201,14 @@ def format_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"rank {rank['rank']} ({rank['seconds']:.0f} s)")
         lines.append(f"  {'phase':<16}{'planned GiB':>12}{'rehearsed':>12}{'off':>8}  the peak")
         for row in rank["memory"]:
-            members = [rank["phases"][name] for name in PHASES[row["phase"]] if name in rank["phases"]]
-            lines_at_peak = max(members, key=lambda phase: phase["peak"])["at_peak"][:3]
-            makers = ", ".join(f"{line} {size / GIB:.2f}" for line, size in lines_at_peak)
+            makers = ", ".join(f"{line} {size / GIB:.2f}" for line, size in row["at_peak"][:3])
             lines.append(
                 f"  {row['phase']:<16}{row['planned'] / GIB:>12.2f}{row['rehearsed'] / GIB:>12.2f}"
                 f"{row['rehearsed'] / row['planned'] - 1:>8.1%}  {makers}"
             )
+        host = rank["host"]
+        if max(host.values()) > SMALL:
+            lines.append(f"  {'on the host':<16}{host['planned'] / GIB:>12.2f}{host['rehearsed'] / GIB:>12.2f}")
         lines.append(f"  {'sent by a rank':<16}{'planned GiB':>12}{'rehearsed':>12}")
         for row in rank["traffic"]:
             if max(row["planned"], row["rehearsed"]) > SMALL:
@@ -169,5 +216,9 @@ def format_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
                 lines.append(f"  {label:<16}{row['planned'] / GIB:>12.3f}{row['rehearsed'] / GIB:>12.3f}")
         for name, phase in rank["phases"].items():
             waits = ", ".join(f"{line} x{count}" for line, count in phase["syncs"].items()) or "none"
-            lines.append(f"  {name}: {phase['operations']} operations, {phase['seconds']:.1f} s; waits: {waits}")
+            copied = ", ".join(f"{size / GIB:.2f} GiB {way}" for way, size in phase["copied"].items()) or "none"
+            lines.append(
+                f"  {name}: peak {phase['peak'] / GIB:.2f} GiB, {phase['operations']} operations, "
+                f"{phase['seconds']:.1f} s; copies: {copied}; waits: {waits}"
+            )
     return "\n".join(lines)

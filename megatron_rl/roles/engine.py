@@ -36,11 +36,8 @@ def build_rollout(
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
     def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
-        if not config.hybrid.alias_weights or process.rank not in actor.model.layout.ranks:
-            return {}
-        pairs = find_aliases(actor.model.placements(process.rank), wanted)
-        merged = actor.model.merged_params if config.hybrid.lora == "merge" else ()
-        found = {name: actor.model.params[owned] for name, owned in pairs.items() if owned not in merged}
+        pairs = find_shared(config, actor, process.rank, wanted)
+        found = {name: actor.model.params[owned] for name, owned in pairs.items()}
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
     engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
@@ -58,6 +55,24 @@ def build_rollout(
         group=group,
         progress=progress,
     )
+
+
+def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
+    """The parameters of an engine on any rank that may be the actor's own, with the actor's names for them.
+
+    Args:
+        config: of the run.
+        actor: whose they are.
+        rank: of the job.
+        wanted: the engine's table there.
+    """
+    model = actor.model
+    if not config.hybrid.alias_weights or rank not in model.layout.ranks:
+        return {}
+    merged = model.merged_params if config.hybrid.lora == "merge" else frozenset()
+    changed = merged | model.quantized_params
+    pairs = find_aliases(model.placements(rank), wanted)
+    return {name: owned for name, owned in pairs.items() if owned not in changed}
 
 
 def _build_engine(

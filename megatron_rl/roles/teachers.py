@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.distillation import finish_divergences, mix_logprobs, sum_divergences
+from megatron_rl.config.distillation import DistillationConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.experience.experience import Column, Experience
 from megatron_rl.experience.pack import Packer
@@ -67,13 +68,8 @@ class TeachersOnSamples:
         ]
 
     def _compute(self, name: str, batch: TrainBatch) -> torch.Tensor:
-        role, distillation = self._teachers[name].role, self._config.algorithm.distillation
-        if distillation.kind == "full":
-            return role.compute_hidden(batch)
-        if distillation.kind == "top_k":
-            vocab_size = min(self._policy.model.shape.vocab_size, role.model.shape.vocab_size)
-            return role.compute_top_k(min(distillation.k, vocab_size), vocab_size, batch)
-        return role.compute_logprobs(batch)
+        vocab_size = self._policy.model.shape.vocab_size
+        return ask_teacher(self._teachers[name].role, self._config.algorithm.distillation, vocab_size, batch)
 
     def teach(self, samples: Experience) -> dict[str, float]:
         """Bring what the teachers have found to the policy, as a column.
@@ -112,6 +108,23 @@ class TeachersOnSamples:
         )
         group = self._policy.model.groups.dp
         return finish_divergences(reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device))
+
+
+def ask_teacher(role: Any, distillation: DistillationConfig, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
+    """What a teacher says of a batch, as the policy's update wants it.
+
+    Args:
+        role: `Teacher` or `AbsentTeacher`.
+        distillation: what is asked for.
+        vocab_size: of the policy.
+        batch: of the teacher.
+    """
+    if distillation.kind == "full":
+        return role.compute_hidden(batch)
+    if distillation.kind == "top_k":
+        common = min(vocab_size, role.model.shape.vocab_size)
+        return role.compute_top_k(min(distillation.k, common), common, batch)
+    return role.compute_logprobs(batch)
 
 
 def _lay_together(parts: list[torch.Tensor]) -> torch.Tensor:

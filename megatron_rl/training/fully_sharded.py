@@ -42,8 +42,8 @@ def build_sharded(
     with _without_storage():
         stages = build()
     assert not [*stages.buffers()], "what is no parameter has values that nobody reads"
-    if is_trained:
-        stages.float()
+    for p in stages.parameters() if is_trained else ():
+        p.data = p.data.float()
     stages.requires_grad_(is_trained)
     device = current_device()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -59,7 +59,7 @@ def build_sharded(
         fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that
     stages.to_empty(device=device)
     for name, p in stages.named_parameters():
-        vars(p).update(attributes[name])
+        _note(p, attributes[name])
     for module in _list_units(stages):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -74,7 +74,7 @@ def _without_storage() -> Iterator[None]:
         if param is None:
             return None
         found = torch.nn.Parameter(param.data.to("meta"))
-        vars(found).update(vars(param))
+        _note(found, vars(param))
         return found
 
     hook = register_module_parameter_registration_hook(forget)
@@ -82,6 +82,11 @@ def _without_storage() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _note(param: torch.nn.Parameter, attributes: dict[str, Any]) -> None:
+    """What megatron-core has noted of a parameter it stands for; its own attributes stay (fake tensors have some)."""
+    vars(param).update(attributes | vars(param))
 
 
 def _list_units(stages: torch.nn.ModuleList) -> list[FSDPModule]:
@@ -155,7 +160,7 @@ class ShardedAdam(FP32Optimizer):
 def _make_shard(param: torch.nn.Parameter) -> torch.nn.Parameter:
     """The shard of a parameter as a parameter, with what megatron-core has noted of it; its `main_param`."""
     shard = torch.nn.Parameter(local_values(param))
-    vars(shard).update(vars(param))
+    _note(shard, vars(param))
     vars(param)["main_param"] = shard
     return shard
 

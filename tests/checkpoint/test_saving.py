@@ -158,7 +158,7 @@ def _fail(error: BaseException) -> Any:
 FAULTS = {
     "thread": (True, ChunkWriter, "add", RuntimeError("planted"), "RuntimeError: planted"),
     "pickling": (False, torch, "save", pickle.PicklingError("planted"), "PicklingError: planted"),
-    "copy": (True, saving, "_copy_to_host", MemoryError("planted"), "out of memory"),
+    "copy": (True, saving, "copy_to_host", MemoryError("planted"), "out of memory"),
     "silent": (True, ChunkWriter, "add", SystemExit(), "parts are missing: actor: "),
 }
 

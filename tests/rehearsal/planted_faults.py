@@ -59,6 +59,12 @@ def _around_step(work: Callable[[Actor], object]) -> AbstractContextManager[Any]
     return patch.object(Actor, "optim_step", step)
 
 
+def _keep_one_percent(actor: Actor) -> None:
+    """Of the bytes of the weights: a thousandth of what is held."""
+    size = sum(parameter.nbytes for parameter in actor.model.params.values()) // 100
+    _KEPT.append(torch.zeros(size, dtype=torch.uint8, device=actor.model.device))
+
+
 FAULTS: dict[str, AbstractContextManager[Any]] = {
     "none": nullcontext(),
     "host tensor in a collective": _around_step(
@@ -67,7 +73,7 @@ FAULTS: dict[str, AbstractContextManager[Any]] = {
     "item": _around_loss(lambda logprobs: logprobs.sum().item()),
     "forgotten device": _around_loss(lambda logprobs: logprobs + torch.zeros(len(logprobs))),
     "second wait": _around_step(lambda actor: actor.optimizer.is_sound.tolist()),
-    "leak": _around_step(lambda actor: _KEPT.append(torch.zeros(8 << 20, device=actor.model.device))),
+    "leak": _around_step(_keep_one_percent),
     "memory that nobody plans": _around_loss(lambda logprobs: torch.zeros(256 << 20, device=logprobs.device)),
     "bytes that nobody plans": _around_step(
         lambda actor: dist.all_reduce(torch.zeros(64 << 20, device=actor.model.device), group=actor.model.groups.dp)

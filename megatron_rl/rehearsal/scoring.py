@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the roles of a rehearsed rank are asked for beside updates: scores, lessons, and what a checkpoint takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_rl.checkpoint import saving
+from megatron_rl.lifecycle.state import TrainedPart
+from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.memory import count_step_tokens
+from megatron_rl.roles.teachers import ask_teacher
+
+
+def score(job: Job, name: str, role: Any, batch: TrainBatch) -> None:
+    """Ask a role what a step asks it."""
+    spec = job.spec.roles[name]
+    if spec.is_teacher:
+        ask_teacher(role, job.config.algorithm.distillation, job.shape.vocab_size, batch)
+    elif spec.head == "score":
+        role.model.compute_forward(batch, role.head)
+    else:
+        (role.compute_values if spec.head == "value" else role.compute_logprobs)(batch)
+
+
+def make_lessons(job: Job, num_tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What teachers have said of all tokens of a step, as far as a batch of so many has it."""
+    distillation = job.config.algorithm.distillation
+    widths = [job.shape_of(teacher).hidden_size for teacher in job.spec.teachers.values()]
+    size = {"sampled": (), "top_k": (2, distillation.k + 1), "full": (max(widths),)}[distillation.kind]
+    column = {"sampled": "teacher_logprobs", "top_k": "teacher_top_k", "full": "teacher_hidden"}[distillation.kind]
+    return {column: torch.zeros(max(num_tokens, count_step_tokens(job)), *size, device=device)[:num_tokens]}
+
+
+def take_pieces(job: Job, roles: Mapping[str, Any], rank: int) -> None:
+    """Copy what a rank saves to the host."""
+    with patch.object(saving, "count_steps", lambda role: role.optimizer.steps):
+        for name, role in roles.items():
+            if job.spec.roles[name].trainable:
+                part = TrainedPart(role.model.trained, role.optimizer)
+                for piece in saving.list_pieces(part, rank, with_optimizer=True):
+                    saving.copy_to_host(piece)
