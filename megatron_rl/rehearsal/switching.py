@@ -47,7 +47,7 @@ class SleepingEngine:
 
     def __init__(self, job: Job, actor: Any, process: Process) -> None:
         self._job, self._tp_size, shape = job, job.engine_tp, job.shape
-        self.padded_params = VLLM_PADDED_PARAMETERS
+        self.padded_params: tuple[str, ...] = VLLM_PADDED_PARAMETERS
         table = self.placements(process.rank)
         sizes = _find_sizes(table)
         for name in {*self.padded_params} & {*sizes}:
@@ -56,7 +56,9 @@ class SleepingEngine:
         if adapters is not None:
             sizes |= _find_sizes(separate_placements(adapters, as_table(table)))
         dtype = actor.model.dtype
-        self.params = {name: torch.empty(size, dtype=dtype, device=process.device) for name, size in sizes.items()}
+        self.params: Mapping[str, torch.Tensor] = {
+            name: torch.empty(size, dtype=dtype, device=process.device) for name, size in sizes.items()
+        }
         names = find_shared(job.config, actor, process.rank, table)
         self.shared_params = share_params(self.params, {name: actor.model.params[own] for name, own in names.items()})
         mine = [tensor for name, tensor in self.params.items() if name not in self.shared_params]

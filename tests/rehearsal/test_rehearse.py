@@ -76,8 +76,8 @@ def test_tool_rehearses_every_class_and_agrees(arguments: list[str], tmp_path: P
         assert update["at_peak"] and update["peak"] > update["live"] > 0
         assert not update["copies"] and not update["mixes"]
         states, phases = rank["host"]["rehearsed"], rank["phases"]
-        assert phases["restore"]["copied"] == {"cpu to cuda": states}, "the states come back from page-locked memory"
-        assert phases["release"]["copied"] == {"cuda to cpu": states} and states > 0
+        back, away = phases["restore"]["copied"], phases["release"]["copied"]
+        assert back["cpu to cuda"] == away["cuda to cpu"] == pytest.approx(states, rel=1e-3), "rounded up to blocks"
         assert phases["release"]["live"] < phases["switch"]["peak"] < update["peak"]
         assert phases["save"]["copied"]["cuda to cpu"] > states, "the weights are saved as well"
         planned = {row["phase"]: row["planned"] for row in rank["memory"]}
