@@ -56,7 +56,7 @@ from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.types import UserError
 
 CUDA = torch.device("cuda", 0)
-SHAPE: Any = SimpleNamespace(num_experts=0)
+SHAPE: Any = SimpleNamespace(num_experts=0, latent=None)
 
 
 def _spec(**changes: Any) -> EngineSpec:
