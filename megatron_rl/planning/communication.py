@@ -65,21 +65,22 @@ class Workload:
         return self.num_rollouts * (self.prompt_tokens + self.response_tokens)
 
 
-def list_traffic(job: Job, work: Workload) -> list[Traffic]:
-    """Everything but the switch of the weights, which the reshard planner counts."""
+def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
+    """Everything but the switch of the weights, which the reshard planner counts, for the ranks of a pipeline stage."""
     passes = job.scoring_passes | {role.name: 1 for role in job.others}
     found = [
         traffic
         for name, forwards in passes.items()
-        for traffic in _role_traffic(job, work, job.spec.roles[name], forwards)
+        for traffic in _role_traffic(job, work, job.spec.roles[name], forwards, stage)
     ]
     found.append(_engine_traffic(job, work))
     return [traffic for traffic in found if traffic.bytes_per_rank]
 
 
-def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> Iterator[Traffic]:
+def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
     """One role: `forwards` scoring passes over all tokens, and its updates."""
     shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
+    rank = layout.rank(pp=min(stage, layout.pp_size - 1))
 
     def count(axis: str, link: str, size: float) -> Traffic:
         return Traffic(f"{role.title} {axis}", link, int(size), role.name)
@@ -95,7 +96,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward after the embedding, and before the head, which other stages do not have.
-    ends = (forwards + 2 * trainings) * (2 if pp == 1 else 1)
+    ends = (forwards + 2 * trainings) * ((stage == 0) + (stage >= pp - 1))
     times = (2 if shape.num_experts else 4) * layers * (rounds + extra) + ends
     # What experts take and give, gathered and reduced: hidden states, and one way the shares of the experts.
     exchanged = layers * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
@@ -114,19 +115,19 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
         size = work.optimizer_steps * rows * shape.hidden_size * _FLOAT / replicas
         yield count("embedding", link_of(layout, cluster, "pp"), size)
     if section.zero_stage == FULLY_SHARDED:
-        size = _shared_bytes(job, work, role, forwards, trainings)
+        size = _shared_bytes(job, work, role, forwards, rank)
         yield count("DP", link_of(layout, cluster, "cp", "dp"), size)
     elif role.trainable and isinstance(section, TrainedConfig):
         held = compute_role_bytes(
             shape,
             layout,
-            layout.first_rank,
+            rank,
             dtype=job.config.model.dtype,
             upkeep=Upkeep.of(section),
             adapters=job.adapters_of(role),
         )
         adapters, replicas = job.adapters_of(role), layout.dp_size * cp
-        members = [p for chunk in list_chunks(adapters or shape, layout, layout.first_rank) for p in chunk]
+        members = [p for chunk in list_chunks(adapters or shape, layout, rank) for p in chunk]
         experts = sum(p.numel for p in members if p.is_expert) / sum(p.numel for p in members)
         share = (1 - experts) * (replicas - 1) / replicas + experts * (1 - ep / replicas)
         trained = held.gradients * itemsize // 4  # bytes of the parameters that have gradients, which are float32
@@ -135,15 +136,15 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int) -> It
         yield count("DP", link_of(layout, cluster, "cp", "dp"), work.optimizer_steps * moved * share)
 
 
-def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, trainings: int) -> float:
+def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
     """Weights that are gathered and gradients that are reduced when data parallel ranks share them (ZeRO-3).
 
     A microbatch gathers everything in its forward pass, the layers once more in its backward pass, and reduces
     gradients in float32. The ends of a stage stay during a pass that is forward only. Microbatches are taken as full,
     at least one per optimizer step.
     """
-    layout, section = job.layout_of(role), role.layout
-    found = count_gathered(job.shape_of(role), layout, layout.first_rank)
+    layout, section, trainings = job.layout_of(role), role.layout, work.passes if role.trainable else 0
+    found = count_gathered(job.shape_of(role), layout, rank)
     layers = found.num_layers * found.dense, found.num_layers * found.experts
     replicas = layout.dp_size * layout.cp_size
     budget = section.max_tokens_per_microbatch

@@ -100,10 +100,10 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
         layout, passes = job.layout_of(role), job.scoring_passes.get(role.name, 1)
         work = Workload(layout.dp_size, 0.0, rows[role.name], 1, 1)
         planned: dict[str, float] = defaultdict(float)
-        for traffic in list_traffic(job, work):
+        stage = layout.coordinates(rank).pp
+        for traffic in list_traffic(job, work, stage):
             if traffic.role == role.name:
                 planned[traffic.kind.rpartition(" ")[2]] += traffic.bytes_per_rank
-        stage = layout.coordinates(rank).pp
         planned["PP"] *= _find_share_of_ends(layout, stage, passes, role.trainable)
         if 0 < stage < layout.pp_size - 1:
             planned["embedding"] = 0.0

@@ -26,8 +26,8 @@ HIDDEN, LAYERS, BYTES = 64, 8, 2
 RECOMPUTE = "algorithm.old_logprobs=recompute"
 
 
-def traffic(job: Job) -> dict[str, Traffic]:
-    return {t.kind: t for t in list_traffic(job, build_workload(job, ASSUMED))}
+def traffic(job: Job, stage: int = 0) -> dict[str, Traffic]:
+    return {t.kind: t for t in list_traffic(job, build_workload(job, ASSUMED), stage)}
 
 
 def test_workload() -> None:
@@ -84,6 +84,22 @@ def test_shared_weights_are_gathered_by_every_microbatch() -> None:
 def test_pipeline_sends_its_boundary() -> None:
     job = make_job(small_shape(), "actor.pipeline_model_parallel_size=4", RECOMPUTE)
     assert traffic(job)["actor PP"].bytes_per_rank == 3 * TOKENS / 2 * HIDDEN * BYTES
+
+
+def test_stages_between_two_others_have_neither_embedding_nor_head() -> None:
+    settings = "actor.pipeline_model_parallel_size=4", "actor.tensor_model_parallel_size=2"
+    job = make_job(small_shape(), *settings, RECOMPUTE)
+    of_stage = [traffic(job, stage) for stage in range(4)]
+    # All-reduces of a pass: two for each of two layers, and half of one for an embedding or a head.
+    one = 3 * TOKENS * HIDDEN * BYTES  # three passes, and a ring over two ranks sends as many bytes as it reduces
+    assert [t["actor TP"].bytes_per_rank / one for t in of_stage] == [4.5, 4, 4, 4.5]
+    job = make_job(small_shape(), settings[0], "actor.ppo_mini_batch_size=32")
+    sent = [traffic(job, stage)["actor DP"].bytes_per_rank for stage in range(4)]
+    roles = [
+        compute_role_bytes(job.shape, job.layout, job.layout.rank(pp=stage), dtype="bfloat16") for stage in range(4)
+    ]
+    assert sent == [int(2 * (role.gradients + role.parameters) / 2) for role in roles]
+    assert sent[1] == sent[2] < sent[3]
 
 
 def test_context_and_expert_exchanges() -> None:
