@@ -116,7 +116,7 @@ class KeptSets:
 
     @classmethod
     def join_known(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
-        """Those of parts of so many tokens each; None in a part: from the whole vocabulary. None if all of them are."""
+        """The sets of parts with their numbers of tokens; one without sets has the whole vocabulary. None if all do."""
         if all(kept is None for kept, _ in parts):
             return None
         return cls.join([kept or cls.whole(length) for kept, length in parts])

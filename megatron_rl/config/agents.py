@@ -24,7 +24,7 @@ class AgentsConfig:
         "search:CORPUS.jsonl, mcp:COMMAND, or functions of yours as path.py:function.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"] = option(
-        "auto", "How replies write tool calls; auto: as the chat template writes those of earlier replies."
+        "auto", "How replies write tool calls; auto: as the chat template writes earlier calls."
     )
     program: str | None = option(
         None,

@@ -176,7 +176,7 @@ def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -
 
 
 def text_row(rollout: Rollout) -> dict[str, Any]:
-    """One rollout without its tokens, as those of validation are written."""
+    """One rollout without its tokens, as validation writes it."""
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,

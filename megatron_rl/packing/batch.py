@@ -230,7 +230,7 @@ def build_train_batch(
         dp_rank: whose microbatches to build; None: of a rank outside of the role, which has no token.
         padding: what the lengths of the microbatches must be.
         device: where the tensors live.
-        shared: what the sequences of the step have in common; those of a microbatch are in its order. None packs
+        shared: what the sequences of the step have in common, which a microbatch puts in its own order. None packs
             every sequence whole.
     """
     rows = Rows()

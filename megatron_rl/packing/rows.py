@@ -19,7 +19,7 @@ class Rows:
     Attributes:
         lengths: of the microbatch's segments.
         paths: of each, the rows of its prefix and then its own, counted in rows that the model computes.
-        num_tokens, num_computed: rows of the microbatch, and those of them that the model computes.
+        num_tokens, num_computed: rows of the microbatch, and how many of them the model computes.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles of a rehearsed rank, built by the code that builds those of a run."""
+"""The roles of a rehearsed rank, built by the same code as in a run."""
 
 from __future__ import annotations
 

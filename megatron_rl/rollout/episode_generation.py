@@ -69,7 +69,7 @@ class EpisodeGenerator:
         """
         generator = self._generator
         samples = _Batch(groups, {request.key: request for request in generator.build_requests(groups)})
-        episodes = self._open(samples, shift=-len(groups))  # apart from those of `carry`
+        episodes = self._open(samples, shift=-len(groups))  # no key of `carry` is used again
         rollouts: dict[int, Rollout] = {}
         requests: list[Request] = []
 

@@ -121,6 +121,17 @@ class Family:
         return self.scoring or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
+# Mixtures with sigmoid routers: experts that all tokens share, and a bias that takes part in the choice.
+_SIGMOID_EXPERTS = ExpertNames(
+    "mlp",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    size_key="moe_intermediate_size",
+    shared="shared_experts",
+    bias="gate.e_score_correction_bias",
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honors_head_dim=False),
@@ -182,29 +193,13 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=None,
         qk_norm=None,
         partial_rotary=0.5,
-        experts=ExpertNames(
-            "mlp",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            size_key="moe_intermediate_size",
-            shared="shared_experts",
-            bias="gate.e_score_correction_bias",
-        ),
+        experts=_SIGMOID_EXPERTS,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         rotates_neighbors=True,
         has_latent_attention=True,
-        experts=ExpertNames(
-            "mlp",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            size_key="moe_intermediate_size",
-            shared="shared_experts",
-            bias="gate.e_score_correction_bias",
-        ),
+        experts=_SIGMOID_EXPERTS,
         vllm_module="deepseek_v2",
     ),
 }
