@@ -40,7 +40,7 @@ from tools.benchmarks._scripted_stream import ScriptedStream
 TOLERANCE = 0.05
 # The proportions of 8B parameters on one GPU.
 COST = StepCost(fixed=6e-3, per_request=2e-5, per_prompt_token=4e-5, per_context_token=5e-6)
-TRAIN_SECONDS_PER_TOKEN, SWITCH_SECONDS = 2e-5, 0.05
+SWITCH_SECONDS = 0.05
 PROMPT_TOKENS = 10
 
 Measure = Callable[[Schedule, Costs, LengthModel, int], float]
@@ -102,8 +102,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--correlation", type=float, default=0.5, help="inside of a prompt (default 0.5)")
     parser.add_argument("--longest", type=int, default=400, help="longest response, tokens (default 400)")
     parser.add_argument("--slots", type=int, default=64, help="requests that an engine runs at once (default 64)")
+    parser.add_argument("--train-cost", type=float, default=20.0, help="microseconds of training per token (20)")
     parser.add_argument("--trainers", type=int, default=1, help="ranks that train where engines have their own (1)")
     parser.add_argument("--steps", type=int, default=6, help="steps of every schedule (default 6)")
+    parser.add_argument("--only", default="", help="measure the schedules whose names contain this (default: all)")
     parser.add_argument("--pace", type=float, default=1.0, help="times as long as on the GPU that is simulated (1)")
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     return parser.parse_args(arguments)
@@ -121,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.group_size,
         PROMPT_TOKENS,
         args.longest,
-        lambda tokens: args.pace * TRAIN_SECONDS_PER_TOKEN * tokens,
+        lambda tokens: args.pace * args.train_cost * 1e-6 * tokens,
         args.pace * SWITCH_SECONDS,
     )
     fewer = process.world_size / args.trainers  # ranks that train take so many times as long
@@ -129,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         here, num_engines=process.world_size - args.trainers, train=lambda tokens: fewer * here.train(tokens)
     )
     found: dict[str, Any] = {}
-    for name, (schedule, measure) in MODES.items():
+    for name, (schedule, measure) in ((name, mode) for name, mode in MODES.items() if args.only in name):
         costs = apart if schedule.own_ranks else here
         simulated = simulate(schedule, costs, lengths, assign_engines, steps=args.steps)
         of_ranks = [0.0] * process.world_size
