@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy straight from hidden states: the logits of a chunk of tokens exist at a time, never all.
 
-Forward loops over chunks of tokens and keeps four numbers per token; backward makes each chunk's logits again, turns
-them into their gradient in place and multiplies it away. Memory is `chunk_tokens * v/tp` instead of `t * v/tp`; the
-price is one more product with the output weight. TP ranks exchange four numbers per token, once, in forward;
-backward has no communication.
+Forward loops over chunks of tokens and keeps four numbers per token; backward makes each chunk's logits again (a single
+chunk's wait for it), turns them into their gradient in place and multiplies it away. Memory is `chunk_tokens * v/tp`
+instead of `t * v/tp`; the price of several chunks is one more product with the output weight. TP ranks exchange four
+numbers per token, once, in forward; backward has no communication.
 
 Gradients: that of the weight is complete. That of the hidden states is this rank's part of the sum over the
 vocabulary; the region function that brought the hidden states to all TP ranks adds the parts up in its backward
@@ -103,13 +103,17 @@ class _LinearLogprobs(torch.autograd.Function):
         softmax: OutputSoftmax,
         kept: PackedKeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = _Chunks(hidden, weight, softmax, kept)
-        summary = torch.cat(
-            [compute_summary(chunks.make_logits(part), targets[part], chunks.shard) for part in chunks.parts], dim=1
-        )
+        chunks, summaries = _Chunks(hidden, weight, softmax, kept), []
+        for part in chunks.parts:
+            logits = chunks.make_logits(part)
+            summaries.append(compute_summary(logits, targets[part], chunks.shard))  # subtracts each row's maximum
+        summary = torch.cat(summaries, dim=1)
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.softmax, ctx.kept = softmax, kept
+        # A single chunk's logits wait for backward, which would make as many.
+        is_reused = len(chunks.parts) == 1 and any(ctx.needs_input_grad)
+        ctx.logits, ctx.logits_lse = (logits, lse - summary[0]) if is_reused else (None, None)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -121,10 +125,13 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         sum_over_chunks = WeightGradient(weight, len(chunks.parts) <= 1) if ctx.needs_input_grad[1] else None
+        logits, ctx.logits = ctx.logits, None
+        if logits is not None:
+            lse = ctx.logits_lse
         for part in chunks.parts:
             # d/d logits = d/dz / temperature: the division is made on the [t] factors.
             gradient = compute_logits_gradient(
-                chunks.make_logits(part),
+                chunks.make_logits(part) if logits is None else logits,
                 targets[part],
                 chunks.shard,
                 lse=lse[part],

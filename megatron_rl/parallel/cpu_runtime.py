@@ -14,6 +14,7 @@ It lists every private name that this file relies on; a test asserts that they s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import types
@@ -28,6 +29,7 @@ from megatron_rl.parallel.library_warnings import KNOWN_ON_CPU, silence
 
 _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
@@ -255,6 +257,14 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder)
     _allow_cuda_call()
     silence(KNOWN_ON_CPU)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc use the memory of freed tensors again; by default it returns most, and each new page costs a fault."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc accepts
+        mallopt(_M_TRIM_THRESHOLD, 512 << 20)
 
 
 def install_and_find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:

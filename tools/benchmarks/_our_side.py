@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 import torch
 
 from megatron_rl.parallel.collectives import current_device, init_distributed
-from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.roles.actor import Actor
 from megatron_rl.trainer.grpo import Trainer
@@ -41,10 +41,10 @@ from tools.benchmarks._step_contest import (
 )
 
 
-def build_actor(model: Path) -> Actor:
-    """An actor on one rank, with Adam and clipping as TRL has them."""
-    init_distributed(timeout_minutes=10)
-    return build_bench_actor(model, build_groups(ParallelLayout(1)), lr=LEARNING_RATE, adam_beta2=0.999)
+def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
+    """An actor on one rank, with Adam and clipping as TRL has them, and its logits of a whole microbatch at once."""
+    chunk = options.max_tokens
+    return build_bench_actor(options.model, groups, lr=LEARNING_RATE, adam_beta2=0.999, logprob_chunk_tokens=chunk)
 
 
 def take_step(
@@ -124,6 +124,7 @@ def run_whole_program(options: argparse.Namespace) -> None:
         "actor": {
             "ppo_mini_batch_size": options.prompts,
             "max_tokens_per_microbatch": options.max_tokens,
+            "logprob_chunk_tokens": options.max_tokens,
             "lr": SMALL_LEARNING_RATE,
             "adam_beta2": 0.999,
             "weight_decay": 0.0,
@@ -143,8 +144,10 @@ def main() -> None:
     if options.workload == "rollouts":
         run_whole_program(options)
         return
-    actor = build_actor(options.model)
-    reference = build_bench_actor(options.model, actor.model.groups) if options.workload == "reference" else None
+    init_distributed(timeout_minutes=10)
+    groups = build_groups(ParallelLayout(1))
+    actor = build_actor(options, groups)
+    reference = build_actor(options, groups) if options.workload == "reference" else None
     answer({"ready": True})
     for step in range(options.num_steps):
         wait_for_step()
