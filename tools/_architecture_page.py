@@ -8,13 +8,10 @@ from tools._rooms import ROOMS
 _HEAD = """<!-- Made by tools/make_docs.py from tools/_rooms.py; do not edit. -->
 # Architecture
 
-One program, run by every rank, trains a policy. Two things travel through it: samples and weights. The code is divided
-into rooms, the subpackages of `megatron_rl/`.
+The code is divided into rooms, the subpackages of `megatron_rl/`. A room imports only rooms of lower layers and
+`types`; `tests/test_house.py` enforces this from the table that generates this page.
 
 ## Rooms
-
-A room imports only rooms of lower layers. Rooms of the same layer do not import each other; every room may import
-`types`. `tests/test_house.py` enforces this from the table that generates this page.
 
 | layer | room | what it does |
 |---|---|---|
@@ -26,17 +23,17 @@ _ROADS = """
 ```text
  data          prompts of step n, shuffled by (seed, epoch)
   |
- rollout       generates with an engine (engines, through weight_sync) and scores the responses (rewards)
+ rollout       responses from engines, scored by rewards
   |
- experience    headers of the step on every rank; each role fetches its share of the tokens and packs it (packing)
+ experience    headers on every rank; each role fetches its tokens and packs them (packing)
   |
- training      old log-probs, reference log-probs and values: columns that other roles fetch (roles)
+ training      columns: old log-probs, reference log-probs, values (roles)
   |
- algorithms    advantages and the loss, as sums over tokens with global denominators
+ algorithms    advantages and losses, with global denominators
   |
  training      optimizer steps of actor and critic
   |
- observability one record per step; checkpoint and capsule store what a later run needs
+ observability one record per step
 ```
 
 ## The road of the weights
@@ -48,15 +45,15 @@ _ROADS = """
   |
  training      optimizer steps
   |
- weight_sync   switches between training and rollout: resharding plans once, moves the weights and certifies them
+ weight_sync   moves the weights by a plan of resharding and certifies them
   |
- engines       the engine's own parameters, sharing the actor's storage where the layouts agree
+ engines       the engine's own parameters
   |
- checkpoint    back to disk, for any other layout
+ checkpoint    back to disk, for any layout
 ```
 
-`Trainer.train` in `megatron_rl/trainer/grpo.py` joins both roads. [Concepts](concepts.md) has pictures, and
-[Extending](extending.md) says what to add to which room.
+`Trainer.train` in `megatron_rl/trainer/grpo.py` joins both roads. [Concepts](concepts.md) has pictures;
+[Extending](extending.md#inside-the-package) says where changes go.
 """
 
 
