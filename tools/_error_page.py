@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page `docs/errors.md`: every error that a user can fix, by what is wrong, read from the syntax trees.
 
-Every `UserError(found, source=, expected=, hint=)` of the package, the tools and the launchers is one row, without its
-source, which an error prints. Parts that are only known when the error occurs are shown as `{name}`. A function that
-builds an error out of texts that its callers give (`require`, `_damaged`, ...) is one row per caller.
+Every message of a `UserError(found, source=, expected=, hint=)` of the package, the tools and the launchers stands
+once, messages with the same advice in one row. Parts that are only known when the error occurs are shown as `{name}`.
+A function that builds an error out of texts of its callers (`require`, `_damaged`, ...) has a message per caller.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_rl.types import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXI
 _ROOMS = ("launch", "tools", "megatron_rl")
 _PARTS = ("found", "source", "expected", "hint")
 _MARK = "\0"  # encloses a placeholder until the row is formatted
+_NAME = re.compile(r"\w[._/]\w|--\w|=")
 _INTRODUCTION = """\
 # Errors
 
@@ -31,12 +32,11 @@ error: actor.lr = -1.0 is negative
   hint:     set actor.lr to 0 or more
 ```
 
-Settings, model directory, data, layout and rewards are checked on every rank before any model is built. Once a
-run has begun, a failure on one rank or all of them ends the job with one message of the same form; its source is
-the rank, the step and the phase. `logs/rank<N>.log` has the traceback and the last collectives of that rank.
+Input is checked on every rank before any model is built. Once a run has begun, the source of a failure is the rank, the
+step and the phase; `logs/rank<N>.log` has the traceback and the last collectives of that rank.
 
-The tables list all such errors by what is wrong. To find yours, search this page for some of its words; `{{name}}`
-stands for what is only known when the error occurs. `python tools/make_docs.py` makes the page from the sources.
+To find an error below, search for some of its words; `{{name}}` stands for what is only known when it occurs. Messages
+whose own hint says enough stand in a list. `python tools/make_docs.py` makes the page from the sources.
 
 ## Exit codes
 
@@ -49,8 +49,8 @@ stands for what is only known when the error occurs. `python tools/make_docs.py`
 | {preempted} | a signal stopped the run after it saved | [run the same command again]({signals}) |
 | {interrupted} | Ctrl-C | |
 
-torchrun itself exits with 1 in all cases; `launch/train_single_node.sh` (with `RUN_DIR`) and
-`launch/train_multi_node.sh` return {preempted}.
+torchrun itself exits with 1; `launch/train_single_node.sh` (with `RUN_DIR`) and `launch/train_multi_node.sh` return
+{preempted}.
 """
 _VALUES = {
     "failed": EXIT_FAILED,
@@ -77,6 +77,12 @@ class Row:
     path: Path
     line: int
     parts: tuple[str, ...]
+
+    @property
+    def advice(self) -> str:
+        """The hint, if it names a setting, a command or a file, or explains; a short one says what anyone would try."""
+        known = self.parts[3].split(_MARK)[::2]
+        return self.parts[3] if _NAME.search(" ".join(known)) or len(" ".join(known).split()) > 9 else ""
 
 
 # What is wrong -> one line about it, and the files whose errors belong to it: the longest prefix of a path decides.
@@ -126,20 +132,22 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def format_page(root: Path) -> str:
-    """The page as Markdown; an error that several places raise alike is one row.
+    """The page as Markdown; an error that several places raise alike stands once.
 
     Args:
         root: of the checkout; the sources below it are read, not imported.
     """
-    rows: dict[str, dict[str, None]] = {area: {} for area in _AREAS}
+    areas: dict[str, dict[str, dict[str, None]]] = {area: {} for area in _AREAS}
     for row in read_rows(root):
-        found, _, expected, hint = map(_format_cell, row.parts)
-        rows[_find_area(row.path)][f"| {found} | {expected} | {hint} |\n"] = None
+        messages = areas[_find_area(row.path)].setdefault(_format_cell(row.advice), {})
+        messages[_format_cell(row.parts[0])] = None
     parts = [_INTRODUCTION.format(**_VALUES)]
     for area, (about, _) in _AREAS.items():
-        if rows[area]:
-            parts.append(f"\n## {area}\n\n{about}\n\n| message | expected | hint |\n|---|---|---|\n")
-            parts += rows[area]
+        if areas[area]:
+            others = areas[area].pop("", {})
+            parts.append(f"\n## {area}\n\n{about}\n\n| message | what to do |\n|---|---|\n")
+            parts += [f"| {'<br>'.join(messages)} | {advice} |\n" for advice, messages in areas[area].items()]
+            parts += ["\n", *(f"- {message}\n" for message in others)] if others else []
     return "".join(parts)
 
 

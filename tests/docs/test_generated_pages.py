@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,19 +72,24 @@ def write_module(root: Path, text: str) -> str:
 
 
 def test_errors_are_read_from_the_syntax_tree(tmp_path: Path) -> None:
-    """Placeholders, constants of the module, alternatives, values of calls, and characters of Markdown."""
+    """Placeholders, constants of the module, alternatives, values of calls, and characters of Markdown; messages with
+    the same advice are one row, and one whose hint is short is in the list."""
     page = write_module(
         tmp_path,
         """
 _WHERE = "a setting"
 def f(path, n, items):
     raise UserError(f"{path.name} has {len(items)} | {n + 1:.2f} *", source=_WHERE,
-                    expected=f"1 to {n * 2}" if n else "1", hint="see " + ", ".join(sorted(items)))
+                    expected="1", hint=f"set a.b={n}, not " + ", ".join(sorted(items)))
+    raise UserError(f"no {_WHERE}" if n else "nothing", source="", expected="1", hint=f"set a.b={n}, not {items}")
+    raise UserError("nothing", source="", expected="1", hint="give one")
 """,
     )
-    assert page.splitlines()[-1] == (
-        "| `{name}` has `{number of items}` \\| `{n}` \\* | 1 to `{n * 2}` / 1 | see `{items}` |"
-    )
+    assert page.splitlines()[-3:] == [
+        "| `{name}` has `{number of items}` \\| `{n}` \\*<br>no a setting / nothing | set a.b=`{n}`, not `{items}` |",
+        "",
+        "- nothing",
+    ]
 
 
 def test_an_error_built_by_a_helper_is_a_row_per_caller(tmp_path: Path) -> None:
@@ -98,10 +104,7 @@ def f(path, size):
     raise _bad(path, what="missing")
 """,
     )
-    assert [line.split(" | ")[0] for line in page.splitlines()[-2:]] == [
-        "| `{path}` is `{size}` bytes long",
-        "| `{path}` is missing",
-    ]
+    assert page.splitlines()[-2:] == ["- `{path}` is `{size}` bytes long", "- `{path}` is missing"]
 
 
 def test_no_error_of_the_sources_is_left_out(pages: dict[str, str]) -> None:
@@ -118,10 +121,9 @@ def test_no_error_of_the_sources_is_left_out(pages: dict[str, str]) -> None:
                 and getattr(node.func, "id", "") == "UserError"
             ]
             assert sum(row.path == path.relative_to(ROOT) for row in rows) >= len(errors), path
-    tables = pages["errors.md"].partition("\n## Settings, ")[2]
-    assert tables.count("\n| ") - tables.count("\n| message | ") == len(
-        {(row.parts[0], *row.parts[2:]) for row in rows}
-    )
+    listed = pages["errors.md"].partition("\n## Settings, ")[2].replace("<br>", "\n| ").splitlines()
+    messages = {re.split(r" (?<!\\)\| ", line)[0][2:].removesuffix(" |") for line in listed if line[:2] in ("| ", "- ")}
+    assert messages - {"message"} == {_error_page._format_cell(row.parts[0]) for row in rows}
 
 
 def test_the_example_and_the_exit_codes_are_real(pages: dict[str, str]) -> None:
