@@ -9,16 +9,14 @@ from megatron_rl.config.rendering import render
 _INTRODUCTION = """\
 # Settings
 
-Every setting of a run. `python tools/make_docs.py` makes this page from `megatron_rl/config/schema.py`.
-
 A recipe is nested YAML: `section:` with `key: value` below it. On the command line, `section.key=value` or
-`--section.key value` overrides it. Megatron's spelling of a key works if it has one meaning; of actor, critic and
-reward model it means the actor (`--pipeline-model-parallel-size 2`). `--tensor-model-parallel-size` is refused, because
-the rollout also has that key. [verl's names](verl_keys.md) and [TRL's](migrating.md#trl) are accepted. An unknown name
-is an error that suggests the closest known ones. `--dry-run` prints the resolved settings, and a run writes them to
-`<run_dir>/config.yaml`.
+`--section.key value` overrides it. Megatron's spelling of a key works where it has one meaning; among roles it means
+the actor (`--pipeline-model-parallel-size 2`). [verl's names](verl_keys.md) and [TRL's](migrating.md#trl) are accepted.
+An unknown name is an error that suggests the closest ones. `--dry-run` prints the resolved settings, and a run writes
+them to `<run_dir>/config.yaml`.
 
 A default in bold must be given. `null` means "not given". Each row is an anchor: `#actor.lr`.
+`python tools/make_docs.py` makes this page from `megatron_rl/config/schema.py`.
 """
 _HEADER = """
 ## {section}
@@ -32,18 +30,24 @@ _HEADER = """
 
 def format_page() -> str:
     """The page as Markdown."""
-    fields = list_fields().values()
+    fields = list_fields()
     parts = [_INTRODUCTION]
     for section, section_class in section_classes().items():
         doc = " ".join((section_class.__doc__ or "").split())
         parts.append(_HEADER.format(section=section, doc=doc))
-        parts += [_format_row(info) for info in fields if info.section == section]
+        for info in fields.values():
+            if info.section == section:
+                parts.append(_format_row(info, fields.get(f"actor.{info.leaf}")))
     return "".join(parts)
 
 
-def _format_row(info: FieldInfo) -> str:
+def _format_row(info: FieldInfo, actors: FieldInfo | None) -> str:
+    """A row; a setting that the actor has, too, is explained there."""
     default = "**required**" if info.required else f"`{render(info.default)}`"
-    cells = (f'<a id="{info.name}"></a>`{info.name}`', _format_type(info), default, info.unit, _escape(info.doc))
+    meaning = _escape(info.doc)
+    if actors is not None and info.name != actors.name and info.doc == actors.doc and len(info.doc.split()) > 3:
+        meaning = f"see [`{actors.name}`](#{actors.name})"
+    cells = (f'<a id="{info.name}"></a>`{info.name}`', _format_type(info), default, info.unit, meaning)
     return f"| {' | '.join(cells)} |\n"
 
 

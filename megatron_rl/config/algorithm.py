@@ -21,17 +21,16 @@ class AlgorithmConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/options.py
     adv_estimator: str = option(
         "grpo",
-        "Advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, "
-        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, distill (no rewards, teachers alone), or one that a "
-        "plugin registers.",
+        "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, remax, distill (teachers alone), or a plugin's.",
     )
     norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
     gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
     gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.")
     policy_loss: str = option(
         "ppo",
-        "Policy loss: ppo (clipped ratio per token), gspo (ratio per sequence), geo_mean (GMPO), cispo, sapo, "
-        "dppo_tv, dppo_kl, clip_cov, kl_cov, policy_gradient, or one that a plugin registers.",
+        "ppo (ratio per token), gspo (per sequence), geo_mean (GMPO), cispo, sapo, dppo_tv, dppo_kl, clip_cov, "
+        "kl_cov, policy_gradient, or a plugin's.",
     )
     clip_eps_low: float = option(
         0.2, "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence)."
@@ -41,8 +40,8 @@ class AlgorithmConfig:
     )
     dual_clip: float | None = option(
         None,
-        "Dual clip: with a negative advantage the loss per token is at most this times |advantage| (ppo, gspo); "
-        "dppo: the largest ratio; null: off.",
+        "Negative advantages: largest loss per token, times |advantage| (ppo, gspo); dppo: the largest ratio; "
+        "null: off.",
     )
     sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.")
     sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for the others.")
@@ -60,15 +59,15 @@ class AlgorithmConfig:
     )
     kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")
     kl_type: Literal["k1", "k2", "k3", "abs"] = option(
-        "k3", "KL estimator (Schulman, Approximating KL divergence), or the absolute difference of log-probs."
+        "k3", "KL estimator (Schulman), or the absolute difference of log-probs (abs)."
     )
     kl_in: Literal["loss", "reward"] = option("loss", "Where the KL term enters: the loss, or each token's reward.")
     kl_controller: Literal["fixed", "adaptive"] = option(
-        "fixed", "Keep kl_coef, or move it so that the measured KL approaches kl_target (adaptive)."
+        "fixed", "Keep kl_coef (fixed), or move it so that the KL approaches kl_target (adaptive)."
     )
     kl_target: float = option(0.1, "KL that the adaptive controller aims at.", "nats")
     kl_target_per: Literal["response", "token"] = option(
-        "response", "What kl_target counts: the KL of a response, or of one of its tokens (as verl does)."
+        "response", "kl_target is the KL of a response, or of a token (as verl's)."
     )
     kl_horizon: float = option(10000.0, "Responses over which the adaptive controller acts.", "responses")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).")
@@ -78,19 +77,19 @@ class AlgorithmConfig:
     )
     dynamic_sampling_metric: str | None = option(
         None,
-        "What must differ: a number that the reward function reports, such as acc; 'reward' for the reward with "
-        "the overlong punishment; null: the reward without it.",
+        "What must differ: a number that the reward function reports, 'reward' (with the overlong penalty), or "
+        "null: the reward without it.",
     )
     max_sampling_rounds: int = option(
         10,
-        "Most rounds of data.train_batch_size prompts in a step with dynamic_sampling; then groups without a signal "
+        "dynamic_sampling: most rounds of data.train_batch_size prompts in a step; then groups without a signal "
         "fill the batch.",
         "rounds",
     )
     old_logprobs: Literal["auto", "recompute"] = option(
         "auto",
-        "Log-probs before the update: its first pass gives them, where a pass is one optimizer step and nothing reads "
-        "them before (auto), or a forward pass of their own does, always.",
+        "Log-probs before the update: from its first pass where that is one optimizer step and nothing reads them "
+        "before (auto), or always from a forward pass (recompute).",
     )
     importance_sampling: Literal[
         "none",
@@ -103,19 +102,19 @@ class AlgorithmConfig:
         "bypass",
     ] = option(
         "none",
-        "Correction of the gap between the engine's and the trainer's log-probs: weight "
-        "exp(old_logprobs - rollout_logprobs) per token, or per response as the geometric mean (sequence) or the "
-        "product over its tokens, truncated at importance_high or masked outside of [importance_low, "
-        "importance_high]. bypass: no weights; the policy loss takes rollout_logprobs for old_logprobs.",
+        "Correction of the gap between engine and trainer: weight exp(old_logprobs - rollout_logprobs) per token, "
+        "or per response (sequence: geometric mean, product: product of its tokens), truncated at importance_high,"
+        " or masked unless within [importance_low, importance_high]. bypass: no weights; the policy loss takes "
+        "rollout_logprobs as old_logprobs.",
     )
     importance_normalize: bool = option(
-        False, "Divide the weights by their mean over the tokens (sequence, product: the responses) of the step."
+        False, "Divide the weights by their mean over the step's tokens (sequence, product: responses)."
     )
     importance_low: float = option(0.5, "Weights below it are masked (mask modes).")
     importance_high: float = option(2.0, "Weights above it are truncated or masked.")
     distillation: DistillationConfig = DistillationConfig()
     reject_sequence_above: float | None = option(
         None,
-        "A response with a token whose |old_logprobs - rollout_logprobs| is larger has no policy-gradient "
-        "term; null: off.",
+        "Responses with a larger |old_logprobs - rollout_logprobs| at any token have no policy-gradient term; "
+        "null: off.",
     )

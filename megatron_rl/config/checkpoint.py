@@ -14,20 +14,17 @@ class CheckpointConfig:
 
     resume: str = option(
         "auto",
-        "auto: resume from the newest valid checkpoint in trainer.run_dir, if there is one; must: end the run "
-        "where there is none; never: begin a new run; or the directory of a checkpoint to start from.",
+        "auto: from the newest valid checkpoint in trainer.run_dir, if any; must: end the run if there is none; "
+        "never: begin a new run; or a checkpoint directory to start from.",
     )
-    save_optimizer: bool = option(
-        True, "Save optimizer states, schedule, random numbers and data position; false: weights only, no resume."
-    )
+    save_optimizer: bool = option(True, "Save all that resuming needs; false: weights only.")
     save_huggingface: bool = option(
-        True, "Write the policy in HF format as well, into step_<N>/huggingface (not when a signal ends the run)."
+        True, "Also write the policy in HF format into step_<N>/huggingface (not on a signal)."
     )
     async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
         30.0,
-        "Save also when the last save is so long ago, so that a crash loses no more; without the HF format, and "
-        "gone when the next checkpoint is there; null: off.",
+        "Save also this long after the last save, without the HF format, until the next checkpoint; null: off.",
         "minutes",
     )
     max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves")
@@ -35,6 +32,5 @@ class CheckpointConfig:
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[str] = option(
         [],
-        "What may differ from the run behind the checkpoint: reference, reward_model, teachers, train_files, reward, "
-        "plugins (their content).",
+        "Inputs that may differ on resuming: reference, reward_model, teachers, train_files, reward, plugins.",
     )

@@ -21,19 +21,18 @@ class DataConfig:
     train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts, or reasoning-gym:NAME.")
     weights: list[float] | None = option(
         None,
-        "Shares of the train files in the prompts, a number per file on any scale; each file has epochs of its own. "
-        "Default: all files together, each prompt once per epoch.",
+        "Shares of the train files in the prompts, on any scale, each file with its own epochs; default: each "
+        "prompt once per epoch.",
     )
     pass_rates: str | None = option(
         None,
-        "What tools/evaluate.py --rollouts wrote for the train files; prompts whose responses are correct less or more "
-        "often than pass_rate_range says are left out.",
+        "Rollouts of the train files by tools/evaluate.py; prompts with a rate not in pass_rate_range are left out.",
     )
     pass_rate_range: list[float] = option([0.1, 0.9], "Least and largest share of correct responses.")
     validation_files: list[str] = option(
         [],
-        "JSONL or parquet files with validation prompts; a set is called after its file (gsm8k/test.parquet: test, "
-        "or gsm8k-test beside another test).",
+        "JSONL or parquet files; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another"
+        " test).",
     )
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
     validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
@@ -42,12 +41,12 @@ class DataConfig:
     max_response_length: int = option(1024, "Longest response.", "tokens")
     overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
         "error",
-        "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning "
-        "(truncate_right) or both (truncate_middle), or drop. Of a chat, messages are cut, not the template.",
+        "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning (truncate_right) or"
+        " both (truncate_middle), or drop. Chats lose messages, never the template.",
     )
     apply_chat_template_kwargs: dict[str, Any] = option(
         {},
-        "Options of the chat template, such as enable_thinking; a row may have others (column chat_template_kwargs).",
+        "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them.",
     )
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema.")

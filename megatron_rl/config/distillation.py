@@ -17,17 +17,15 @@ class DistillationConfig:
 
     kind: Literal["sampled", "full", "top_k"] = option(
         SAMPLED,
-        "What is compared at each token of a response: the log-probs of that token, whose difference is added to the "
-        "advantage (sampled); or, as a term of the loss, the whole distributions (full), or the teacher's k likeliest "
-        "tokens and all others as one (top_k).",
+        "sampled: the difference of log-probs of the sampled token is added to the advantage; full: the loss "
+        "compares the whole distributions; top_k: the teacher's k likeliest tokens and all others as one.",
     )
     direction: Literal["reverse", "forward"] = option(
-        "reverse", "full, top_k: reverse is KL(policy || teacher), forward KL(teacher || policy); sampled is reverse."
+        "reverse", "full, top_k: KL(policy || teacher) (reverse) or KL(teacher || policy) (forward)."
     )
-    coef: float = option(1.0, "Weight of the term beside the reward's; with adv_estimator distill there is no other.")
+    coef: float = option(1.0, "Weight of the term; with adv_estimator distill it is the only one.")
     k: int = option(64, "top_k: tokens of the teacher that are compared one by one.", "tokens")
     choose_by: str | None = option(
         None,
-        "Column of the data, such as data_source, whose value chooses the teacher of a prompt (teachers.NAME.values); "
-        "null: all teachers, by their weights.",
+        "Column of the data whose value chooses the teacher (teachers.NAME.values); null: all teachers, by weight.",
     )

@@ -16,19 +16,16 @@ class LoraConfig:
     """Low-rank adapters (LoRA, 2106.09685): they are trained, and the model stays as it is."""
 
     rank: int = option(0, "Rank of the adapters; 0: the model itself is trained.")
-    alpha: float | None = option(
-        None, "The product of an adapter is multiplied by alpha / rank; default: twice the rank."
-    )
+    alpha: float | None = option(None, "Adapters are scaled by alpha / rank; default: twice the rank.")
     rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA, 2312.03732).")
     target_modules: list[str] = option(
         [ALL_LINEAR],
-        "Matrices that get adapters, by their names in PEFT: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-        "down_proj (Mixtral: w1, w3, w2); all-linear: all of them, in a mixture of experts the first four. The last "
-        "three then name matrices of every expert.",
+        "Matrices with adapters, in PEFT's words: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj "
+        "(Mixtral: w1, w3, w2; of every expert); all-linear: all, in a mixture of experts the first four.",
     )
     path: str | None = option(
         None,
-        "Directory of adapters to start from, as PEFT saves them; default: A is drawn at random, B is zero.",
+        "Adapters to start from, as PEFT saves them; default: A random, B zero.",
     )
 
     @property

@@ -14,11 +14,9 @@ class HealthConfig:
     """Alarms about the curves of a run; null turns one off."""
 
     window: int = option(10, "Steps whose mean is looked at.", "steps")
-    entropy_floor: float | None = option(
-        0.1, "Alarm when the policy's entropy is below this share of that of the first steps."
-    )
+    entropy_floor: float | None = option(0.1, "Alarm when the entropy is below this share of the first steps'.")
     length_growth: float | None = option(
-        1.5, "Alarm when responses are longer by this factor than four windows before and the reward did not rise."
+        1.5, "Alarm when responses are longer by this factor than four windows before, without more reward."
     )
     mismatch_growth: float | None = option(
         10.0, "Alarm when engine and trainer differ by this factor more than in the first steps (and by 1e-3 nats)."
@@ -48,28 +46,26 @@ class ObservabilityConfig:
     tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
     histograms_every: int = option(
         10,
-        "Write histograms (lengths, rewards, advantages, log-prob gap) and sample texts to TensorBoard in step 1 "
-        "and every N steps (0: never).",
+        "TensorBoard histograms (lengths, rewards, advantages, log-prob gap) and sample texts in step 1 and every "
+        "N steps (0: never).",
         "steps",
     )
     progress_bar: bool = option(
         True,
-        "Bars of the steps and of the responses being generated when stdout is a terminal; else a line every 10 "
-        "seconds of a generation that takes longer.",
+        "Bars of steps and responses on a terminal; else a line every 10 seconds of a generation.",
     )
     console_every: int = option(1, "Print the console line every N steps.", "steps")
     wandb: Literal["off", "offline", "online"] = option(
-        "off", "Log to Weights & Biases (needs the package wandb); offline: into <run_dir>/wandb, without a network."
+        "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
     )
     wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
     status_port: int | None = option(
-        None, "Port of a read-only web page about the run, served by rank 0 (0: any free port, printed); null: off."
+        None, "Port of a read-only web page about the run (0: any free port, printed); null: off."
     )
     status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
     status_token: bool = option(
         True,
-        "Serve the page below a random path that is printed at the start, so that only those who see the output "
-        "of the run can read it.",
+        "Serve the page below a random path, printed at the start.",
     )
     health: HealthConfig = field(default_factory=HealthConfig)

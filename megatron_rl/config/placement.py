@@ -20,13 +20,10 @@ class HybridConfig:
         "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible."
     )
     bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
-    alias_weights: bool = option(
-        True, "Let the engine use the actor's own storage wherever both layouts agree: nothing moves, no second copy."
-    )
+    alias_weights: bool = option(True, "Let the engine use the actor's storage wherever both layouts agree.")
     lora: Literal["merge", "adapter"] = option(
         "merge",
-        "How adapters (actor.lora) reach the engine: merge: the sum of model and adapters is written into it at each "
-        "switch; adapter (vllm): it has the model, shared or moved once, and at each switch the adapters alone.",
+        "How adapters reach the engine at a switch: merge: summed with the model; adapter (vllm): the adapters alone.",
     )
     verify: Literal["off", "sample", "full"] = option(
         "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."
@@ -38,12 +35,12 @@ class AutoLayoutConfig:
     """Who lays the roles out; `layout: auto` is short for `layout: {mode: auto}` (docs/planning.md)."""
 
     mode: Literal["given", "auto"] = option(
-        "given", "given: as the sections say; auto: the planner's fastest layout that fits the ranks and their memory."
+        "given", "given: as the sections say; auto: the planner's fastest layout that fits."
     )
     lengths: str | None = option(
         None,
-        "mode auto: lengths of responses as in tools/plan.py --lengths (a file, a run, lognormal:MEDIAN,SIGMA), for "
-        "which the planner also chooses schedule and placement; null: it leaves both as they are.",
+        "mode auto: lengths of responses, as tools/plan.py --lengths, by which schedule and placement are chosen, "
+        "too; null: both stay.",
     )
 
 
@@ -51,11 +48,11 @@ class AutoLayoutConfig:
 class PlacementConfig:
     """Where roles live. Roles on different ranks work at the same time."""
 
-    actor: str | None = option(None, "Ranks of the actor, from rank 0 on: 0-3, or a share of them, 1/4; default: all.")
+    actor: str | None = option(None, "Ranks of the actor, from rank 0 on: 0-3, or a share, 1/4; default: all.")
     critic: str | None = option(None, "Ranks of the critic, such as 4-7 or 1/2; default: all.")
     reference: str | None = option(None, "Ranks of the reference, which has the actor's layout; default: all.")
     reward_model: str | None = option(None, "Ranks of the reward model; default: all.")
-    teachers: dict[str, Any] = option({}, "Ranks of teachers by name, such as math: 4-7 or math: 1/2; default: all.")
+    teachers: dict[str, Any] = option({}, "Ranks of teachers by name: math: 4-7 or math: 1/2; default: all.")
     rollout: str | None = option(None, "Ranks of the rollout engines, such as 2-7 or 3/4; default: all.")
 
     def ranks_of(self, role: str, world_size: int) -> range:

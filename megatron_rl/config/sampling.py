@@ -33,29 +33,25 @@ class SamplingSettings:
     """How responses are drawn (docs/sampling.md)."""
 
     temperature: float = option(1.0, "Sampling temperature; also scales the logits in training.")
-    top_p: float = option(
-        1.0, "Nucleus sampling: the fewest tokens with this probability together; training scores the same sets."
-    )
-    top_k: int = option(
-        -1, "Draw from so many most likely tokens; -1: from all. Training scores the same sets.", "tokens"
-    )
+    top_p: float = option(1.0, "Nucleus sampling; training scores the same sets.")
+    top_k: int = option(-1, "Draw from so many most likely tokens; -1: all. Training scores the same sets.", "tokens")
     min_p: float = option(
-        0.0, "Draw from tokens at least this fraction as likely as the most likely one; training scores the same sets."
+        0.0, "Draw from tokens at least this fraction as likely as the likeliest; training scores the same sets."
     )
     min_tokens: int = option(
         0,
-        "Draw so many tokens of a response without those that end it, and let no text of rollout.stop end it before; "
-        "training scores the same sets.",
+        "Neither end-of-response tokens nor rollout.stop end a response before so many tokens; training scores the"
+        " same sets.",
         "tokens",
     )
     thinking_budget: int | None = option(
         None,
-        "End a thought that is not over after so many tokens of the response, with rollout.thinking_end; null: never.",
+        "End a thought after so many tokens of the response with rollout.thinking_end; null: never.",
         "tokens",
     )
     thinking_end: str = option(
         "\n</think>\n\n",
-        "Text that ends a thought at rollout.thinking_budget, with the closing tag in it; it is not learned from.",
+        "Text that ends a thought at thinking_budget, closing tag included; not learned from.",
     )
     max_kept_tokens: int = option(
         1024,
@@ -64,11 +60,10 @@ class SamplingSettings:
     )
     stop: list[str] = option(
         [],
-        "Texts that end a response: its tokens stay up to the one that completes such a text, and rewards read the "
-        "text before it.",
+        "Texts that end a response: the tokens that complete one stay, rewards read the text before it.",
     )
     stop_token_ids: list[int] = option(
-        [], "Tokens that end a response, in addition to the tokenizer's EOS and eos_token_id in generation_config.json."
+        [], "Tokens that end a response, besides the tokenizer's EOS and generation_config.json's."
     )
     validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).")
     validation_top_p: float = option(1.0, "top_p of validation responses.")
@@ -76,8 +71,7 @@ class SamplingSettings:
     validation_n: int = option(1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses")
     validation_sets: dict[str, Any] = option(
         {},
-        "What some validation sets have instead: name of the set -> any of n, temperature, top_p, top_k and "
-        "thinking_budget.",
+        "Exceptions by set: its name -> any of n, temperature, top_p, top_k, thinking_budget.",
     )
 
     @property

@@ -15,29 +15,29 @@ class ScheduleConfig:
 
     max_staleness: int = option(
         0,
-        "Steps by which the weights that a response begins with may be older than those that learn from it. 0: a step "
-        "generates its samples first. k: prompt i of the data order begins once i < (steps done + 1 + k) * "
-        "data.train_batch_size, and what is unfinished when a step has its samples is carried into the next one.",
+        "How many steps older than those that learn from it the weights may be that a response begins with. 0: a "
+        "step generates its samples first. k: prompt i begins once i < (steps done + 1 + k) * "
+        "data.train_batch_size; unfinished responses are carried over.",
         "steps",
     )
     order: Literal["stream", "whole"] = option(
         "stream",
-        "max_staleness > 0: a step learns from the next prompts of the data order (stream), or from the first ones "
-        "whose responses are all there (whole): half as many begin ahead, and the bound holds too.",
+        "max_staleness > 0: a step learns from the next prompts of the data order (stream), or from the first "
+        "whose responses are complete (whole).",
     )
     updates: Literal["drain", "in_flight"] = option(
         "in_flight",
-        "max_staleness > 0: responses that are unfinished when a step has its samples are interrupted and continued "
-        "with the next weights (in_flight), or finished first (drain).",
+        "max_staleness > 0: responses unfinished at the end of a step's generation continue with the next weights "
+        "(in_flight), or are finished first (drain).",
     )
     steps_per_update: int | None = option(
         None,
-        "updates in_flight: the engines interrupt together, after a multiple of so many decode steps, which makes a "
-        "run reproducible bit by bit; null: as soon as the last of them has what the step needs.",
+        "updates in_flight: engines interrupt together after a multiple of so many decode steps, reproducible bit "
+        "by bit; null: as soon as the step has its samples.",
         "steps",
     )
     replay: str | None = option(
         None,
-        "Run directory of a run with these settings and no steps_per_update: every engine is interrupted, and takes "
-        "new weights, after as many decode steps as there (its schedule/engine_<i>.jsonl).",
+        "Run directory with these settings and no steps_per_update, whose interruptions "
+        "(schedule/engine_<i>.jsonl) are repeated.",
     )

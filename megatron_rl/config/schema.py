@@ -55,15 +55,14 @@ class LayoutConfig:
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
     logprob_chunk_tokens: int = option(512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
     share_prompts: Literal[True, False, "tree"] = option(
-        True, "Compute a group's prompt once per microbatch; tree: also what the branches of a rollout have in common."
+        True, "Compute a group's prompt once per microbatch; tree: also what branches of a rollout share."
     )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers."
     )
     zero_stage: int = option(
         1,
-        "ZeRO stage, 1 or 3. What the ranks of DP and CP share: 1, optimizer states; 3, weights and gradients as well, "
-        "which are gathered a layer at a time (FSDP).",
+        "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP).",
     )
 
 
@@ -74,12 +73,11 @@ class TrainedConfig(LayoutConfig):
     lora: LoraConfig = LoraConfig()
     quantization: Literal["none", "nf4"] = option(
         "none",
-        "nf4 (with lora): the matrices of the layers lie in four bits (QLoRA, 2305.14314), and are what the engine "
-        "gets: dequantized.",
+        "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized.",
     )
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     optimizer: Literal["adam", "muon"] = option(
-        "adam", "AdamW, or Muon for the matrices of the layers and AdamW for all else, at one learning rate."
+        "adam", "AdamW, or Muon for the matrices of the layers and AdamW for the rest."
     )
     lr: float = option(1e-6, "Peak learning rate.")
     min_lr: float = option(0.0, "Final learning rate of the decay.")
@@ -93,31 +91,29 @@ class TrainedConfig(LayoutConfig):
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
         False,
-        "Keep optimizer states, and the float32 weights of a bfloat16 model, on the host while the engine generates.",
+        "Keep optimizer states (bfloat16: and float32 weights) on the host while the engine generates.",
     )
     overlap_grad_reduce: bool = option(
         False, "Reduce gradients over DP during the backward of the last microbatch (dense)."
     )
     step_mode: Literal["eager", "static", "graph"] = option(
         "eager",
-        "How an optimizer step runs: eager, on microbatches of any length; static, on microbatches padded to "
-        "few shapes in buffers that stay; graph, the same replayed from CUDA graphs (dense).",
+        "eager: microbatches of any length; static: padded to few shapes; graph: static, replayed from CUDA graphs"
+        " (dense).",
     )
     bucket_tokens: list[int] = option(
         [],
-        "step_mode static and graph: lengths that microbatches are padded to; default: the sixteenths of "
-        "max_tokens_per_microbatch.",
+        "static, graph: lengths that microbatches are padded to; default: sixteenths of max_tokens_per_microbatch.",
         "tokens",
     )
     max_num_seqs: int = option(
         64,
-        "step_mode static and graph: sequences that a microbatch has room for; one that has more gets twice, four "
-        "times ... that.",
+        "static, graph: sequences per microbatch that buffers hold; more take a buffer of twice, four times the size.",
         "sequences",
     )
     graph_memory_gib: float | None = option(
         None,
-        "step_mode graph: once the graphs hold so much memory, further shapes run uncaptured; default: no limit.",
+        "graph: once graphs hold so much memory, further shapes run uncaptured; default: no limit.",
         "GiB",
     )
 
@@ -134,13 +130,13 @@ class ActorConfig(TrainedConfig):
     ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
     router_replay: Literal["off", "engine", "trainer"] = option(
         "off",
-        "Mixture of experts: where the experts of a token come from in log-probs and updates. off: the router of the "
-        "moment; engine: what the rollout engine chose (R3); trainer: what the pass for old_logprobs chose (R2).",
+        "Experts of a token in log-probs and updates: the router's (off), the rollout engine's (engine, R3), or "
+        "the old_logprobs pass's (trainer, R2).",
     )
     router_bias_rate: float = option(
         0.0,
-        "Routers with biases (DeepSeek-V3, GLM-4.5): after each update the bias of an expert with more tokens in the "
-        "loss than the mean falls by so much, that of any other rises (2408.15664); 0: biases stay.",
+        "Routers with biases: after each update the bias of an expert with more tokens than the mean falls by so "
+        "much, others rise (2408.15664); 0: off.",
     )
 
 
@@ -148,17 +144,15 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(TrainedConfig):
     """The value model of PPO, in a layout of its own; it takes the actor's minibatches and passes."""
 
-    enable: bool | None = option(
-        None, "Train a critic; default: when algorithm.adv_estimator needs values (gae, or a plugin's that says so)."
-    )
+    enable: bool | None = option(None, "Train a critic; default: if algorithm.adv_estimator needs values.")
     path: str | None = option(
         None,
-        "Directory of its initial weights in HF format (its own score head is used if it has one); "
-        "default: model.path with a value head of zeros.",
+        "Initial weights in HF format, with their score head if they have one; default: model.path, a value head "
+        "of zeros.",
     )
     lr: float = option(1e-5, "Peak learning rate.")
     value_clip: float | None = option(
-        0.5, "New values are clipped to this distance from the old ones in the value loss; null: no clipping."
+        0.5, "Largest distance of new values from old ones in the value loss; null: no clipping."
     )
 
 
@@ -168,44 +162,39 @@ class RolloutConfig(SamplingSettings):
 
     engine: str = option(
         "vllm",
-        "Rollout engine: vllm, hf (transformers; slow, for debugging and parity), or megatron (the actor's own modules "
-        "in the actor's layout, without a copy of the weights; slow, exact, for every family that can be trained); or "
-        "a server: vllm_server, sglang, openai.",
+        "vllm, hf (transformers; slow, for debugging and parity), megatron (the actor's own modules; slow, exact, "
+        "for every family), or a server: vllm_server, sglang, openai.",
     )
     server: ServerConfig = ServerConfig()
-    tensor_model_parallel_size: int = option(
-        1, "Ranks per engine; world / this = number of engines (engine megatron: leave it out).", "ranks"
-    )
+    tensor_model_parallel_size: int = option(1, "Ranks per engine (engine megatron: leave it out).", "ranks")
     n: int = option(8, "Responses per prompt (group size).", "responses")
     bitwise: bool = option(
         False,
-        "Engine and trainer compute the same bits of every log-prob, and a step in which they do not ends the run "
-        "(CPU, float32, at most 2 TP ranks, as many in the engine as in the actor).",
+        "Engine and trainer compute the same bits of every log-prob, or the run ends (CPU, float32, the same TP of"
+        " 1 or 2 in both).",
     )
     dispatch: Literal["auto", "groups", "samples"] = option(
         "auto",
-        "What an engine gets: whole groups, or some samples of each, which is evener. auto: samples, but "
-        "groups with one engine or long prompts (over 4.6 times the longest response; 8 responses on 8 engines).",
+        "What an engine gets: whole groups, or samples of each group, which is evener. auto: groups with one "
+        "engine or with prompts much longer than responses, else samples.",
     )
     max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
     kv_cache_gib: float | None = option(
         None,
-        "KV cache of an engine rank; default: by max_num_seqs on CPU (at most 1), else by the next one (engine "
-        "megatron: the smaller of the two).",
+        "KV cache of an engine rank; default: gpu_memory_utilization, on CPU by max_num_seqs (at most 1); engine "
+        "megatron: the smaller of the two.",
         "GiB",
     )
     gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
     async_scheduling: bool = option(False, "vLLM on a GPU: schedule the next step during this one; on CPU never so.")
     model_runner: Literal["v1", "v2"] = option(
-        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens from the same seeds; on CPU v1."
+        "v1", "vLLM on a GPU: v1, or v2 with a Triton sampler that draws other tokens; on CPU v1."
     )
     quantization: Literal["none", "int8", "fp8"] = option(
-        "none", "vLLM keeps the matrices of attention and MLPs in eight bits with a scale per row (docs/sampling.md)."
+        "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
     )
-    engine_options: dict[str, Any] = option(
-        {}, "vLLM: further arguments of its EngineArgs, as they are called there; some are refused (docs/sampling.md)."
-    )
+    engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +205,7 @@ class ReferenceConfig:
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
     reset_every: int | None = option(
         None,
-        "After every so many steps the policy becomes the reference (ProRL); checkpoints hold it; null: never.",
+        "Make the policy the reference every so many steps (ProRL); null: never.",
         "steps",
     )
 
@@ -227,7 +216,7 @@ class TeacherConfig(LayoutConfig):
 
     path: str = option(MISSING, "Directory of the teacher in HF format; its tokenizer has the policy's tokens.")
     offload: bool = option(False, "Keep its weights on the host except while it scores.")
-    weight: float = option(1.0, "Its share where several teachers score a response: over the sum of their weights.")
+    weight: float = option(1.0, "Its share among several teachers of a response.")
     values: list[str] = option(
         [], "Values of the column algorithm.distillation.choose_by that choose it; default: its name."
     )
@@ -238,22 +227,20 @@ class RewardConfig:
     """How responses are scored: a weighted sum of sources, each logged by its name."""
 
     rule: Literal["exact", "math", "format", "by_data_source"] = option(
-        "math", "Rule used when nothing else is given; by_data_source: what verl gives on public sets."
+        "math", "Rule if nothing else is given; by_data_source: what verl gives on public sets."
     )
     answer: Literal["marked", "any"] = option(
-        "marked", "Rule math: only an answer marked by \\boxed{}, #### or in the data set's own way, or any last one."
+        "marked", "Rule math: the answer must be marked (\\boxed{}, ####, the data set's way), or any last one counts."
     )
     function: str | None = option(
         None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info)."
     )
     components: list[str] = option(
         [],
-        "Weighted sum of several sources, each 'WEIGHT SOURCE' with a rule, path.py:name, an http(s) URL, or "
-        "'model'; overrules rule, function and service_url.",
+        "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; "
+        "overrules rule, function and service_url.",
     )
-    workers: int = option(
-        0, "Processes per rank that compute rules and functions beside generation; 0: in the rank itself.", "processes"
-    )
+    workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes")
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
         60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds"
@@ -271,11 +258,10 @@ class RewardConfig:
     service_fallback_reward: float = option(0.0, "Reward of a response that the service failed on (fallback only).")
     overlong_buffer_length: int = option(
         0,
-        "Soft overlong punishment (DAPO): responses in the last N tokens before max_response_length lose reward "
-        "linearly; 0: off.",
+        "DAPO's soft penalty: responses in the last N tokens before max_response_length lose reward linearly; 0: off.",
         "tokens",
     )
-    overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong punishment.")
+    overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong penalty.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,15 +280,15 @@ class TrainerConfig:
     total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes")
     test_freq: int = option(0, "Validate every N steps (0: only before and after training).", "steps")
     val_before_train: bool = option(True, "Validate before the first step.")
-    val_only: bool = option(False, "Validate once, a new run or where it would be resumed, and train nothing.")
+    val_only: bool = option(False, "Validate once and train nothing.")
     critic_warmup: int = option(0, "Steps in which only the critic is trained.", "steps")
     best_metric: str | None = option(
         None,
-        "Metric whose best checkpoint checkpoints/best points at, e.g. validation/<set>/accuracy; higher is better.",
+        "Metric whose best checkpoint is kept as checkpoints/best, e.g. validation/<set>/accuracy; higher is better.",
     )
     save_freq: int = option(
         0,
-        "Save a checkpoint every N steps that stays (0: only at the end); see also checkpoint.save_every_minutes.",
+        "Save a checkpoint that stays every N steps (0: only at the end).",
         "steps",
     )
     save_final: bool = option(True, "Save a checkpoint after the last step.")
@@ -322,8 +308,7 @@ class TrainerConfig:
     profile_ranks: list[int] = option([0], "Ranks that write them.", "ranks")
     capture_step: int | None = option(
         None,
-        "Step that is written to <run_dir>/capsules/step_<N> with all that tools/replay_step.py needs to do it "
-        "again; costs one more checkpoint on the disk.",
+        "Step written to <run_dir>/capsules/step_<N> for tools/replay_step.py; costs a checkpoint of disk.",
         "step",
     )
     collective_timeout: float = option(
@@ -331,16 +316,11 @@ class TrainerConfig:
     )
     debug_rank: int | None = option(
         None,
-        "Rank that waits for a debugger at its start (needs the package debugpy); collective_timeout then becomes a "
-        "week, so that the other ranks wait. Short: --debug-rank R.",
+        "Rank that waits for a debugger (needs debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
         "rank",
     )
-    breakpoint_step: int | None = option(
-        None, "Step at whose beginning that rank stops in the debugger, as at a breakpoint.", "step"
-    )
-    check_memory: bool = option(
-        True, "On GPUs: refuse at the start what is planned to take more memory than they have (tools/plan.py)."
-    )
+    breakpoint_step: int | None = option(None, "Step at whose beginning debug_rank stops in the debugger.", "step")
+    check_memory: bool = option(True, "On GPUs: refuse a run that is planned not to fit (tools/plan.py).")
 
 
 @dataclass(frozen=True, kw_only=True)
