@@ -32,5 +32,6 @@ class CheckpointConfig:
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[str] = option(
         [],
-        "Inputs that may differ on resuming: reference, reward_model, teachers, train_files, reward, plugins.",
+        "Inputs that may differ on resuming: model, critic, reference, reward_model, teachers, train_files, reward, "
+        "plugins.",
     )
