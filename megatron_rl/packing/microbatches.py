@@ -43,19 +43,18 @@ def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
     return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
 
 
-def compute_attention_ratio(
-    hidden_size: int, ffn_hidden_size: float, num_heads: int, num_kv_heads: int, head_dim: int
-) -> float:
+def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
     """Cost of causal attention over s tokens in units of s^2 tokens' linear layers.
 
-    Multiply-adds of one layer: s^2 n d for scores and values together (half of them are masked), against
-    s h (2 n d + 2 ng d + 3 ffn) for the projections and the gated MLP. The output layer and norms are left out.
+    Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values together (half of them are masked), against
+    s times the elements of its matrices. The output layer and norms are left out.
 
     Args:
-        ffn_hidden_size: columns that a token passes: of one expert times the experts per token in a mixture.
+        num_linear: elements of the matrices that a token passes in a layer, of a mixture those of its own experts.
+        num_heads: n, of queries.
+        key_dim, value_dim: d and d_v, channels of a head.
     """
-    linear = hidden_size * (2 * (num_heads + num_kv_heads) * head_dim + 3 * ffn_hidden_size)
-    return num_heads * head_dim / linear
+    return num_heads * (key_dim + value_dim) / 2 / num_linear
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,8 @@ class LaidOutModel:
     def attention_ratio(self) -> float:
         """Cost of attention in units of the linear layers, see `compute_attention_ratio`."""
         shape = self.shape
-        return compute_attention_ratio(
-            shape.hidden_size,
-            shape.active_columns,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-        )
+        linear = shape.attention_elements + 3 * shape.hidden_size * shape.active_columns
+        return compute_attention_ratio(linear, shape.num_heads, shape.head_dim, shape.value_dim)
 
     @property
     def microbatch_count_multiple(self) -> int:

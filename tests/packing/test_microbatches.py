@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from megatron_rl.packing import microbatches
 from megatron_rl.packing.microbatches import compute_attention_ratio, packing_metrics, plan_microbatches
 from megatron_rl.packing.prefix import SharedPrefixes, share_prompts
+from megatron_rl.training.laid_out import LaidOutModel
+from shards import make_shape
 
 MAX_TOKENS = 64
 LENGTHS = st.lists(st.integers(1, MAX_TOKENS), max_size=40)
@@ -167,7 +171,21 @@ def test_cost_counts_attention() -> None:
 
 def test_attention_ratio_by_hand() -> None:
     """h=8, ffn=16, 2 heads and 1 KV head of 4: 8 s^2 over s * 8 * (2 * 3 * 4 + 48) multiply-adds."""
-    assert compute_attention_ratio(8, 16, 2, 1, 4) == 8 / (8 * 72)
+    assert compute_attention_ratio(8 * (2 * 3 * 4 + 48), 2, 4, 4) == 8 / (8 * 72)
+
+
+def test_attention_ratio_of_models() -> None:
+    """Of latent attention its own matrices count, and narrow values; of a mixture the columns that a token passes.
+
+    h=24, 8 heads; DeepSeek's latents are 18 and 14 wide, its heads 5 (2 of them rotated) and 3; one layer of four has
+    an MLP of 48 columns, the others two experts of 40 and a shared one of 32.
+    """
+    ratio: Any = LaidOutModel.attention_ratio
+    latent = 24 * 18 + 18 * 8 * 5 + 24 * (14 + 2) + 14 * 8 * (3 + 3) + 8 * 3 * 24
+    columns = (48 + 3 * (2 * 40 + 32)) / 4
+    assert ratio.fget(SimpleNamespace(shape=make_shape("deepseek_v3"))) == 8 * (5 + 3) / 2 / (latent + 3 * 24 * columns)
+    plain = 24 * (2 * (8 + 4) * 2 + 3 * 40)
+    assert ratio.fget(SimpleNamespace(shape=make_shape("llama"))) == 8 * 2 / plain
 
 
 def test_metrics_by_hand() -> None:
@@ -196,7 +214,7 @@ def draw_long_tail(count: int, seed: int = 0) -> list[int]:
     return np.clip(512 * draws / draws.mean(), 1, 8 * 512).astype(int).tolist()
 
 
-QWEN_1B5 = compute_attention_ratio(1536, 8960, 12, 2, 128)
+QWEN_1B5 = compute_attention_ratio(1536 * (2 * (12 + 2) * 128 + 3 * 8960), 12, 128, 128)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4, 8, 16])
