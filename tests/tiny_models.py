@@ -23,6 +23,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -43,6 +44,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "phi3": Phi3Config,
     "glm4": Glm4Config,
     "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
     "glm4_moe": Glm4MoeConfig,
@@ -68,6 +70,7 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
     "glm4": dict(tie_word_embeddings=False, head_dim=16, attention_bias=True, pad_token_id=0),
     "smollm3": dict(tie_word_embeddings=True, no_rope_layer_interval=2, pad_token_id=0),
+    "olmo2": dict(tie_word_embeddings=False, pad_token_id=0),
     "qwen3_moe": dict(
         tie_word_embeddings=False,
         head_dim=16,
@@ -148,10 +151,11 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         directory: where to write.
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
             embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "glm4" (half of
-            a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "qwen3_moe" (QK norm) or
-            "mixtral" with four experts, two per token, or "glm4_moe": the same after a dense layer, with a shared
-            expert of twice their size and router biases, or "deepseek_v3": with eight experts in groups, four per
-            token, and latent attention, whose heads of values are narrower than those of keys.
+            a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "olmo2" (norms after
+            attention and MLP, and of all heads together), "qwen3_moe" (QK norm) or "mixtral" with four experts, two per
+            token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
+            biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
+            values are narrower than those of keys.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """

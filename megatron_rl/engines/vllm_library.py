@@ -31,6 +31,7 @@ from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm_arguments import LOAD_FORMAT
 from megatron_rl.engines.vllm_coding import register_method
 from megatron_rl.engines.vllm_lora import take_slot
+from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.row_quantization import CodeFormat
 
@@ -136,9 +137,24 @@ def pack_experts(param: torch.Tensor, instructions: str) -> None:
 
 
 def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
-    """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds."""
+    """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds.
+
+    Raises:
+        UserError: vLLM has no implementation of its own.
+    """
     family = FAMILIES[spec.shape.family]
-    module = import_module(f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}")
+    name = f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}"
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UserError(
+            f"rollout.engine = 'vllm', and vLLM has no {family.architecture} of its own",
+            source="rollout.engine and the model's config.json",
+            expected="hf or megatron for this family",
+            hint="set rollout.engine=hf",
+        ) from None
     vllm.ModelRegistry.register_model(family.architecture, getattr(module, family.architecture))
 
 

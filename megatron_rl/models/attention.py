@@ -21,6 +21,7 @@ from megatron.core.typed_torch import apply_module
 
 from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.packed_sequences import PackedSequences
+from megatron_rl.models.rms_norm import SplitRMSNorm
 from megatron_rl.models.rotary import rotate
 from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 
@@ -52,6 +53,21 @@ class BlockedSelfAttention(SelfAttention):
             assert self.k_layernorm is not None, "the layer spec has both or neither"
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
+
+
+class NormedSelfAttention(BlockedSelfAttention):
+    """The same with norms of all heads together: q over [np * d] of all tensor parallel ranks, k likewise (OLMo 2)."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        q, k = self.query_projection_size, self.kv_projection_size
+        self.q_norm, self.k_norm = (SplitRMSNorm(config, n, config.layernorm_epsilon, self.tp_group) for n in (q, k))
+
+    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        """As above."""
+        query, key, value = super().get_query_key_value_tensors(*arguments, **options)
+        normed = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, query), (self.k_norm, key)))
+        return (*normed, value)
 
 
 class PackedAttention(MegatronModule):

@@ -30,14 +30,14 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_rl.models.attention import BlockedSelfAttention, PackedAttention
+from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.latent_attention import LatentSelfAttention
 from megatron_rl.models.linears import adapt_layer, pad_linears
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
-from megatron_rl.models.sandwich_layer import SandwichLayer
+from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -137,8 +137,9 @@ def build_layer_spec(
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
-    if "mlp_output_norm" in shape.layer_kinds(0).values():
-        spec.module = SandwichLayer
+    kinds = {*shape.layer_kinds(0).values()}
+    if "mlp_output_norm" in kinds:
+        spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
     mlps = [mlp]
     if num_experts:
         moe: Any = moe_utils
@@ -149,7 +150,7 @@ def build_layer_spec(
         mlp = mlps[0]
     for part in mlps:
         part.activation_func = GatedActivation
-    layer.self_attention.module = BlockedSelfAttention
+    layer.self_attention.module = NormedSelfAttention if "q.norm" in kinds else BlockedSelfAttention
     if shape.latent is not None:
         layer.self_attention.module = LatentSelfAttention
         layer.self_attention.params["sizes"] = shape.latent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square norm (arXiv 1910.07467) that Megatron's sequence parallelism can take."""
+"""Root-mean-square norm (arXiv 1910.07467) that Megatron's sequence parallelism can take, or its tensor parallelism."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
@@ -27,6 +32,31 @@ class RMSNorm(torch.nn.Module):
         if self.is_zero_centered:
             return _normalize(x.float(), 1 + self.weight.float(), self.eps).type_as(x)
         return _normalize(x, self.weight, self.eps)
+
+
+class SplitRMSNorm(torch.nn.Module):
+    """A norm over the channels of all tensor parallel ranks; its weight is split like them, its gradient complete.
+
+    Args:
+        size: channels of all ranks.
+        tp_group: whose ranks have equal parts of them.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, size: int, eps: float, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.eps, self._size, self._tp_group = eps, size, tp_group
+        local = torch.ones(size // tp_group.size(), dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(local)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size/tp] of each rank, all of the same rows; in float32, before the result is rounded."""
+        wide = x.float()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), self._tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, self._tp_group)  # all ranks' results depend on it
+        return (wide * (squares / self._size + self.eps).rsqrt() * self.weight.float()).type_as(x)
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

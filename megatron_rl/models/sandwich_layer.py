@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer that normalizes what attention and MLP return as well, before it is added (Gemma 3, GLM-4)."""
+"""Layers that normalize what attention and MLP return: beside their input (Gemma 3, GLM-4), or only that (OLMo 2)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -23,6 +24,14 @@ class SandwichLayer(TransformerLayer):
         )
         self.self_attn_bda = _add_normalized(self.post_self_attn_layernorm)
         self.mlp_bda = _add_normalized(self.post_mlp_layernorm)
+
+
+class OutputNormLayer(SandwichLayer):
+    """The same without norms of what attention and MLP are given."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.input_layernorm, self.pre_mlp_layernorm = IdentityOp(), IdentityOp()
 
 
 def _add_normalized(norm: Any) -> Callable[..., Callable[..., torch.Tensor]]:

@@ -110,7 +110,7 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
         kv_channels=shape.head_dim,
         softmax_scale=shape.attention_scale,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm and not FAMILIES[shape.family].norms_all_heads,
     )
 
 

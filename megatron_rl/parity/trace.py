@@ -136,7 +136,8 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
         yield model.embedding, output_of("model.embed_tokens")
     for number, layer in zip(numbers, model.decoder.layers, strict=True):
         prefix, attention = f"model.layers.{number}.", layer.self_attention
-        yield layer.input_layernorm, output_of(prefix + norms["input_norm"])
+        if "input_norm" in norms:
+            yield layer.input_layernorm, output_of(prefix + norms["input_norm"])
         if shape.latent is None:
             yield attention.linear_qkv, projections(prefix)
         else:
@@ -144,11 +145,13 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
             yield attention.linear_q_up_proj, output_of(f"{prefix}self_attn.{name}", is_split=True)
             yield attention.linear_kv_up_proj, output_of(prefix + "self_attn.kv_b_proj", is_split=True)
         if shape.qk_norm:
-            yield attention.q_layernorm, output_of(prefix + "self_attn.q_norm", is_split=True)
-            yield attention.k_layernorm, output_of(prefix + "self_attn.k_norm", is_split=True)
+            suffix = "norm" if FAMILIES[shape.family].norms_all_heads else "layernorm"
+            for x in "qk":
+                yield getattr(attention, f"{x}_{suffix}"), output_of(f"{prefix}self_attn.{x}_norm", is_split=True)
         yield attention.core_attention, output_of(prefix + "self_attn (heads)", is_split=True)
         yield attention.linear_proj, output_of(prefix + "self_attn.o_proj")
-        yield layer.pre_mlp_layernorm, output_of(prefix + norms["mlp_norm"])
+        if "mlp_norm" in norms:
+            yield layer.pre_mlp_layernorm, output_of(prefix + norms["mlp_norm"])
         yield layer.mlp, output_of(prefix + "mlp")
     if model.post_process:
         yield model.decoder.final_layernorm, logits

@@ -45,6 +45,8 @@ _ORDER = (
     "self_attention.linear_q_down_proj.",
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.q_norm.",
+    "self_attention.k_norm.",
     "self_attention.linear_q_up_proj.",
     "self_attention.linear_kv_down_proj.",
     "self_attention.kv_layernorm.",

@@ -103,7 +103,7 @@ class ModelShape:
         for prefix, size in self.ffn_sizes().items():
             sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
-            sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,)}
+            sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,), f"{name}.norm": (size,)}
         sizes |= self._latent_sizes()
         return sizes | {kind: (sum(sizes[part][0] for part in parts), h) for kind, parts in FUSED_KINDS.items()}
 
@@ -171,7 +171,7 @@ class ModelShape:
                 for what in ("weight", "bias") if self.qkv_bias else ("weight",):
                     kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
         if self.qk_norm:
-            kinds |= {"self_attn.q_norm.weight": "head", "self_attn.k_norm.weight": "head"}
+            kinds |= {f"self_attn.{x}_norm.weight": f"{x}.norm" if family.norms_all_heads else "head" for x in "qk"}
         kinds["self_attn.o_proj.weight"] = "o"
         kinds |= {f"{norm}.weight": kind for norm, kind in norms}
         names = family.experts
@@ -209,6 +209,11 @@ class ModelShape:
         elif not self.tied_embeddings:
             kinds["lm_head.weight"] = "vocab"
         return kinds
+
+    @property
+    def router_biases(self) -> frozenset[str]:
+        """Logical tensors that no gradient trains; they are float32 whatever the model is."""
+        return frozenset(name for name, kind in self.tensor_kinds().items() if kind == "router_bias")
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every HF tensor, in checkpoint order."""

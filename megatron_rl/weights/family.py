@@ -75,6 +75,7 @@ class Family:
         architecture: name of the transformers class with a language-model head.
         qkv_bias: the q, k and v projections have a bias; None: config.json's `attention_bias` says.
         qk_norm: q and k are normalized per head; None: config.json's `use_qk_norm` says.
+        norms_all_heads: they are normalized over all heads together.
         honors_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
         fuses: which of `FUSED_KINDS` are one tensor of a checkpoint each.
         rotates_neighbors: the pairs of channels that are rotated lie beside each other, not half a head apart.
@@ -97,6 +98,7 @@ class Family:
     architecture: str
     qkv_bias: bool | None = False
     qk_norm: bool | None = False
+    norms_all_heads: bool = False
     fuses: tuple[str, ...] = ()
     rotates_neighbors: bool = False
     partial_rotary: float | None = None
@@ -178,6 +180,15 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "smollm3": Family("SmolLM3ForCausalLM", may_skip_rotary=True, ties_by_default=True, rope_theta=2e6),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        qk_norm=True,
+        norms_all_heads=True,
+        norms=(
+            ("post_attention_layernorm", "attention_output_norm"),
+            ("post_feedforward_layernorm", "mlp_output_norm"),
+        ),
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         qk_norm=True,

@@ -100,6 +100,9 @@ _NORMS = {
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
 }
 _MATRICES = {
+    # Cut by heads. What is called q_layernorm is whole on every rank for megatron-core, which sums its gradient.
+    "q.norm": "self_attention.q_norm.weight",
+    "k.norm": "self_attention.k_norm.weight",
     "input_norm": "input_layernorm.weight",
     "attention_output_norm": "post_self_attn_layernorm.weight",
     "mlp_norm": "pre_mlp_layernorm.weight",
@@ -121,6 +124,6 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 def layer_parameter(hf_name: str, kind: str) -> str:
     """Megatron's parameter of a layer that a tensor is a part of; for a matrix of an expert that of a dense MLP."""
-    if hf_name in _NORMS:
+    if kind == "head":
         return _NORMS[hf_name]
     return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"

@@ -92,8 +92,8 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
     q_size, kv_size = shape.num_heads // tp_size * d, max(shape.num_kv_heads // tp_size, 1) * d
     kv_start, base = tp_rank * shape.num_kv_heads // tp_size * d, 0
     for kind, first, size in (("q", tp_rank * q_size, q_size), ("k", kv_start, kv_size), ("v", kv_start, kv_size)):
-        for name in (f"{kind}.weight", f"{kind}.bias"):
-            boxes[name] = rows(base, base + size, sizes[name]), rows(first, first + size, sizes[name])
+        for name, start in ((f"{kind}.weight", base), (f"{kind}.bias", base), (f"{kind}.norm", 0)):
+            boxes[name] = rows(start, start + size, sizes[name]), rows(first, first + size, sizes[name])
         base += size
     o_size = shape.num_heads // tp_size * shape.value_dim
     boxes["o"] = columns(0, o_size, sizes["o"]), columns(tp_rank * o_size, (tp_rank + 1) * o_size, sizes["o"])

@@ -18,7 +18,7 @@ from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm_arguments import list_engine_arguments, list_engine_environment
-from megatron_rl.engines.vllm_library import pack_experts, prepare_vllm
+from megatron_rl.engines.vllm_library import pack_experts, prepare_vllm, register_model
 from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, check_options, cpu_cache_bytes
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
@@ -68,6 +68,13 @@ def test_patched_names_exist(module: str, vllm_imported: None) -> None:
     """A vLLM upgrade that renames them fails here, by name, and not in a training run."""
     for name in PATCHED_NAMES[module]:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone"
+
+
+@pytest.mark.parametrize("family", ["smollm3", "olmo2"])
+def test_families_that_vllm_does_not_implement_are_refused(family: str, vllm_imported: None) -> None:
+    spec = replace(SPEC, shape=replace(SHAPE, family=family))
+    with pytest.raises(UserError, match="vLLM has no (SmolLM3|Olmo2)ForCausalLM of its own"):
+        register_model(importlib.import_module("vllm"), spec)
 
 
 def test_reached_names_exist(vllm_imported: None) -> None:

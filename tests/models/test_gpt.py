@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "smollm3": dict(family="smollm3"),
     "glm4": dict(family="glm4"),
+    "olmo2": dict(family="olmo2"),
 }
 # Their shares are normalized after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
@@ -338,7 +339,7 @@ def _describe_parameters(
     [
         *(
             (model, head, ColumnParallelLinear)
-            for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+            for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "olmo2")
             for head in ("lm", "score")
         ),
         ("qwen2", "lm", CustomColumnParallelLinear),
@@ -347,10 +348,10 @@ def _describe_parameters(
 def test_parameters_tell_megatron_how_they_are_split(
     model: str, head: Head, qkv_class: type[ColumnParallelLinear], references: dict[str, Reference]
 ) -> None:
-    """Matrices and QKV biases are shards; norms, routers and score heads are replicas with partial gradients."""
+    """Matrices, QKV biases and norms of all heads are shards; the rest are replicas with partial gradients."""
     for found in run_ranks(_describe_parameters, 2, references[model].path, head, qkv_class, timeout=60):
         found = {name: marks for name, marks in found.items() if "expert_bias" not in name}  # without a gradient
-        replicas = ("norm", "router", "score")
+        replicas = ("layernorm", "router", "score")
         expected = {name: (False, True) if any(x in name for x in replicas) else (True, False) for name in found}
         assert found == expected
         assert ("0.score.weight" in found) is (head == "score")

@@ -50,6 +50,7 @@ SHAPES = {
     "phi3": make_shape("phi3"),
     "glm4": make_shape("glm4"),
     "smollm3": make_shape("smollm3", tied_embeddings=True),
+    "olmo2": make_shape("olmo2"),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)

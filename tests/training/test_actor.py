@@ -45,7 +45,7 @@ from megatron_rl.roles.on_samples import sft
 from megatron_rl.types import UserError
 from tiny_models import save_tiny_model
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "glm4", "glm4_moe", "deepseek_v3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "glm4", "olmo2", "glm4_moe", "deepseek_v3"]
 SP, REPLICATED, ZERO_3 = dict(sequence_parallel=True), dict(use_distributed_optimizer=False), dict(zero_stage=3)
 LAYOUTS = {
     "tp2": Case(2, dict(tp_size=2)),
@@ -150,6 +150,9 @@ def test_expert_parallelism_does_not_change_the_numbers(
     [
         ("phi3", "tp2-pp2-sp"),
         ("glm4", "tp2-pp2-sp"),
+        ("olmo2", "tp2"),
+        ("olmo2", "tp2-pp2-sp"),
+        ("olmo2", "cp2-dp2"),
         ("gemma3_text", "tp2-pp2-sp"),
         ("gemma3_text", "cp2-dp2"),
         ("glm4_moe", "tp2-pp2-sp"),
@@ -164,7 +167,7 @@ def test_other_families_in_large_layouts(
     family: str, layout: str, single: dict[str, Measured], paths: dict[str, Path]
 ) -> None:
     """phi3 has fused matrices, gemma3_text windows and norms behind attention and MLP, glm4 both
-    and rotated neighbors, glm4_moe dense layers too.
+    and rotated neighbors, glm4_moe dense layers too. olmo2 has a norm over the heads of all TP ranks.
 
     glm4_moe also has a shared expert and router biases, which no update changes; deepseek_v3 latent attention.
     """

@@ -201,6 +201,7 @@ CASES = [
     ("vllm", "phi3", 4, {"tp_size": 2, "pp_size": 2}, 2),
     ("vllm", "gemma3_text", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
+    ("hf", "olmo2", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 2}, 2),

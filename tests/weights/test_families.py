@@ -75,7 +75,7 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
 def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     """The content of a config.json, as transformers writes it."""
     sizes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
-    sizes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3") else {}
+    sizes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3", "olmo2") else {}
     return json.loads(CONFIGS[family](**(sizes | changes)).to_json_string(use_diff=False))
 
 
@@ -96,6 +96,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("phi3", dict(head_dim=8, pad_token_id=0)),
         ("glm4", dict(head_dim=8, attention_bias=True, pad_token_id=0)),
         ("smollm3", dict(pad_token_id=0)),
+        ("olmo2", dict(pad_token_id=0)),
         ("qwen3_moe", dict(head_dim=8)),
         ("mixtral", {}),
         ("glm4_moe", {}),
@@ -139,7 +140,7 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
 def test_logical_tensors_with_a_score_head_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     """No output layer, whatever config.json says about tying; the class has the name that we write."""
     changes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
-    changes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3") else {}
+    changes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3", "olmo2") else {}
     config = CONFIGS[family](**changes, tie_word_embeddings=tied, num_labels=1)
     config.architectures = [FAMILIES[family].scoring_architecture]
     config.save_pretrained(tmp_path)
@@ -189,6 +190,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "glm4": (True, False),
         "deepseek_v3": (False, False),
         "smollm3": (False, False),
+        "olmo2": (False, True),
     }[family]
 
 

@@ -46,6 +46,7 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("deepseek_v3", dict(latent=LatentSizes(0, 14, 2, 3))),
     ("glm4", {}),
+    ("olmo2", {}),
     ("qwen2", dict(has_score_head=True)),
 ]
 
