@@ -16,6 +16,7 @@ from megatron_rl.checkpoint.pieces import MAIN_PARAM, STATE_PREFIX, list_moments
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.shard_box import Box, box_volume, full_box
 
@@ -73,7 +74,10 @@ def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tup
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:
         kind, main = role.get("optimizer", "adam"), () if role["dtype"] == "float32" else (MAIN_PARAM,)
+        frozen = shape.router_biases if isinstance(shape, ModelShape) else frozenset[str]()
         for name, size in shape.logical_tensors().items():
+            if name in frozen:
+                continue
             moments = list_moments(kind, name, size) if role["optimizer_steps"] else ()
             tensors |= {f"{STATE_PREFIX}{state}.{name}": size for state in (*moments, *main)}
     return tensors

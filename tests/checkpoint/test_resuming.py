@@ -43,9 +43,10 @@ TP2_PP2 = Case(4, dict(tp_size=2, pp_size=2))
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen3_moe"):
+    families = ("qwen2", "qwen3_moe", "glm4_moe")
+    for family in families:
         save_tiny_model(root / family, family)
-    return {family: root / family for family in ("qwen2", "qwen3_moe")}
+    return {family: root / family for family in families}
 
 
 def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Case) -> None:
@@ -145,6 +146,12 @@ def test_zero_3_goes_on_in_other_layouts_and_stages(saved_by: Case, loaded_by: C
 )
 def test_experts_go_on_in_other_layouts(saved_by: Case, loaded_by: Case, models, tmp_path: Path):
     same_in_another_layout(models["qwen3_moe"], tmp_path, saved_by, loaded_by)
+
+
+def test_router_biases_go_on_without_optimizer_states(models, tmp_path: Path):
+    """No gradient trains them, and a checkpoint without their states is complete."""
+    same_in_another_layout(models["glm4_moe"], tmp_path, Case(2, dict(ep_size=2)), Case(2, dict(pp_size=2)))
+    assert find_gaps(tmp_path / "step_1", json.loads((tmp_path / "step_1/manifest.json").read_text())) == []
 
 
 def test_zero_with_odd_ranges_of_a_bfloat16_model(models, tmp_path: Path):
