@@ -30,7 +30,7 @@ from megatron_rl.rollout.serving import generate
 from megatron_rl.training.scoring import build_policy
 from megatron_rl.types import RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
-from tiny_models import ENGINE_SIZES, save_tiny_model
+from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model
 
 SHAPE = RouteShape(layers=2, choices=2, experts=8)
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=24, stop_token_ids=(2,))
@@ -126,7 +126,8 @@ def route_with_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
     """[s, layers, choices] of a sequence."""
     model, chosen = transformers.AutoModelForCausalLM.from_pretrained(path).eval(), []
     for block in model.model.layers:
-        block.mlp.gate.register_forward_hook(lambda gate, inputs, output: chosen.append(output[2]))
+        if hasattr(block.mlp, "gate"):
+            block.mlp.gate.register_forward_hook(lambda gate, inputs, output: chosen.append(output[2]))
     with torch.no_grad():
         model(torch.from_numpy(tokens.astype(np.int64))[None])
     return torch.stack(chosen, 1).numpy()
@@ -146,12 +147,34 @@ def route_with_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
 def test_routes_are_those_of_transformers(
     path: Path, vllm_imported: None, name: str, world_size: int, rollout: dict[str, Any]
 ) -> None:
-    ranks = run_ranks(work, world_size, path, name, rollout, timeout=150)
-    for found in ranks:
+    compare_routes(path, SHAPE, name, world_size, rollout)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "world_size"),
+    [
+        ("glm4_moe", "vllm", 1),
+        ("deepseek_v3", "vllm", 2),
+        ("deepseek_v3", "hf", 1),
+        ("glm4_moe", "megatron", 4),  # its first stage has no router
+    ],
+)
+def test_routes_of_biased_routers_behind_a_dense_layer(
+    tmp_path: Path, vllm_imported: None, family: str, name: str, world_size: int
+) -> None:
+    """Experts are chosen with a bias, in groups; routes count the layers that have routers."""
+    save_tiny_model(tmp_path, family, **engine_sizes(family), num_hidden_layers=2)
+    rollout = {"tensor_model_parallel_size": world_size} if name == "vllm" else {}
+    compare_routes(tmp_path, load_model_shape(tmp_path).route_shape, name, world_size, rollout)
+
+
+def compare_routes(path: Path, shape: RouteShape, name: str, world_size: int, rollout: dict[str, Any]) -> None:
+    """What an engine tells with what transformers chooses for the same tokens."""
+    for found in run_ranks(work, world_size, path, name, rollout, timeout=150):
         for prompt, response, routes in found:
             tokens = np.concatenate([prompt, response])
-            assert routes.dtype == SHAPE.dtype and routes.shape == (len(tokens), 2, 2)
-            assert np.array_equal(routes[-1:], SHAPE.unknown(1)), "the last token is not fed"
+            assert routes.dtype == shape.dtype and routes.shape == (len(tokens), shape.layers, shape.choices)
+            assert np.array_equal(routes[-1:], shape.unknown(1)), "the last token is not fed"
             expected = route_with_transformers(path, tokens)[:-1]
             assert np.array_equal(np.sort(routes[:-1], -1), np.sort(expected, -1))
 

@@ -8,7 +8,7 @@ tokens are not known. How routes come from engines is in tests/engines/test_rout
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,28 @@ from distributed import run_ranks
 from megatron_rl.types import RouteShape
 from tiny_models import save_tiny_model
 
-LAYERS, EXPERTS, CHOICES = 4, 4, 2
-SHAPE = RouteShape(LAYERS, CHOICES, EXPERTS)
+SHAPES = {
+    "qwen3_moe": RouteShape(layers=4, choices=2, experts=4),
+    "glm4_moe": RouteShape(layers=3, choices=2, experts=4),
+    "deepseek_v3": RouteShape(layers=3, choices=4, experts=8),
+}
 UNKNOWN = 4  # the rollout of which nothing is known
 
 
-def draw_routes() -> np.ndarray:
-    """[rollouts + 1, longest, layers, choices]; of the last token of each rollout nothing is known, nor of padding."""
+def draw_routes(shape: RouteShape) -> np.ndarray:
+    """[rollouts + 1, longest, layers, choices]; of the last token of each rollout nothing is known, nor of padding.
+
+    They need not lie in the groups that a router would choose from.
+    """
     rng = np.random.default_rng(3)
-    routes = np.stack([SHAPE.unknown(max(LENGTHS))] * (len(LENGTHS) + 1))
+    routes = np.stack([shape.unknown(max(LENGTHS))] * (len(LENGTHS) + 1))
     for i, length in enumerate(LENGTHS):
         for place in range(0 if i == UNKNOWN else length - 1):
-            routes[i, place] = [rng.permutation(EXPERTS)[:CHOICES] for _ in range(LAYERS)]
+            routes[i, place] = [rng.permutation(shape.experts)[: shape.choices] for _ in range(shape.layers)]
     return routes
 
 
-ROUTES = draw_routes()
+ROUTES = {family: draw_routes(shape) for family, shape in SHAPES.items()}
 SP, FULL = dict(sequence_parallel=True), dict(recompute_granularity="full")
 LAYOUTS = {
     "tp2-sp": Case(2, dict(tp_size=2), SP),
@@ -61,67 +67,92 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
+@dataclass(frozen=True)
+class Routed:
+    """A model on disk and in transformers, and its run on one rank, with which the others are compared."""
+
+    family: str
+    path: Path
+    model: torch.nn.Module
+    single: Measured
+
+    def train(self, case: Case) -> Measured:
+        """The run in a layout."""
+        return train(replace(case, routes=ROUTES[self.family]), self.path)
+
+
+def make_routed(family: str, path: Path) -> Routed:
+    """The routers of GLM-4.5 and DeepSeek-V3 are sigmoids with biases, behind a dense layer."""
+    model = save_tiny_model(path, family)
+    return Routed(family, path, model, train(Case(routes=ROUTES[family]), path))
 
 
 @pytest.fixture(scope="module")
-def model(path: Path) -> torch.nn.Module:
-    return save_tiny_model(path, "qwen3_moe")
+def softmax(tmp_path_factory: pytest.TempPathFactory) -> Routed:
+    return make_routed("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
 
 
-@pytest.fixture(scope="module")
-def single(path: Path, model: torch.nn.Module) -> Measured:
-    """The run on one rank, with which the others are compared."""
-    return train(Case(routes=ROUTES), path)
+@pytest.fixture(scope="module", params=SHAPES)
+def routed(request: pytest.FixtureRequest, softmax: Routed, tmp_path_factory: pytest.TempPathFactory) -> Routed:
+    """Of each kind of router."""
+    family = request.param
+    return softmax if family == softmax.family else make_routed(family, tmp_path_factory.mktemp(family))
 
 
-def replay_in_transformers(model: Any) -> None:
-    """Let every gate choose what `ROUTES` says; sequences come one at a time, in their order."""
+def replay_in_transformers(model: Any, routes: np.ndarray) -> None:
+    """Let every gate choose what `routes` says; sequences come one at a time, in their order."""
 
     def replace_forward(gate: Any, layer: int) -> None:
-        calls = 0
+        calls, route = 0, gate.forward
+        is_sigmoid = hasattr(gate, "e_score_correction_bias")
 
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             nonlocal calls
-            logits = torch.nn.functional.linear(hidden, gate.weight)
-            probs = logits.softmax(-1)
-            given = torch.from_numpy(ROUTES[calls % len(LENGTHS), : len(hidden), layer].astype(np.int64))
+            rows = hidden.flatten(0, -2)
+            logits = torch.nn.functional.linear(rows, gate.weight)
+            probs = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+            given = torch.from_numpy(routes[calls % len(LENGTHS), : len(rows), layer].astype(np.int64))
             calls += 1
-            chosen = torch.where(given[:, :1] == 255, probs.topk(CHOICES, -1).indices, given)
+            chosen = torch.where(given[:, :1] == 255, route(hidden)[2], given)
             shares = probs.gather(1, chosen)
-            return logits, shares / shares.sum(-1, keepdim=True), chosen
+            return logits, shares / shares.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0), chosen
 
         gate.forward = forward
 
-    for layer, block in enumerate(model.model.layers):
-        replace_forward(block.mlp.gate, layer)
+    blocks = [block.mlp for block in model.model.layers if hasattr(block.mlp, "gate")]
+    for layer, block in enumerate(blocks):
+        replace_forward(block.gate, layer)
 
 
-def test_replay_equals_transformers_with_the_same_choices(single: Measured, model: torch.nn.Module) -> None:
+def test_replay_equals_transformers_with_the_same_choices(routed: Routed) -> None:
     """Log-probs, losses, and all weights after an update: gates and experts have the gradients of the current gate."""
-    told = copy.deepcopy(model)
-    replay_in_transformers(told)
+    told = copy.deepcopy(routed.model)
+    replay_in_transformers(told, ROUTES[routed.family])
     expected = train_with_transformers(told)
-    known = [{name: got[name] for name in want} for got, want in zip(single.metrics, expected.metrics, strict=True)]
-    assert_same(replace(single, metrics=known), expected)
+    found = routed.single
+    known = [{name: got[name] for name in want} for got, want in zip(found.metrics, expected.metrics, strict=True)]
+    assert_same(replace(found, metrics=known), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_does_not_change_the_numbers(layout: str, single: Measured, path: Path) -> None:
+def test_layout_does_not_change_the_numbers(layout: str, softmax: Routed) -> None:
     """Also what the routers did is counted once, whatever is shared or computed again."""
-    found = train(replace(LAYOUTS[layout], routes=ROUTES), path)
+    found = softmax.train(LAYOUTS[layout])
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
-    assert_same(found, single)
+    assert_same(found, softmax.single)
 
 
-def test_routers_are_described(single: Measured, path: Path) -> None:
+def test_pipeline_of_experts_does_not_change_the_numbers(routed: Routed) -> None:
+    """Routes are numbered without dense layers, over all stages."""
+    assert_same(routed.train(LAYOUTS["ep2-pp2-full"]), routed.single)
+
+
+def test_routers_are_described(softmax: Routed) -> None:
     """Of random routes about one in six is the router's own choice (of 4 experts 2); what nobody told is not counted.
 
     In the metrics of an update: loads by the routes that the tokens in the loss have.
     """
-    first = single.metrics[0]
+    first = softmax.single.metrics[0]
     assert 0.05 < first["moe/agreement"] < 0.35
     assert first["moe/flipped_tokens"] > 0.95
     assert first["moe/dead_experts"] == 0 and 1 < first["moe/mean_load"] <= first["moe/max_load"] < 2
@@ -143,17 +174,18 @@ def record_and_replay(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_a_pass_chose_is_replayed(path: Path, model: torch.nn.Module) -> None:
+def test_what_a_pass_chose_is_replayed(routed: Routed) -> None:
     """R2: with its own choices a pass has the same bits; an update later, routers have moved, the choices have not."""
-    found = run_ranks(record_and_replay, 1, path)[0]
+    found = run_ranks(record_and_replay, 1, routed.path)[0]
     assert torch.equal(found["own"], found["replayed"])
-    assert torch.equal(found["used"], found["used_again"]) and int(found["used"].max()) < EXPERTS
+    assert torch.equal(found["used"], found["used_again"])
+    assert int(found["used"].max()) == SHAPES[routed.family].experts - 1
     assert 0.5 < found["metrics"]["moe/agreement"] < 1, "an update at this learning rate flips some"
 
 
-def test_engines_without_routes_measure_no_agreement(path: Path, model: torch.nn.Module) -> None:
+def test_engines_without_routes_measure_no_agreement(softmax: Routed) -> None:
     """Off is off: no routes, no metric that would compare with them, and loads that are those of the routers."""
-    found = train(Case(), path).metrics[0]
+    found = train(Case(), softmax.path).metrics[0]
     assert {name for name in found if name.startswith("moe/")} == {
         "moe/max_load",
         "moe/mean_load",
