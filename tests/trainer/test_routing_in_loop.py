@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from distributed import run_ranks
 from rl_runs import make_task, overrides_for, read_records, train
-from tiny_models import ENGINE_SIZES, save_tiny_model
+from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model
 
 ENGINES: dict[str, list[str]] = {
     "hf": ["rollout.engine=hf"],
@@ -39,18 +39,25 @@ def moe_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("task")
     make_task(directory)
     sizes = ENGINE_SIZES | dict(vocab_size=16, num_hidden_layers=2, num_experts=32, num_experts_per_tok=4)
-    model = save_tiny_model(directory / "moe", "qwen3_moe", **sizes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter *= 0.05
-    model.save_pretrained(directory / "moe")
-    shutil.copy(directory / "tokenizer.model", directory / "moe")
+    save_flat(directory / "moe", "qwen3_moe", **sizes)
     return directory
+
+
+def save_flat(path: Path, family: str, **sizes: Any) -> None:
+    """A model with nearly equal gates, beside the tokenizer of the task."""
+    model = save_tiny_model(path, family, **sizes)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("mlp.gate.weight", "e_score_correction_bias")):
+                tensor *= 0.05
+    model.save_pretrained(path)
+    shutil.copy(path.parent / "tokenizer.model", path)
 
 
 def train_with_noise(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
     """A rank of the program whose transformers engine chooses experts by noisy gates."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     generator = torch.Generator().manual_seed(rank)
@@ -61,13 +68,27 @@ def train_with_noise(rank: int, world_size: int, overrides: Sequence[str]) -> st
         chosen = (logits + noise).topk(self.top_k, -1).indices
         return logits, logits.gather(1, chosen).softmax(-1), chosen
 
+    def add_noise_to_biases(router: type[Any]) -> None:
+        plain = router.forward
+
+        def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            bias, rows = self.e_score_correction_bias, hidden.flatten(0, -2)
+            self.e_score_correction_bias = bias + 1e-3 * torch.randn(len(rows), len(bias), generator=generator)
+            found = plain(self, rows)
+            self.e_score_correction_bias = bias
+            return found
+
+        router.forward = forward
+
     Qwen3MoeTopKRouter.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # in this process only
+    add_noise_to_biases(Glm4MoeTopkRouter)
+    add_noise_to_biases(DeepseekV3TopkRouter)
     return train(rank, world_size, overrides)
 
 
-def run(task: Path, run_dir: Path, world_size: int, *extra: str) -> list[dict[str, Any]]:
+def run(task: Path, run_dir: Path, world_size: int, *extra: str, model: str = "moe") -> list[dict[str, Any]]:
     """The records of a run's steps."""
-    overrides = overrides_for(task, run_dir, f"model.path={task}/moe", "trainer.val_before_train=false", *extra)
+    overrides = overrides_for(task, run_dir, f"model.path={task}/{model}", "trainer.val_before_train=false", *extra)
     assert run_ranks(train_with_noise, world_size, overrides, timeout=150) == [None] * world_size
     return [record for record in read_records(run_dir) if "mismatch/max" in record]
 
@@ -107,3 +128,18 @@ def test_the_trainers_own_routes_are_replayed(moe_task: Path, tmp_path: Path) ->
     records = run(moe_task, tmp_path / "run", 1, *ENGINES["hf"], "actor.router_replay=trainer", "trainer.total_steps=1")
     assert records[0]["mismatch/max"] > 1e-2, "it says nothing of the engine"
     assert 0.5 < records[0]["moe/agreement"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_biased_routers_replay_the_engine_and_themselves(moe_task: Path, tmp_path: Path, family: str) -> None:
+    """Sigmoid routers behind a dense layer, in groups with DeepSeek: as the two tests of Qwen3-MoE above."""
+    experts = dict(vocab_size=16, num_hidden_layers=2, n_routed_experts=32, num_experts_per_tok=4)
+    save_flat(moe_task / family, family, **engine_sizes(family) | experts)
+    layout = [*ENGINES["hf"], "actor.expert_model_parallel_size=2", "actor.router_replay=engine"]
+    for record in run(moe_task, tmp_path / "engine", 2, *layout, model=family):
+        assert record["mismatch/max"] < 2e-6
+        assert record["moe/flipped_tokens"] > 0.05 and 0 < record["moe/agreement"] < 0.99
+    own = [*ENGINES["hf"], "actor.router_replay=trainer", "trainer.total_steps=1"]
+    (record,) = run(moe_task, tmp_path / "trainer", 1, *own, model=family)
+    assert record["mismatch/max"] > 1e-3 and 0.5 < record["moe/agreement"] < 1
