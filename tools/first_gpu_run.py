@@ -148,10 +148,18 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | Non
 
 
 _REHEARSED = ("launch/recipes/qwen2.5_0.5b_gsm8k.yaml", "--nodes", "1", "--gpus-per-node", "1")
+_WITHOUT_AUTOTUNE = "rollout.engine_options={enable_flashinfer_autotune: false}"
+_SUMS = "rollout.engine_options={compilation_config: {pass_config: {fuse_allreduce_rms: %s}}}"
+# What is on by default on a GPU, and off in the first rollout: the setting, and what to try where it breaks.
 _ENGINE_MODES = {
-    "compiled engine": "rollout.enforce_eager=false",
-    "async scheduling": "rollout.async_scheduling=true",
-    "model runner v2": "rollout.model_runner=v2",
+    "compiled engine": ("rollout.enforce_eager=false", "leave rollout.enforce_eager as it is by default"),
+    "async scheduling": ("rollout.async_scheduling=true", "leave rollout.async_scheduling as it is by default"),
+    "model runner v2": ("rollout.model_runner=v2", "leave rollout.model_runner as it is by default"),
+    "autotuned kernels": ("rollout.engine_options={enable_flashinfer_autotune: true}", _WITHOUT_AUTOTUNE),
+}
+_ENGINE_MODES_OF_TWO = {
+    "engine on two ranks": (_SUMS % "false", "rollout.enforce_eager=true, then NCCL_DEBUG=INFO"),
+    "fused sums": (_SUMS % "true", _SUMS % "false"),
 }
 
 
@@ -168,6 +176,7 @@ def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
         "trainer.test_freq=0",
         f"data.validation_files=[{work}/task/validation.jsonl]",
         "data.train_batch_size=16",
+        _WITHOUT_AUTOTUNE,
     ]
     rungs = [
         Rung(
@@ -176,13 +185,16 @@ def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
             "rollout.engine=hf, which is slow and simple; if that holds, vLLM or the switch is what breaks",
         )
     ]
-    for name, setting in _ENGINE_MODES.items():
-        run = [*_torchrun(1), *loop, *one, setting, f"trainer.run_dir={work}/{setting}"]
-        advice = f"leave {setting.partition('=')[0]} as it is by default"
-        rungs.append(Rung(name, [*run, "--dry-run"] if is_rehearsal else run, advice))
+    checked = ["--dry-run"] if is_rehearsal else []
+    for name, (setting, advice) in _ENGINE_MODES.items():
+        run = [*_torchrun(1), *loop, *one, setting, f"trainer.run_dir={work}/{name}", *checked]
+        rungs.append(Rung(name, run, advice))
     if ranks > 1:
-        two = ["actor.pipeline_model_parallel_size=1", f"trainer.run_dir={work}/parallel"]
-        rungs.append(Rung("two ranks", [*_torchrun(2), *loop, *two], "hybrid.transport=buckets, then NCCL_DEBUG=INFO"))
+        two, advice = [*_torchrun(2), *loop, one[1]], "hybrid.transport=buckets, then NCCL_DEBUG=INFO"
+        rungs.append(Rung("two ranks", [*two, f"trainer.run_dir={work}/parallel"], advice))
+        two += ["model.dtype=bfloat16", "rollout.tensor_model_parallel_size=2", "rollout.enforce_eager=false"]
+        for name, (setting, advice) in _ENGINE_MODES_OF_TWO.items():
+            rungs.append(Rung(name, [*two, setting, f"trainer.run_dir={work}/{name}", *checked], advice))
     return rungs
 
 

@@ -11,10 +11,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.loading import load_config
 from megatron_rl.models import attention_backends
 from tools import _gpu_probes as probes
 from tools import first_gpu_run as ladder
@@ -144,11 +146,34 @@ def test_names_of_rungs(tmp_path: Path) -> None:
     """A GPU and a rehearsal climb the same ladder."""
     real, rehearsed = (ladder.list_rungs(tmp_path, 2, is_rehearsal, "python") for is_rehearsal in (False, True))
     names = [rung.name for rung in real]
-    assert names == [rung.name for rung in rehearsed] and len(names) >= 17
+    assert names == [rung.name for rung in rehearsed] and len(names) >= 20
     assert "two ranks" in names and names[-1] == "step against TRL"
     alone = [rung.name for rung in ladder.list_rungs(tmp_path, 1, False)]
-    assert [name for name in names if name not in alone] == ["two ranks", "step against TRL"]
+    of_two = ["two ranks", "engine on two ranks", "fused sums"]
+    assert [name for name in names if name not in alone] == [*of_two, "step against TRL"]
     assert all(rung.advice for rung in real)
+
+
+def test_each_default_of_vllm_is_switched_on_by_itself(tmp_path: Path) -> None:
+    """As vLLM reads it: the first rollout has none of them, and each rung after it one more than that."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    found = {}
+    for rung in ladder.list_rungs(tmp_path, 2, True):
+        if "launch/pretrain_grpo.py" in rung.command:
+            recipe = rung.command.index("launch/pretrain_grpo.py") + 1
+            settings = [part for part in rung.command[recipe + 1 :] if "=" in part]
+            found[rung.name] = load_config(ROOT / rung.command[recipe], settings).config.rollout
+    first = found.pop("rollout and switch")
+    assert first.enforce_eager and not first.async_scheduling and first.model_runner == "v1"
+    assert first.engine_options == {"enable_flashinfer_autotune": False}
+    assert not found["compiled engine"].enforce_eager and found["async scheduling"].async_scheduling
+    assert found["model runner v2"].model_runner == "v2"
+    assert found["autotuned kernels"] == replace(first, engine_options={"enable_flashinfer_autotune": True})
+    for name, is_fused in (("engine on two ranks", False), ("fused sums", True)):
+        assert found[name].tensor_model_parallel_size == 2 and not found[name].enforce_eager
+        compilation = EngineArgs(**found[name].engine_options).compilation_config
+        assert compilation.pass_config.fuse_allreduce_rms is is_fused
     assert ladder.main(["--from", "nothing", "--work", str(tmp_path)]) == 2
 
 
