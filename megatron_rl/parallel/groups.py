@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -78,6 +79,16 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     }
     found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
+
+
+def list_gather_buffers() -> list[torch.Tensor]:
+    """What tensor parallel ranks gather hidden states into, one of each type."""
+    return [*parallel_state.get_global_memory_buffer().buffer.values()]
+
+
+def free_gather_buffers() -> None:
+    """Give them back; they are made again where they are needed."""
+    parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:

@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.random import get_all_rng_states, model_paral
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.groups import list_gather_buffers
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shape, find_shape
@@ -52,10 +53,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Captured:
-    """A graph, and the tensor that each replay writes its result into."""
+    """A graph, the tensor that each replay writes its result into, and memory of others that it gathers into."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
+    buffers: list[torch.Tensor]
 
     def replay(self) -> torch.Tensor:
         """Run it; the result is a copy, since the next replay of any graph may overwrite the memory."""
@@ -218,7 +220,7 @@ class GraphStep(StaticStep):
                 result = function()
         except Exception as error:
             raise explain_capture_failure(error, ops.last, name) from error
-        return Captured(graph, result)
+        return Captured(graph, result, list_gather_buffers())  # megatron-core replaces them by larger ones
 
 
 class OpRecorder(TorchDispatchMode):

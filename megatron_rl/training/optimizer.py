@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.checkpoint.optimizer_states import list_state_shards
 from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import TrainedConfig
+from megatron_rl.parallel.groups import free_gather_buffers
 from megatron_rl.training.fully_sharded import ShardedAdam, local_values
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.muon import AdamAndMuon, Muon
@@ -102,6 +103,7 @@ class Optimizer:
             states = self._list_states()
             for state, copy in zip(states, self._host_memory.store(states), strict=True):
                 state.data = copy
+        free_gather_buffers()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._is_released = True

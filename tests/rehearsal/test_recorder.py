@@ -7,7 +7,9 @@ replay. Not covered: a GPU (tests/gpu), which has other kernels, streams, and an
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from role_setups import take_step
 
 from distributed import run_ranks
 from megatron_rl.packing.batch import TrainBatch
-from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
 from megatron_rl.training import reduction
@@ -109,12 +111,36 @@ def test_replay_equals_eager_for_twenty_steps_in_every_layout(world_size: int, p
     assert_replay_equals_eager(world_size, SETUPS[world_size], path, 20)
 
 
+def _free_what_is_gathered_into(rank: int, world_size: int, path: Path) -> list[bool]:
+    setup = Setup(sizes=dict(tp_size=2), config=LADDER | SP)
+    with recorded_graphs():
+        actor = build_role(setup, path, build_groups(ParallelLayout(world_size, tp_size=2)), "graph")
+        batch = build_ragged_batch(actor.model, actor.model.buckets, 0, shares_prompts=False)
+        take_step(actor, next(batch.minibatches()), _count_all)
+        buffers = [weakref.ref(buffer) for buffer in list_gather_buffers()]
+        actor.optimizer.release()
+        gc.collect()
+        kept = [buffer() is not None for buffer in buffers]
+        del actor
+        gc.collect()
+        return [*kept, not list_gather_buffers(), *(buffer() is None for buffer in buffers)]
+
+
+def test_graph_keeps_what_it_gathers_into(path: Path) -> None:
+    """A release frees megatron-core's buffer, and a larger one takes its place; graphs write into the old one."""
+    assert run_ranks(_free_what_is_gathered_into, 2, path) == [[True] * 3] * 2
+
+
 Loss = Callable[[TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 _LEFT_BEHIND: list[torch.Tensor] = []
 
 
 def _count(microbatch: TrainBatch, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return -(logprobs * microbatch.loss_weights).sum(), {}
+
+
+def _count_all(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
+    return _count(microbatch, logprobs)
 
 
 def item(microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Any:
