@@ -73,17 +73,15 @@ def count_layer_elements(
     return elements + 3 * f / tp
 
 
-def count_layers_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int, num_layers: int) -> float:
-    """Layers whose activations a stage holds at its peak, counted once per microbatch.
+def count_passes_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int) -> int:
+    """Forward passes of chunks whose activations a stage holds at its peak.
 
-    1F1B: a stage begins with `pp - pp_rank` forward passes. Interleaved: with
-    `2 (pp - pp_rank - 1) + (vpp - 1) pp + 1` passes of chunks.
+    1F1B: a stage begins with `pp - pp_rank` of them. Interleaved: with `2 (pp - pp_rank - 1) + (vpp - 1) pp + 1`.
     """
-    per_chunk = num_layers / (layout.pp_size * layout.vpp_size)
     if layout.vpp_size == 1:
-        return per_chunk * min(num_microbatches, layout.pp_size - pp_rank)
+        return min(num_microbatches, layout.pp_size - pp_rank)
     passes = 2 * (layout.pp_size - pp_rank - 1) + (layout.vpp_size - 1) * layout.pp_size + 1
-    return per_chunk * min(num_microbatches * layout.vpp_size, passes)
+    return min(num_microbatches * layout.vpp_size, passes)
 
 
 def compute_activation_bytes(
@@ -119,8 +117,11 @@ def compute_activation_bytes(
     if num_microbatches is None:
         transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
         return ActivationBytes(0, int(transient), int(head) + logits)
-    in_flight = count_layers_in_flight(layout, pp_rank, num_microbatches, shape.num_layers)
-    stored = in_flight * (h / s if is_full else layer)
+    passes = count_passes_in_flight(layout, pp_rank, num_microbatches)
+    layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
+    # megatron-core also keeps what a pass sends to the next stage; the last chunk of the last one sends nothing.
+    sent = passes * (1 - is_last / layout.vpp_size) * h / s
+    stored = layers * (h / s if is_full else layer) + sent
     # Gradients of one layer's results while it goes back; with recomputation its own activations as well.
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
     if shape.num_experts:  # a layer holds the most where it has just been computed

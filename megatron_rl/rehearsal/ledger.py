@@ -301,10 +301,11 @@ def _find_whole(operation: str, args: Any, tensors: list[torch.Tensor]) -> int:
         "allgather",
         "reduce_scatter",
     ):  # outputs, inputs; of one rank there is a list, of the other a piece
-        tensors = tree_leaves(args[operation == "reduce_scatter"])
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    sizes = sorted(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return sum(sizes[len(sizes) // 2 :]) if "coalesced" in operation else sizes[-1]
+        return sum(tensor.nbytes for tensor in tree_leaves(args[operation == "reduce_scatter"]))
+    if "coalesced" in operation:  # lists of the whole tensors and of their pieces
+        lists = [x for x in args if isinstance(x, list | tuple)]
+        return max(sum(tensor.nbytes for tensor in x if isinstance(tensor, torch.Tensor)) for x in lists)
+    return max(tensor.nbytes for tensor in tensors)
 
 
 def _find_share(operation: str, size: int) -> float:

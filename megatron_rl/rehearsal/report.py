@@ -111,6 +111,8 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
         for name, times in ((name_scoring(role), passes), (f"{role.name} update", 1)):
             for call in phases.get(name, {}).get("traffic", ()):
                 axis = _AXES.get(call["group"], "other")
+                if call["operation"] in ("send", "recv"):  # one way between two stages is over the group of all ranks
+                    axis = "PP"
                 if axis == "DP" and call["operation"].startswith("alltoall"):
                     axis = "EP"  # the same ranks
                 if axis == "PP" and call["operation"] == "allreduce":

@@ -248,6 +248,8 @@ class PackedModel(LaidOutModel):
             **pipeline,
         )
         reshard(self.stages)
+        for stage in self.stages:
+            stage.set_input_tensor(None)  # the last message, which would stay with its gradient
         return found
 
     def forward_step(

@@ -85,9 +85,9 @@ def test_tool_rehearses_every_class_and_agrees(arguments: list[str], tmp_path: P
         assert phases["switch"]["live"] < planned["switch"], "the engine sleeps after a rollout"
 
 
-def _rehearse(arguments: list[str], out: Path) -> dict[str, Any]:
-    """The report of rank 0."""
-    command = [sys.executable, "tools/rehearse.py", *arguments, "--rank-class", "0", "--json", str(out)]
+def _rehearse(arguments: list[str], out: Path, ranks: str = "0") -> dict[str, Any]:
+    """The report; phases and memory of rank 0."""
+    command = [sys.executable, "tools/rehearse.py", *arguments, "--rank-class", ranks, "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode in (0, 1) and out.is_file(), done.stdout + done.stderr
     found = json.loads(out.read_text())
@@ -116,16 +116,18 @@ def test_experts_whose_ranks_share_all_weights_agree(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_interleaved_pipeline_agrees(tmp_path: Path) -> None:
-    """megatron-core keeps messages that the plan leaves out: more than 5 % of a model as small as this."""
+    """Both stages: memory, and the bytes of every link; with two stages one way is over the group of all ranks."""
     recipe = _copy_recipe("qwen2.5_0.5b_gsm8k.yaml", tmp_path, 8)
     settings = ["actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_parallel_size=2"]
-    found = _rehearse([recipe, "--nodes", "1", "--gpus-per-node", "4", *settings], tmp_path / "found.json")
-    assert all("GiB rehearsed" in problem for problem in found["problems"]), found["problems"]
-    for row in found["memory"]:
-        assert row["rehearsed"] == pytest.approx(row["planned"], rel=0.1)
-    traffic = {row["axis"]: (row["rehearsed"], row["planned"]) for row in found["ranks"][0]["traffic"]}
-    for axis in ("PP", "embedding"):
-        assert traffic[axis][0] == pytest.approx(traffic[axis][1], rel=0.01) and traffic[axis][1] > 0
+    found = _rehearse([recipe, "--nodes", "1", "--gpus-per-node", "4", *settings], tmp_path / "found.json", "all")
+    assert found["problems"] == []
+    for rank in found["ranks"]:
+        for row in rank["memory"]:
+            assert row["rehearsed"] == pytest.approx(row["planned"], rel=0.05)
+        traffic = {row["axis"]: (row["rehearsed"], row["planned"]) for row in rank["traffic"]}
+        for axis in ("DP", "PP", "embedding"):
+            assert traffic[axis][0] == pytest.approx(traffic[axis][1], rel=0.01) and traffic[axis][1] > 0
+        assert traffic["other"][0] < 1 << 10, "sums of metrics"
 
 
 @pytest.mark.slow
