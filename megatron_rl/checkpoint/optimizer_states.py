@@ -10,6 +10,7 @@ AdamW, and does not reshard from EP > 1 to EP = 1.) The number of steps taken is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, localize
 
 
@@ -104,25 +106,28 @@ def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> I
         saved_by: holders of all boxes: only what this rank saves; None: all that it has (to load).
     """
     shapes = role.model.shape.logical_tensors()
-    by_param: dict[str, list[ShardBox]] = {}
+    by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> what tables see of it, in its order
     for placement in role.model.placements(rank):
-        by_param.setdefault(placement.param, []).append(placement)
+        by_param.setdefault(find_fused(placement.param)[0], {}).setdefault(placement.param, []).append(placement)
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
-        param, placements = role.model.params[shard.param], by_param[shard.param]
-        if saved_by is not None:
-            placements = [
-                p
-                for p in placements
-                if box_volume(p.hf_box)
-                and _saves(
-                    role.model.groups.layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=shard.is_sharded
-                )
-            ]
         state = shard.optimizer.state.get(shard.main, {})
         flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
         if role.model.dtype != torch.float32:
             flat[MAIN_PARAM] = shard.main.detach().view(-1)
-        yield from _cut(shard.start, flat, placements, tuple(param.shape), shapes)
+        first = shard.start  # of the part, in what tables see
+        for name, placements in by_param[shard.param].items():
+            size = tuple(role.model.params[name].shape)
+            mine = {key: values[max(-first, 0) : max(math.prod(size) - first, 0)] for key, values in flat.items()}
+            if saved_by is not None:
+                layout, is_sharded = role.model.groups.layout, shard.is_sharded
+                placements = [
+                    p
+                    for p in placements
+                    if box_volume(p.hf_box)
+                    and _saves(layout, rank, min(saved_by[p.hf_name, p.hf_box]), p, is_sharded=is_sharded)
+                ]
+            yield from _cut(max(first, 0), mine, placements, size, shapes)
+            first -= math.prod(size)
 
 
 def _cut(

@@ -7,8 +7,8 @@ The last stage holds the head's weight but does not apply it: what becomes of th
 The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism), our
 order of the fused QKV rows, our packed core attention and our gated activation. Where Transformer Engine is used,
 its linears and norms take the same places under the same parameter names (norms are not fused into the linears),
-so one placement table serves both; attention and activation are ours either way. A mixture of experts is
-megatron-core's SequentialMLP behind a router that can be told its choice (`routing.py`).
+so one placement table serves both; attention and activation are ours either way. The experts of a
+mixture are ours as well (`experts.py`), behind a router that can be told its choice (`routing.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
-from megatron_rl.models.gated_activation import GatedActivation
+from megatron_rl.models.experts import GatedActivation, GroupedExperts
 from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.latent_attention import LatentSelfAttention
-from megatron_rl.models.linears import adapt_layer, pad_linears
+from megatron_rl.models.linears import adapt_layer
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
 from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
@@ -146,8 +146,9 @@ def build_layer_spec(
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
         spec.module = RoutedLayer
         mlp.router = BiasedRouter if config.moe_router_score_function == "sigmoid" else RoutedRouter
-        mlps = [_submodules(mlp.experts), _submodules(mlp.shared_experts)]
-        mlp = mlps[0]
+        own = {"batch_invariant": batch_invariant, "adapters": adapters}
+        mlp.experts = ModuleSpec(module=GroupedExperts, params=own)
+        mlps = [_submodules(mlp.shared_experts)]
     for part in mlps:
         part.activation_func = GatedActivation
     layer.self_attention.module = NormedSelfAttention if "q.norm" in kinds else BlockedSelfAttention
@@ -164,9 +165,7 @@ def build_layer_spec(
             for part in mlps:
                 part.linear_fc1, part.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     if adapters is not None:
-        adapt_layer(config, adapters, attention, mlp)
-    if num_experts and batch_invariant:
-        pad_linears(mlp)
+        adapt_layer(config, adapters, attention, None if num_experts else mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm or shape.latent is not None:
         attention.q_layernorm = attention.k_layernorm = norm

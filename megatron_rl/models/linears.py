@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linears of other classes in the places of a layer spec: with adapters, in NF4, or of experts with padded rows."""
+"""Linears of other classes in the places of a layer spec: with adapters, or in NF4."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-import torch
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from megatron_rl.models.lora import adapt_linear
 from megatron_rl.models.quantized import QuantizedLinear
-from megatron_rl.parallel.batch_invariant import pad_rows
 from megatron_rl.weights.adapters import AdapterShape
-
-
-class PaddedLinear(torch.nn.Module):
-    """In front of a linear of experts, which get any number of tokens: a row keeps its bits (see `pad_rows`)."""
-
-    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """[t, h] -> [t, n]."""
-        output, bias = super().forward(pad_rows(input_), *arguments, **options)
-        return output[: len(input_)], bias
 
 
 def _put_in_front(part: type, spec: Any) -> Any:
@@ -36,14 +25,15 @@ def _combine(part: type, linear: Any) -> type:
     return type(part.__name__ + linear.__name__, (part, linear), {})
 
 
-def pad_linears(mlp: Any) -> None:
-    """Of the spec of an expert."""
-    mlp.linear_fc1 = _put_in_front(PaddedLinear, mlp.linear_fc1)
-    mlp.linear_fc2 = _put_in_front(PaddedLinear, mlp.linear_fc2)
-
-
 def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
-    """Put linears with adapters, or a weight in NF4, which are megatron-core's own, in their places."""
+    """Put linears with adapters, or a weight in NF4, which are megatron-core's own, in their places.
+
+    Args:
+        config: megatron-core's.
+        adapters: of the model.
+        attention: spec.
+        mlp: spec; None in a layer of experts.
+    """
     shape, tp_size = adapters.base, config.tensor_model_parallel_size
     q, kv, ffn = (
         size // tp_size
@@ -51,10 +41,12 @@ def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: An
     )
     attention.linear_qkv = adapt_linear(attention.linear_qkv, adapters, {"q.weight": q, "k.weight": kv, "v.weight": kv})
     attention.linear_proj = adapt_linear(attention.linear_proj, adapters, {"o": shape.hidden_size})
-    mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
-    mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
+    if mlp is not None:
+        mlp.linear_fc1 = adapt_linear(mlp.linear_fc1, adapters, {"gate": ffn, "up": ffn})
+        mlp.linear_fc2 = adapt_linear(mlp.linear_fc2, adapters, {"down": shape.hidden_size})
     if adapters.is_quantized:
         attention.linear_qkv = _put_in_front(QuantizedLinear, attention.linear_qkv)
         attention.linear_proj = _put_in_front(QuantizedLinear, attention.linear_proj)
-        mlp.linear_fc1 = _put_in_front(QuantizedLinear, mlp.linear_fc1)
-        mlp.linear_fc2 = _put_in_front(QuantizedLinear, mlp.linear_fc2)
+        if mlp is not None:
+            mlp.linear_fc1 = _put_in_front(QuantizedLinear, mlp.linear_fc1)
+            mlp.linear_fc2 = _put_in_front(QuantizedLinear, mlp.linear_fc2)

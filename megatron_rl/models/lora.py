@@ -2,8 +2,8 @@
 """Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
 
 The adapters are parameters of the linear itself, beside its weight, which keeps its name; see `weights/adapters.py` for
-what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange; for an
-expert they exchange nothing, since all that it makes of its tokens is added up over them afterwards.
+what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange. Those of
+experts are in `experts.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,23 @@ class LinearAdapter:
     parts: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix of a linear on a TP rank, with its adapters.
+
+    Attributes:
+        param: its name in tables.
+        weight: W.
+        scale: that the products of the adapters are multiplied by.
+        parts: rows [start, stop) of W that each adapter serves, its A and its B.
+    """
+
+    param: str
+    weight: torch.Tensor | QuantizedMatrix
+    scale: float
+    parts: list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
+
+
 class AdaptedLinear(torch.nn.Module):
     """A linear whose adapters can be left out."""
 
@@ -58,16 +75,12 @@ class AdaptedLinear(torch.nn.Module):
     _adapter: LinearAdapter
     _is_on = True
 
-    @property
-    def scale(self) -> float:
-        """That the products of the adapters are multiplied by."""
-        return self._adapter.scale
-
-    def list_adapters(self) -> list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]:
-        """Rows [start, stop) of the weight that each adapter serves, its A and its B, on this rank."""
+    def list_matrices(self, name: str) -> list[AdaptedMatrix]:
+        """Its matrix; `name` is the linear's own."""
         parts, rank = self._adapter.parts, self._adapter.rank
         b = self.lora_B.data.split([stop - start for start, stop in parts])
-        return list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
+        found = list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
+        return [AdaptedMatrix(f"{name}.weight", self.weight, self._adapter.scale, found)]
 
     def use_adapter(self, is_on: bool) -> None:
         """Compute with the adapters, or as if there were none."""
@@ -91,9 +104,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         return (output + self._compute_change(input_, output) if self._is_on else output), bias
 
     def _compute_change(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        inner = F.linear(x, self.lora_A)
-        if not self.explicit_expert_comm:
-            inner = self._gather(inner)
+        inner = self._gather(F.linear(x, self.lora_A))
         pieces, end = [], 0
         parts = zip(
             self._adapter.parts, inner.split(self._adapter.rank, -1), self.lora_B.split(self._rows), strict=True
@@ -128,9 +139,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         output, bias = super().forward(input_)
         if not self._is_on:
             return output, bias
-        inner = F.linear(input_, self.lora_A)  # of this rank's columns
-        if not self.explicit_expert_comm:
-            inner = self._reduce(inner)
+        inner = self._reduce(F.linear(input_, self.lora_A))  # of this rank's columns
         return output + self._adapter.scale * F.linear(inner, self.lora_B), bias
 
     def _reduce(self, inner: torch.Tensor) -> torch.Tensor:
@@ -149,16 +158,21 @@ def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
         parts: kind of each matrix in its weight, in order -> rows on a TP rank; a matrix that is cut by columns is
             alone in its weight.
     """
+    adapter = find_adapter(shape, parts)
+    if adapter is None:
+        return spec
+    linear = LoraRowParallelLinear if parts.keys() <= {"o", "down"} else LoraColumnParallelLinear
+    return ModuleSpec(module=linear, params={"adapter": adapter})
+
+
+def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | None:
+    """The adapters that are wanted of a linear, see `adapt_linear`; None: none."""
     ends, served = 0, []
     for kind, rows in parts.items():
         if kind in shape.kinds:
             served.append((ends, ends + rows))
         ends += rows
-    if not served:
-        return spec
-    adapter = LinearAdapter(shape.rank, shape.scale, tuple(served))
-    linear = LoraRowParallelLinear if parts.keys() <= {"o", "down"} else LoraColumnParallelLinear
-    return ModuleSpec(module=linear, params={"adapter": adapter})
+    return LinearAdapter(shape.rank, shape.scale, tuple(served)) if served else None
 
 
 def freeze_model(stages: torch.nn.Module) -> None:
@@ -200,7 +214,6 @@ def _make(
     set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)
     if partial:
         vars(parameter)["sequence_parallel"] = True
-    vars(parameter)["allreduce"] = getattr(weight, "allreduce", True)  # false: its replicas are those of an expert
     return parameter
 
 

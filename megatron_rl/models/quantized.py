@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.weights.experts import name_expert
 from megatron_rl.weights.nf4 import QuantizedMatrix
 
 
@@ -47,8 +48,17 @@ class QuantizedLinear(torch.nn.Module):
 
 def list_quantized_linears(stages: torch.nn.Module) -> dict[str, QuantizedMatrix]:
     """The weights of a model that are in NF4, by the names that they would have as parameters."""
-    linears = {name: module for name, module in stages.named_modules() if isinstance(module, QuantizedLinear)}
-    return {f"{name}.weight": linear.weight for name, linear in linears.items()}
+    weights = {f"{name}.weight": getattr(module, "weight", None) for name, module in stages.named_modules()}
+    found = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedMatrix)}
+    for name, weight in weights.items():  # those of experts
+        if isinstance(weight, list):
+            found |= {name_expert(name, expert): matrix for expert, matrix in enumerate(weight)}
+    return found
+
+
+def multiply_quantized(x: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
+    """x W^T."""
+    return _Product.apply(x, weight, None)
 
 
 class _Product(torch.autograd.Function):

@@ -4,8 +4,8 @@
 Settings that megatron-core only warns about, or gets wrong, are decided here:
 
 * interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 gives wrong numbers silently);
-* experts run one after the other (grouped GEMMs need a CUDA extension), without capacity limits, auxiliary
-  losses or noise: the policy that is trained must be the one that was sampled from;
+* experts have no capacity limits, auxiliary losses or noise: the policy that is trained must be the one that was
+  sampled from;
 * losses arrive already divided by a global denominator, so gradients are summed over microbatches and
   DP (`calculate_per_token_loss`) and never rescaled;
 * fused kernels that need apex are off.

@@ -9,11 +9,13 @@ from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.quantization import check_quantization
+from megatron_rl.weights.row_shards import check_shared_experts
 
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory
@@ -194,6 +196,8 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
     )
     if role.is_quantized:
         check_quantization(shape, layout.tp_size, role.section)
+    if shape.num_experts and role.layout.zero_stage == FULLY_SHARDED:
+        check_shared_experts(layout, shape, role.section)
     return layout
 
 

@@ -14,6 +14,7 @@ rank by rank and byte by byte. Not counted: Adam's step counters, a scalar per p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ from megatron_rl.config.schema import LayoutConfig, TrainedConfig
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
+from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
@@ -71,7 +73,7 @@ class Parameter:
     Attributes:
         name: inside the chunk.
         numel: elements on this rank.
-        rows: its first dimension, which ZeRO-3 cuts.
+        rows: of its matrices, which ZeRO-3 cuts.
         is_matrix: a matrix of a layer, which Muon updates where the run has it.
         is_expert: its gradient is reduced over the replicas of an expert only (expert parallelism).
         is_shared: the embedding that the first and last pipeline stage both hold.
@@ -171,13 +173,15 @@ def _read_parameters(
     for name, box in boxes:
         stops = [stop for _, stop in box]
         sizes[name] = [max(pair) for pair in zip(sizes.get(name, stops), stops, strict=True)]
+    counts = Counter(find_fused(name)[0] for name in sizes)  # matrices of each parameter
+    sizes = {find_fused(name)[0]: size for name, size in sizes.items()}
     for name, size in sizes.items():
         if name.endswith(PADDED_PARAMETERS):
             size[0] = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
     return [
         Parameter(
             name,
-            math.prod(sizes[name]),
+            counts[name] * math.prod(sizes[name]),
             sizes[name][0],
             is_matrix=is_layer_matrix(name, tuple(sizes[name])),
             is_expert=ep_size > 1 and ".experts." in name,
@@ -187,11 +191,10 @@ def _read_parameters(
     ]
 
 
-def _position(name: str) -> tuple[int, int, str, bool]:
-    """Module, expert, then linear_fc1 before linear_fc2, then the weight before the bias."""
+def _position(name: str) -> tuple[int, str, bool]:
+    """Module, then linear_fc1 before linear_fc2, then the weight before the bias."""
     *path, last = name.split(".")
-    expert = int(path[path.index("local_experts") + 1]) if "local_experts" in path else -1
-    return next(i for i, part in enumerate(_ORDER) if part in name), expert, path[-1], last != "weight"
+    return next(i for i, part in enumerate(_ORDER) if part in name), path[-1], last != "weight"
 
 
 @dataclass(frozen=True)

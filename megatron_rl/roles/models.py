@@ -107,8 +107,7 @@ def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> No
     """Refuse what an optimizer step cannot do with a mixture of experts."""
     if config.overlap_grad_reduce:
         raise UserError(
-            f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts: an expert without tokens "
-            "has no gradient to wait for",
+            f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts, for which it is not tried",
             source=f"{section}.overlap_grad_reduce",
             expected="false",
             hint=f"remove {section}.overlap_grad_reduce",

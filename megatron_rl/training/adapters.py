@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.models.experts import list_matrices
 from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
-from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
@@ -84,11 +84,12 @@ class Adapters:
     @classmethod
     def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:
         """Those of a model."""
+        trained: Any = {name: p for name, p in list_matrices(model.stages, torch.detach).items() if is_trained(name)}
         return cls(
             shape,
             model.groups,
             model.stages,
-            {name: p.data for name, p in model.stages.named_parameters() if is_trained(name)},
+            trained,
             lambda rank: adapter_placements(shape, model.placements(rank)),
             model.shard_key,
         )
@@ -109,7 +110,7 @@ class Adapters:
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
         for name, module in self.stages.named_modules():
             if isinstance(module, AdaptedLinear):
-                for _, a, b in module.list_adapters():
+                for _, a, b in (part for matrix in module.list_matrices(name) for part in matrix.parts):
                     a, b = a.float(), b.float()
                     squares[".experts." in name] += ((a @ a.T) * (b.T @ b)).sum()
         for is_expert, group in ((0, self.groups.collection.mp), (1, self.groups.collection.tp_ep_pp)):
@@ -140,8 +141,7 @@ class Adapters:
 
 def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """The parameters of a model by name, without its adapters; those in NF4 are among them."""
-    whole = {name: local_values(p) for name, p in stages.named_parameters() if not name.endswith(HALVES)}
-    return {**whole, **list_quantized_linears(stages)}
+    return {name: p for name, p in list_matrices(stages, local_values).items() if not name.endswith(HALVES)}
 
 
 def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
@@ -194,7 +194,8 @@ def _find_layer(param: str) -> str:
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
     """The weights that have adapters, by name, with them."""
     return {
-        f"{name}.weight": MergedParam(module.weight, module.scale, module.list_adapters())
+        matrix.param: MergedParam(matrix.weight, matrix.scale, matrix.parts)
         for name, module in stages.named_modules()
         if isinstance(module, AdaptedLinear)
+        for matrix in module.list_matrices(name)
     }

@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_rl.parallel.collectives import current_device
@@ -54,8 +54,8 @@ def build_sharded(
     for stage in cast(Iterable[Any], stages):
         for layer in stage.decoder.layers:
             if groups.layout.ep_size > 1:
-                fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy)
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
+                fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy, shard_placement_fn=_cut_matrices)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_cut_matrices)
         fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that
     stages.to_empty(device=device)
     for name, p in stages.named_parameters():
@@ -64,6 +64,11 @@ def build_sharded(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return stages
+
+
+def _cut_matrices(param: torch.nn.Parameter) -> Shard | None:
+    """Rows of every expert, as of any other matrix."""
+    return Shard(1) if param.ndim == 3 else None
 
 
 @contextmanager

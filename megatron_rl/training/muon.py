@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.optimizer_states import StateShard
 from megatron_rl.checkpoint.pieces import MOMENTS, SavedModel
 from megatron_rl.parallel import pairs
+from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.families import is_layer_matrix
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 
@@ -181,7 +182,10 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _group_by_param(table: Iterable[ShardBox]) -> dict[str, list[ShardBox]]:
+    """Of a parameter of experts the boxes have the expert in front."""
     found: dict[str, list[ShardBox]] = {}
     for box in table:
-        found.setdefault(box.param, []).append(box)
+        param, expert = find_fused(box.param)
+        place = () if expert is None else ((expert, expert + 1),)
+        found.setdefault(param, []).append(replace(box, local_box=(*place, *box.local_box)))
     return found

@@ -6,7 +6,7 @@ Logical tensors are matrices, so a fused parameter is seen as one parameter per 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights.families import FAMILIES, ModelShape
@@ -15,15 +15,53 @@ if TYPE_CHECKING:
     import torch
 
 
-def split_experts(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Replace every 3-D parameter `name` by its matrices `name.<expert>`, views of the same storage."""
+def name_expert(param: str, expert: int) -> str:
+    """The name in tables of the matrix of one expert of a rank, in one of Megatron's parameters."""
+    return param.replace(".experts.", f".experts.local_experts.{expert}.")
+
+
+def find_fused(name: str) -> tuple[str, int | None]:
+    """Megatron's parameter that a name in a table is of, and which of its experts; None: the parameter as it is."""
+    block, _, rest = name.partition(".local_experts.")
+    expert, _, param = rest.partition(".")
+    return (f"{block}.{param}", int(expert)) if rest else (name, None)
+
+
+def name_matrix(param: str, expert: int) -> str:
+    """The same for a parameter of an engine."""
+    return f"{param}.{expert}"
+
+
+def split_experts(
+    params: Mapping[str, torch.Tensor], name_view: Callable[[str, int], str] = name_matrix
+) -> dict[str, torch.Tensor]:
+    """Replace every 3-D parameter of experts by its matrices, views of the same storage."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
-        if param.ndim == 3:
-            views |= {f"{name}.{expert}": matrix for expert, matrix in enumerate(param.unbind())}
+        if is_fused(name, param):
+            views |= {name_view(name, expert): matrix for expert, matrix in enumerate(param.unbind())}
         else:
             views[name] = param
     return views
+
+
+def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The parameter [E, n, m] that these are the matrices of, in this order; None: there is none."""
+    first = matrices[0]
+    if first is None:
+        return None
+    for place, matrix in enumerate(matrices):
+        if matrix is None or not matrix.is_contiguous() or matrix.shape != first.shape:
+            return None
+        is_same = matrix.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_same or matrix.storage_offset() != first.storage_offset() + place * first.numel():
+            return None
+    return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
+
+
+def is_fused(name: str, param: torch.Tensor) -> bool:
+    """Whether a parameter is one matrix per expert."""
+    return param.ndim == 3 and ".experts." in name
 
 
 def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ then the name inside the GPTModel. Fused parameters:
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
 * latent attention: down-projections are whole on every TP rank, up-projections are cut by heads;
-* experts (SequentialMLP): EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a
-  dense one (expert tensor parallelism = TP);
+* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a dense one; of the
+  parameter `mlp.experts.linear_fc1.weight` tables see the matrices `mlp.experts.local_experts.<e>.linear_fc1.weight`;
 * embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
 * tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`;
 * a score head is `score.weight` on every TP rank of the last stage, in place of an output layer.
@@ -21,6 +21,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from megatron_rl.weights.experts import name_expert
 from megatron_rl.weights.families import DENSE, SCORE_HEAD, SHARED, ModelShape
 from megatron_rl.weights.tables import PlacementTable, Row, Rows, list_parts, split_boxes
 
@@ -89,7 +90,7 @@ def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
     ]
     for local, expert in enumerate(experts if shape.has_experts(layer) else ()):
         found += [
-            (layer_parameter(name, kind).replace("mlp.", f"mlp.experts.local_experts.{local}."), name, kind)
+            (name_expert(layer_parameter(name, kind).replace("mlp.", "mlp.experts."), local), name, kind)
             for name, kind in shape.expert_kinds(expert).items()
         ]
     return found

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_rl.types import UserError
 from megatron_rl.weights.families import FUSED_KINDS, ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements, padded_vocab_size
 from megatron_rl.weights.tables import BoxPair, PlacementTable, split_boxes
@@ -40,6 +41,26 @@ def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, Sh
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
     return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, replicas // layout.ep_size)
+
+
+def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
+    """Refuse replicas of an expert that cannot have equally many rows of its matrices, which FSDP asks for there.
+
+    Raises:
+        UserError: naming the rows and the replicas.
+    """
+    replicas = find_shard_places(layout, layout.first_rank)[1].count
+    for what, rows in (
+        ("gate and up", 2 * shape.ffn_hidden_size // layout.tp_size),
+        ("down", shape.hidden_size),
+    ):
+        if rows % replicas:
+            raise UserError(
+                f"{section}.zero_stage = 3: {replicas} replicas of an expert cannot share the {rows} rows of {what}",
+                source=f"{section}.zero_stage, {section}.expert_model_parallel_size and the model's config.json",
+                expected=f"a number of replicas that divides {rows}",
+                hint=f"use another number of ranks or {section}.expert_model_parallel_size, or {section}.zero_stage=1",
+            )
 
 
 def training_placements(

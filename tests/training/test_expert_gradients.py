@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from actor_runs import ALGORITHM, Case, build_actor, build_batch
 
+from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.models.routing import RoutedRouter
+from megatron_rl.weights.experts import name_expert, split_experts
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import save_tiny_model
@@ -92,13 +93,14 @@ def _measure(path: Path, recompute: str) -> dict[str, float]:
     batch = build_batch(model, case)
     batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
     actor.forward_backward(batch, ALGORITHM)
-    grads: dict[str, Any] = {name: getattr(p, "main_grad", None) for name, p in model.stages.named_parameters()}
+    trained: dict[str, Any] = {name: p for name, p in model.stages.named_parameters() if p.requires_grad}
+    grads = split_experts({name: p.main_grad for name, p in trained.items()}, name_expert)
     weights, found = defaultdict(dict), defaultdict(dict)
     for p in model.placements(0):
         layer, _, name = p.hf_name.removeprefix("model.layers.").partition(".mlp.")
         if name.startswith(("gate.", "experts.")) and layer.isdigit() and int(layer) in layers:
             weights[int(layer)][name] = model.params[p.param][box_slices(p.local_box)].clone()
-            if grads[p.param] is not None:
+            if p.param in grads:
                 found[int(layer)][name] = grads[p.param][box_slices(p.local_box)]
     gaps: dict[str, float] = {}
     for number, caught in layers.items():

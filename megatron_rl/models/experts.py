@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a rank: one parameter for all gates and ups [E, 2 f, h] and one for all downs [E, h, f].
+
+Tokens come sorted by expert. A product of all of them is one call of torch's `grouped_mm`, one kernel on GPUs from
+Hopper on. It reads rows of whole 16 bytes; where they are not, and where the bits of a row or the size of a weight that
+is dequantized matter more, experts are multiplied one after the other. Elsewhere the two are equal bit for bit on CPU.
+
+Tables see one matrix per expert, under the names that `weights/experts.py` makes of the parameter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.models.gated_activation import GatedActivation
+from megatron_rl.models.lora import AdaptedLinear, AdaptedMatrix, LinearAdapter, find_adapter
+from megatron_rl.models.quantized import list_quantized_linears, multiply_quantized
+from megatron_rl.parallel import batch_invariant
+from megatron_rl.parallel.collectives import current_device
+from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.experts import name_expert, split_experts
+from megatron_rl.weights.nf4 import QuantizedMatrix
+
+_ALIGNMENT = 16  # bytes of a row that `grouped_mm` reads
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """How ranks share experts.
+
+    Attributes:
+        tp_size: ranks that share each (expert tensor parallelism).
+        has_own_replicas: the data parallel ranks of an expert are not those of the other parameters.
+    """
+
+    tp_size: int
+    has_own_replicas: bool
+
+
+class GroupedLinear(AdaptedLinear):
+    """A linear of every expert of a rank, with adapters where they are wanted.
+
+    Args:
+        size: [E, n, k] on this rank.
+        config: megatron-core's.
+        place: how ranks share experts.
+        split_dim: of n (0) and k (1), which tensor parallel ranks share.
+
+    Attributes:
+        weight: [E, n, k], or E matrices in NF4.
+    """
+
+    weight: Any
+
+    def __init__(
+        self, size: tuple[int, int, int], config: TransformerConfig, place: ExpertPlace, *, split_dim: int
+    ) -> None:
+        super().__init__()
+        self._size, self._place, self._split_dim, self._dtype = size, place, split_dim, config.params_dtype
+        self.weight = self._make(torch.empty, size, split_dim)
+        self._parts: LinearAdapter | None = None
+        self._multiply: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = multiply
+
+    def quantize(self) -> None:
+        """Have matrices in NF4, of zeros, in the place of the weight."""
+        matrices = [QuantizedMatrix(matrix) for matrix in self.weight.unbind()]
+        del self.weight
+        self.weight = matrices
+
+    def adapt(self, parts: LinearAdapter) -> None:
+        """Have adapters, of zeros: A [E, n r, k] and B [E, rows of the parts, r]; tensor parallel ranks have shares."""
+        (num_experts, _, k), r, by_rows = self._size, parts.rank, self._split_dim == 0
+        rows = sum(stop - start for start, stop in parts.parts)
+        self._parts = parts
+        self.lora_A = self._make(torch.zeros, (num_experts, len(parts.parts) * r, k), None if by_rows else 1)
+        self.lora_B = self._make(torch.zeros, (num_experts, rows, r), 0 if by_rows else None)
+
+    def keep_bits(self) -> None:
+        """Give a token the same bits whatever else its expert gets."""
+        self._multiply = _multiply_padded
+
+    def list_matrices(self, name: str) -> list[AdaptedMatrix]:
+        """Those of its experts; none without adapters."""
+        if (adapter := self._parts) is None:
+            return []
+        lengths = [stop - start for start, stop in adapter.parts]
+        return [
+            AdaptedMatrix(
+                name_expert(f"{name}.weight", expert),
+                weight,
+                adapter.scale,
+                list(zip(adapter.parts, a.split(adapter.rank), b.split(lengths), strict=True)),
+            )
+            for expert, (weight, a, b) in enumerate(zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True))
+        ]
+
+    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """[t, k], so many rows for each expert in their order -> [t, n]."""
+        if isinstance(self.weight, list):
+            pairs = zip(x.split(counts), self.weight, strict=True)
+            output = torch.cat([multiply_quantized(rows, matrix) for rows, matrix in pairs])
+        else:
+            output = self._multiply(x, self.weight, counts)
+        return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
+
+    def _change(self, x: torch.Tensor, counts: Sequence[int], adapter: LinearAdapter) -> torch.Tensor:
+        """What the adapters add."""
+        inner, pieces, end = self._multiply(x, self.lora_A, counts), [], 0
+        lengths = [stop - start for start, stop in adapter.parts]
+        parts = zip(adapter.parts, inner.split(adapter.rank, -1), self.lora_B.split(lengths, 1), strict=True)
+        for (start, stop), z, b in parts:
+            pieces += [x.new_zeros(len(x), start - end), self._multiply(z.contiguous(), b.contiguous(), counts)]
+            end = stop
+        pieces.append(x.new_zeros(len(x), self._size[1] - end))
+        return adapter.scale * torch.cat(pieces, -1)
+
+    def _make(
+        self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
+    ) -> torch.nn.Parameter:
+        """A parameter with what megatron-core has to know of it; whole on tensor parallel ranks without `split_dim`.
+
+        Of one that is whole a rank has the gradient of its own columns or rows, a part of the sum.
+        """
+        parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
+        is_copy = split_dim is None and self._place.tp_size > 1
+        dim = -1 if split_dim is None else split_dim + 1
+        set_tensor_model_parallel_attributes(parameter, is_parallel=not is_copy, dim=dim, stride=1)
+        vars(parameter).update(
+            allreduce=not self._place.has_own_replicas, **dict(sequence_parallel=True) if is_copy else {}
+        )
+        return parameter
+
+
+class GroupedExperts(torch.nn.ModuleDict):
+    """The experts of a rank, [t, h] -> [t, h]; called as megatron-core calls its own.
+
+    Args:
+        num_local_experts: E.
+        config: megatron-core's.
+        submodules: megatron-core's, not used.
+        pg_collection: has the groups of expert and expert tensor parallelism.
+        batch_invariant: a token has the same bits whatever else its expert gets.
+        adapters: on the experts; None: there are none.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: Any = None,
+        *,
+        pg_collection: Any,
+        batch_invariant: bool = False,
+        adapters: AdapterShape | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.moe_ffn_hidden_size is not None, "experts have columns"
+        tp_size, h = pg_collection.expt_tp.size(), config.hidden_size
+        has_own_replicas = pg_collection.ep.size() > 1 or tp_size != pg_collection.tp.size()
+        place, f = ExpertPlace(tp_size, has_own_replicas), config.moe_ffn_hidden_size // tp_size
+        self["linear_fc1"] = GroupedLinear((num_local_experts, 2 * f, h), config, place, split_dim=0)
+        self["activation"] = GatedActivation(config)
+        self["linear_fc2"] = GroupedLinear((num_local_experts, h, f), config, place, split_dim=1)
+        for name, parts in (("linear_fc1", {"gate": f, "up": f}), ("linear_fc2", {"down": h})):
+            linear: Any = self[name]
+            if batch_invariant:
+                linear.keep_bits()
+            if adapters is not None and (adapter := find_adapter(adapters, parts)) is not None:
+                linear.adapt(adapter)
+            if adapters is not None and adapters.is_quantized:
+                linear.quantize()
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Rows sorted by expert, how many each has, and what multiplies their results [t]; no biases."""
+        counts = tokens_per_expert.tolist()
+        inner = self["activation"](self["linear_fc1"](x, counts))
+        return self["linear_fc2"]((inner * shares.unsqueeze(-1)).to(inner.dtype), counts), None
+
+
+def list_matrices(
+    stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor | QuantizedMatrix]:
+    """The parameters of a model as tables see them, each as it is read; those in NF4 are among them."""
+    whole = {name: read(parameter) for name, parameter in stages.named_parameters()}
+    return {**split_experts(whole, name_expert), **list_quantized_linears(stages)}
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Rows [t, k], so many for each expert, times its matrix of [E, n, k] -> [t, n]."""
+    _, n, k = weight.shape
+    if not len(x) or n * weight.itemsize % _ALIGNMENT or k * weight.itemsize % _ALIGNMENT:
+        pairs = zip(x.split(counts), weight.unbind(), strict=True)
+        return torch.cat([F.linear(rows, matrix) for rows, matrix in pairs])
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
+    return _Product.apply(x, weight, ends)
+
+
+def _multiply_padded(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    pairs = zip(x.split(counts), weight.unbind(), strict=True)
+    return torch.cat([batch_invariant.multiply(rows, matrix) for rows, matrix in pairs])
+
+
+class _Product(torch.autograd.Function):
+    """torch's own has no gradient for rows that do not lie one behind the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        gradient = gradient.contiguous()
+        of_x = F.grouped_mm(gradient, weight, offs=ends) if wants_x else None
+        of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if wants_weight else None
+        return of_x, of_weight, None
