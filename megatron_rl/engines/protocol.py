@@ -24,6 +24,7 @@ from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.experts import is_fused, join_matrices, name_matrix
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
 
@@ -295,17 +296,15 @@ def find_engine(name: str) -> EngineMaker:
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Rebind parameters to the actor's storage where shape, dtype and device agree too; returns their names.
 
-    A shareable name may also be that of a view of a parameter (an expert's matrix), which cannot be rebound.
+    A parameter of experts is rebound where all of its matrices are shareable and lie in it as they lie in the actor's.
     Must run before anything captures the parameters' addresses.
     """
-    shared = {
-        name
-        for name, tensor in shareable.items()
-        if name in params
-        and params[name].shape == tensor.shape
-        and params[name].dtype == tensor.dtype
-        and params[name].device == tensor.device
-    }
-    for name in shared:
-        params[name].data = shareable[name]
+    shared: set[str] = set()
+    for name, param in params.items():
+        names = [name_matrix(name, expert) for expert in range(len(param))] if is_fused(name, param) else [name]
+        found = [shareable.get(view) for view in names]
+        mine = join_matrices(found) if is_fused(name, param) else found[0]
+        if mine is not None and (mine.shape, mine.dtype, mine.device) == (param.shape, param.dtype, param.device):
+            param.data = mine
+            shared.update(names)
     return frozenset(shared)

@@ -16,7 +16,7 @@ What in-process vLLM needs beside what `engines.vllm_library` replaces in it (ea
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
@@ -68,11 +68,10 @@ class VllmEngine:
         self.code_format = register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
         self.padded_params = VLLM_PADDED_PARAMETERS
-        shared = self._share_when_loaded(spec)
+        shareable, shared = self._share_when_loaded(spec)
         os.environ |= list_engine_environment(spec)
         with keep_random_streams(), find_world(spec, import_module("vllm.distributed.parallel_state")):
             self._llm = vllm.LLM(**list_engine_arguments(spec))
-        self.shared_params = frozenset(shared)
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
@@ -83,6 +82,8 @@ class VllmEngine:
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self.params: dict[str, torch.Tensor] = list_params(worker.get_model())
+        # A kernel of experts that wants another order has made a tensor of its own.
+        self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
             make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
@@ -104,11 +105,13 @@ class VllmEngine:
         self._adapters = list_adapter_params(worker.get_model(), spec.adapters) if spec.adapters else {}
         self.params |= self._adapters
 
-    def _share_when_loaded(self, spec: EngineSpec) -> set[str]:
-        """The names of the parameters that share the actor's storage, once vLLM has loaded."""
+    def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
+        """What vLLM may share of the actor's, and the names of what it does once it has loaded."""
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
+        if spec.process.device.type == "cpu":  # experts are packed in place
+            shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
         register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
-        return shared
+        return shareable, shared
 
     def shard_key(self, rank: int) -> int:
         """Ranks with equal keys have equal placement tables."""

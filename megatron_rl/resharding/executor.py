@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import connect, current_device, gather_objects
 from megatron_rl.resharding.buckets import BucketTransport, find_device
 from megatron_rl.resharding.computed import SourceParams
+from megatron_rl.resharding.copies import join_copies
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
@@ -117,8 +118,12 @@ class Resharder:
             for op in plan.local
             if op.src_param in computed
         ]
-        self._targets = [destination[op.dst_param][box_slices(op.dst_box)] for _, op in copies]
-        self._origins = [params[op.src_param][box_slices(op.src_box)] for params, op in copies]
+        pairs = [
+            (destination[op.dst_param][box_slices(op.dst_box)], params[op.src_param][box_slices(op.src_box)])
+            for params, op in copies
+        ]
+        blocks = join_copies(pairs)
+        self._targets, self._origins = [target for target, _ in blocks], [origin for _, origin in blocks]
         self._is_pulling = self.transport != "buckets"
         receives, sends = (
             {peer: [op for op in ops if peer not in near or op.src_param in computed] for peer, ops in side.items()}

@@ -9,7 +9,7 @@ started. Side by side on the same weights, repeats interleaved, medians:
 
 * ours: plan and executor, into the destination parameters; every element is checked afterwards;
 * gather: per tensor, broadcast over PP, all-gather over TP, concatenate, copy the engine's slice
-  (what Megatron trainers with vLLM rollouts do), re-implemented here;
+  (what Megatron trainers with vLLM rollouts do), re-implemented here for models without expert parallelism;
 * floor: all ranks at once copy as many bytes with plain memcpy out of mapped memory (pull), or send as
   many bytes to the same peers in messages of bucket size without packing (buckets).
 """
@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,11 @@ from megatron_rl.resharding.executor import TRANSPORTS, Resharder, Transport
 from megatron_rl.resharding.planner import group_shards, plan_rank
 from megatron_rl.resharding.pull import export_params, map_params
 from megatron_rl.types import UserError
+from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
+from megatron_rl.weights.row_shards import find_shard_key
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 from tools._layouts import read_layouts, read_shape
 
@@ -70,11 +73,13 @@ class Bench:
             for r in range(layout.tp_size)
         ]
         self._owners = {name: self._owner_stage(name) for name in self._tensors}
-        self.source = _allocate(self.source_table(self.rank), dtype)
+        self.source, blocks = _allocate(self.source_table(self.rank), dtype, find_fused)
+        self._blocks = list(blocks.values())
         self.write_weights(step=0)
         wanted = self.destination_table(self.rank)
         pairs = find_aliases(self.source_table(self.rank), wanted) if alias else {}
-        own = _allocate([p for p in wanted if p.param not in pairs], dtype)
+        own, blocks = _allocate([p for p in wanted if p.param not in pairs], dtype, _find_engine_block)
+        self._own_blocks = list(blocks.values())
         self.destination = own | {name: self.source[origin] for name, origin in pairs.items()}
         self.bytes_aliased = sum(self.source[origin].nbytes for origin in pairs.values())
         self.resharder = self._build(frozenset(pairs), transport)
@@ -107,7 +112,7 @@ class Bench:
         dist.all_gather_object(everyone, aliased)
         source = group_shards(
             self.source_table,
-            lambda r: (self.layout.coordinates(r).tp, self.layout.coordinates(r).pp),
+            lambda r: find_shard_key(self.layout, r, is_fully_sharded=False),
             range(self.world),
         )
         destination = group_shards(
@@ -180,15 +185,12 @@ class Bench:
     def memcpy_floor(self) -> Callable[[], None]:
         """Copy as many bytes into the same destination pages, straight from mapped memory."""
         exports: list[Any] = [None] * self.world
-        dist.all_gather_object(exports, export_params(self.source))
-        device = next(iter(self.source.values())).device
+        dist.all_gather_object(exports, export_params(dict(enumerate(self._blocks))))
+        device = self._blocks[0].device
         peer = map_params(exports[(self.rank + 1) % self.world], device)
         origins = [t.view(-1) for t in peer.values()]
         pairs, index = [], 0
-        aliased = {id(t) for t in self.source.values()}
-        for target in self.destination.values():
-            if id(target) in aliased:
-                continue
+        for target in self._own_blocks:
             flat, at = target.view(-1), 0
             while at < flat.numel():
                 origin = origins[index % len(origins)]
@@ -288,12 +290,29 @@ def _status_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _allocate(placements: Sequence[ShardBox], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _find_engine_block(name: str) -> tuple[str, int | None]:
+    """The engine's parameter that a name in a table is of, and which of its experts."""
+    param, _, expert = name.rpartition(".")
+    return (param, int(expert)) if ".experts." in name else (name, None)
+
+
+def _allocate(
+    placements: Sequence[ShardBox], dtype: torch.dtype, find_block: Callable[[str], tuple[str, int | None]]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What tables see, and the parameters that it is of; the experts of a layer are one."""
     extents: dict[str, tuple[int, ...]] = {}
     for p in placements:
         stops = tuple(stop for _, stop in p.local_box)
         extents[p.param] = tuple(map(max, stops, extents.get(p.param, stops)))
-    return {name: torch.zeros(size, dtype=dtype) for name, size in extents.items()}
+    counts = Counter(find_block(name)[0] for name, _ in extents.items())
+    blocks = {find_block(name)[0]: size for name, size in extents.items()}
+    params = {
+        name: torch.zeros((counts[name], *size) if counts[name] > 1 else size, dtype=dtype)
+        for name, size in blocks.items()
+    }
+    places = {name: find_block(name) for name in extents}
+    views = {name: params[p] if counts[p] == 1 else params[p][e] for name, (p, e) in places.items()}
+    return views, params
 
 
 def measure(function: Callable[[], Any]) -> float:
@@ -312,13 +331,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     shape = read_shape(options.hf_config)
     layout, rollout_tp = read_layouts(shape, options.source, options.destination, process.world_size)
-    if layout.ep_size > 1:
-        raise UserError(
-            f"--source {options.source}",
-            source="command line",
-            expected="ep=1: models without experts",
-            hint="tools/plan_reshard.py counts the bytes of experts",
-        )
     bench = Bench(
         shape, layout, rollout_tp, DTYPES[options.dtype], not options.no_alias, options.bucket_bytes, options.transport
     )
@@ -330,8 +342,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             written = step
             bench.write_weights(step)
         for name, function in (("floor", floor), ("gather", bench.gather_and_load), ("ours", bench.resharder.run)):
-            if name == "gather" and bench.bytes_aliased:
-                continue  # it would write into the actor's own storage
+            if name == "gather" and (bench.bytes_aliased or layout.ep_size > 1):
+                continue  # it would write into the actor's own storage, or lacks experts
             if name == "ours":
                 bench.reset_peak()
             elapsed = measure(function)
@@ -348,7 +360,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
-    parser.add_argument("--source", required=True, help="training layout: tp=2,pp=2 (also vpp, cp; dp is the rest)")
+    parser.add_argument("--source", required=True, help="training layout: tp=2,pp=2 (also vpp, cp, ep; dp is the rest)")
     parser.add_argument("--destination", required=True, help="engine layout: tp=1 (dp is the rest)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of both sides")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="see hybrid.transport")
