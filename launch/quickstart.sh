@@ -6,6 +6,10 @@
 # Arguments go to launch/pretrain_grpo.py. Steps whose result is already there are skipped. With a number of ranks
 # that TP2 x PP2 of the recipe does not divide, the layout is the largest part of it that does.
 set -euo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 NPROC="${NPROC:-4}"
@@ -62,5 +66,5 @@ bash launch/supervise.sh "" torchrun --standalone --nproc-per-node "$NPROC" laun
 if [[ -f $RUN_DIR/summary.json ]]; then
     echo "quickstart: done; a look at $RUN_DIR/curves.png shows what was learned"
 else
-    echo "quickstart: the run wrote no $RUN_DIR/summary.json (as expected with --help and --dry-run)"
+    echo "quickstart: the run wrote no $RUN_DIR/summary.json (as expected with --dry-run)"
 fi

@@ -21,6 +21,10 @@
 #   LOCAL_ADDR     this node's address, where its host name does not resolve to one that the others reach
 #   MODEL_PATH, ENTRY, PYTHON_BIN   as in train_single_node.sh
 set -euo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() {

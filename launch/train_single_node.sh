@@ -12,6 +12,10 @@
 #   ENTRY        launch/pretrain_grpo.py or pretrain_sft.py      (default: launch/pretrain_grpo.py)
 #   PYTHON_BIN   directory of python and torchrun                (default: the environment of launch/setup.sh)
 set -euo pipefail
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() {

@@ -7,7 +7,15 @@ trainer = megatron_rl.Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "re
 trainer.train()
 """
 
+import sys
+from importlib.util import find_spec
 from typing import Any
+
+if missing := [name for name in ("numpy", "yaml", "sentencepiece") if find_spec(name) is None]:
+    raise ImportError(
+        f"{sys.executable} lacks {', '.join(missing)}: activate the environment of launch/setup.sh "
+        "(source .venv/bin/activate), or install requirements.txt"
+    )
 
 from megatron_rl.parallel.imports import kept_imports
 

@@ -148,3 +148,6 @@ def _control_process(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     serve(Connection(int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # libraries that the tokenizer has imported complain about what is left when an interpreter ends

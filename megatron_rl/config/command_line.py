@@ -139,6 +139,15 @@ def _refuse_auto() -> UserError:
     )
 
 
+def _refuse_without_dry_run(flag: str) -> UserError:
+    return UserError(
+        f"{flag} without --dry-run",
+        source="command line",
+        expected=f"{flag} for a plan only; a run has the ranks that torchrun starts, on the GPUs of this machine",
+        hint="add --dry-run, or start torchrun --nproc-per-node N and leave it out",
+    )
+
+
 def end_program(error: BaseException) -> int:
     """Say once in the job what ended this rank, unless that has been said; returns the exit status.
 
@@ -226,6 +235,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
                 flags[name] = value if separator else "".join(argv[index + 1 : index + 2])
                 del argv[index : index + taken]
                 break
+    if flags and "--dry-run" not in flags:
+        raise _refuse_without_dry_run(next(iter(flags)))
     has_recipe = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
     recipe = Path(argv.pop(0)) if has_recipe else None
     return flags, recipe, argv

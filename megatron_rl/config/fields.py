@@ -223,7 +223,7 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
         close = difflib.get_close_matches(str(value), info.choices, n=1)
         return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(info.choices)}"
     if isinstance(value, str) and info.kind in (int, bool):
-        return f"write {info.name}={'8' if info.kind is int else 'true'} without quotes"
+        return f"for example {info.name}={'8' if info.kind is int else 'true'}, without quotes"
     if info.kind is str:
         return "put the value in quotes"
     return f"write {info.name} as {info.describe_type()}"
@@ -234,6 +234,8 @@ def leaf_candidates(leaf: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] == leaf]
 
 
+# Options of the command line that are no settings.
+_FLAGS = ("--dry-run", "--world-size", "--gpu-memory-gib", "--gpus-per-node", "--json", "--help")
 # Words that other programs have for leaves of ours and that no spelling leads to.
 _SYNONYMS = {
     "learning_rate": "lr",
@@ -268,6 +270,7 @@ def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], a
     close_leaves = difflib.get_close_matches(leaf, sorted(leaves), n=2, cutoff=0.6)
     by_leaf = [full for close_leaf in close_leaves for full in leaf_candidates(close_leaf, fields)]
     suggestions = list(dict.fromkeys([*meant, *close, *by_leaf]))[:4]
+    suggestions = difflib.get_close_matches(f"--{name}", _FLAGS, n=1, cutoff=0.8) or suggestions
     hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "see --help for all settings"
     hint = NOT_SERVED.get(leaf, hint)
     if name.startswith("algorithm.options."):

@@ -16,6 +16,7 @@ KNOWN: Filters = (
     ("Apex is not installed", UserWarning, "megatron"),
     ("full scope is deprecated. Use empty cuda_graph_scope", UserWarning, "megatron"),  # it is megatron's own default
     ("The .grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning, "megatron"),
+    ("TypedStorage is deprecated", UserWarning, "megatron"),  # with actor.offload_gradients
     ("The 'megatron.core.transformer.custom_layers.transformer_engine'", DeprecationWarning, ""),
     # torch 2.13 has new names for what megatron-core and vLLM call.
     ("`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor|reduce_op)` is deprecated", FutureWarning, ""),

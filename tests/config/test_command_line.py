@@ -115,3 +115,30 @@ leave(7)
 def test_a_rank_ends_what_must_be_ended_and_takes_nothing_apart(kind: str, end: str) -> None:
     done = subprocess.run([sys.executable, "-c", LEAVING, kind], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (7, "mainthread\nat exit\n" + end), done.stderr
+
+
+def test_what_only_plans_does_not_start_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--world-size 8` without torchrun would train on one rank."""
+
+    def run(*_: object) -> None:
+        raise AssertionError("started")
+
+    assert run_command([*SETTINGS, "--world-size", "8"], run=run, **PROGRAM) == 2
+    assert "error: --world-size without --dry-run" in capsys.readouterr().err
+
+
+def test_a_misspelled_flag_is_recognized(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*SETTINGS, "--dryrun"], run=print, **PROGRAM) == 2
+    assert "did you mean --dry-run?" in capsys.readouterr().err
+
+
+def test_a_python_without_the_packages_names_the_environment() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "launch/pretrain_grpo.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "lacks numpy, yaml, sentencepiece: activate the environment of launch/setup.sh" in done.stderr

@@ -325,6 +325,17 @@ def test_slurm_says_the_error_again(environment: dict[str, str]) -> None:
     assert result.returncode == 1 and result.stderr.endswith(f"\nThe run ended with this error:\n{ERROR}\n")
 
 
+@pytest.mark.parametrize("name", ["quickstart", "train_single_node", "train_multi_node"])
+def test_help_is_the_head_of_the_script(name: str, environment: dict[str, str]) -> None:
+    """It starts nothing, not even the set-up."""
+    script = ROOT / f"launch/{name}.sh"
+    done = subprocess.run(["bash", script, "--help"], env=environment, capture_output=True, text=True, timeout=30)
+    head = script.read_text().partition("\nset ")[0].splitlines()[2:]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in head]
+    assert not Path(environment["RECORD"]).exists()
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_sound(script: Path) -> None:
     """Syntax, strict mode, licence; nothing is killed by name. shellcheck is run by hand: it is not a requirement."""
