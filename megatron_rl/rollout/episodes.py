@@ -176,13 +176,18 @@ class Episodes:
 
     def pack(self) -> dict[str, torch.Tensor]:
         """See `Carried.pack`; an episode that is not over has no more than its key there, and begins again."""
-        return pack_rollouts({key: episode.rollout for key, episode in self._episodes.items()})
+        counts = torch.tensor([*self.counts.values()], dtype=torch.float64)  # of a phase that is not described yet
+        return pack_rollouts({key: episode.rollout for key, episode in self._episodes.items()}) | {"counts": counts}
 
     def load(self, state: Mapping[str, torch.Tensor], is_mine: Callable[[int], bool]) -> None:
         """See `Carried.load`."""
-        for key, rollout in unpack_rollouts(state, self._samples).items():
+        rollouts = unpack_rollouts(state, self._samples)
+        for key, rollout in rollouts.items():
             if is_mine(key):
                 self._episodes[key] = _Episode(Recording(*self._samples.sample_of(key)), rollout=rollout)
+        if "counts" in state and is_mine(min(rollouts)):  # one engine takes them
+            for name, value in zip(self.counts, state["counts"].tolist(), strict=True):
+                self.counts[name] += value
 
     def close(self) -> None:
         """End the processes of episodes that are open; there are some after an error only."""
