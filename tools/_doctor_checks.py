@@ -12,13 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
-
-from launch.check_environment import read_pins
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,8 +91,8 @@ def _check_versions() -> Iterator[Finding]:
     for line in lines:
         yield Finding("versions", "warning", line, f"install the pins of {pins.name}: bash launch/setup.sh")
     if not lines:
-        wanted = read_pins(pins)
-        combination = ", ".join(f"{name} {wanted[name]}" for name in wanted if name in _COMBINATION)
+        installed = {package.name: package.version for package in metadata.distributions()}
+        combination = ", ".join(f"{name} {installed[name]}" for name in _COMBINATION if name in installed)
         yield Finding("versions", "ok", f"as pinned in {pins.name}: {combination}")
 
 

@@ -28,6 +28,7 @@ class _BeforeMegatron:
 
 
 library_warnings.silence(library_warnings.KNOWN)
+library_warnings.silence_logs()
 if "megatron.core" in sys.modules:
     from megatron_rl.parallel import cpu_runtime
 

@@ -7,6 +7,7 @@ looks for it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 # Beginning of the message (a regular expression), category, and module that it is about ("": any).
@@ -14,7 +15,8 @@ Filters = tuple[tuple[str, type[Warning], str], ...]
 KNOWN: Filters = (
     ("Transformer Engine and Apex are not installed", UserWarning, "megatron"),
     ("Apex is not installed", UserWarning, "megatron"),
-    ("full scope is deprecated. Use empty cuda_graph_scope", UserWarning, "megatron"),  # it is megatron's own default
+    ("full scope is deprecated. Use empty cuda_graph_", UserWarning, "megatron"),  # it is megatron's own default
+    ("MimoModelConfig is experimental", UserWarning, "megatron"),  # megatron-core 0.19 imports it with the optimizers
     ("The .grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning, "megatron"),
     ("TypedStorage is deprecated", UserWarning, "megatron"),  # with actor.offload_gradients
     ("The 'megatron.core.transformer.custom_layers.transformer_engine'", DeprecationWarning, ""),
@@ -25,6 +27,17 @@ KNOWN: Filters = (
 KNOWN_ON_CPU: Filters = (
     ("When using sequence parallelism it is recommended to set the environment variable", UserWarning, "megatron"),
 )
+# Logger and beginning of what it says.
+KNOWN_LOGS = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
+)
+
+
+def silence_logs() -> None:
+    """Hide `KNOWN_LOGS` from here on, in this process."""
+    for name, beginning in KNOWN_LOGS:
+        logging.getLogger(name).addFilter(lambda record, start=beginning: not str(record.msg).startswith(start))
 
 
 def silence(filters: Filters) -> None:

@@ -46,7 +46,8 @@ def test_a_collector_that_was_off_stays_off() -> None:
 @pytest.mark.parametrize("name", UNUSED_BY_MEGATRON)
 def test_megatron_does_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so itself; everybody else finds the package."""
-    assert importlib.import_module("megatron.core.inference.contexts.dynamic_context").HAVE_WANDB is False
+    context = importlib.import_module("megatron.core.inference.contexts.dynamic_context")
+    assert getattr(context, "HAVE_WANDB", False) is False  # megatron-core 0.19 does not ask there
     assert importlib.import_module("megatron.core.timers").wandb is None
     assert find_spec(name) is not None
     monkeypatch.delitem(sys.modules, name, raising=False)
