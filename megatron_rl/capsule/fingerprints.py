@@ -38,6 +38,7 @@ from megatron_rl.resharding.certificate import compute_digest
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, box_volume, full_box
 
 NUM_SAMPLES = 64
@@ -73,6 +74,11 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
     """Of the weights of a role, the same on every rank; collective over `group`, which may be more than its ranks."""
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
+
+    def read(p: ShardBox) -> torch.Tensor:
+        piece = role.model.params[p.param][box_slices(p.local_box)]
+        return piece if p.param.endswith(ROUTER_BIAS) else piece.to(role.model.dtype)
+
     return fingerprint_pieces(
         shapes,
         (
@@ -80,7 +86,7 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
                 p.hf_name,
                 shapes[p.hf_name],
                 tuple(start for start, _ in p.hf_box),
-                role.model.params[p.param][box_slices(p.local_box)].to(role.model.dtype),
+                read(p),
             )
             for p in saved
         ),

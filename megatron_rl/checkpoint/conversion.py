@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.conversion_checks import (
     check_global_shapes,
     check_one_type_per_key,
     check_surplus,
+    choose_dtypes,
     read_dtypes,
 )
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
@@ -59,7 +60,7 @@ def convert_to_megatron(
     Args:
         source: model directory, safetensors in any number of files.
         out: new directory.
-        dtype: of the output; None: as it is.
+        dtype: of the output, biases of routers being float32; None: as it is.
         file_bytes: size at which a new file begins.
         force: replace `out` where it exists (when the new one is finished).
         workers: who shares the work.
@@ -73,7 +74,7 @@ def convert_to_megatron(
     files = index_safetensors(source)
     check_surplus(files, shape, source)
     drafts, shapes = place_drafts(shape, read_headers(files))
-    dtypes = read_dtypes(files, shapes) if dtype is None else dict.fromkeys(shapes, dtype)
+    dtypes = read_dtypes(files, shapes) if dtype is None else choose_dtypes(shape, dict.fromkeys(shapes, dtype), dtype)
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_one_type_per_key(table, dtypes, source)
     sizes = {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in shapes.items()}
@@ -138,7 +139,7 @@ def convert_to_huggingface(
     Args:
         source: the weights.
         out: new directory, with config and tokenizer files of the model.
-        dtype: of the output; None: as it is.
+        dtype: of the output, biases of routers being float32; None: as it is.
         file_bytes: size at which a new file begins.
         force: replace `out` where it exists (when the new one is finished).
         workers, progress: who shares the work, and this process's progress.
@@ -154,7 +155,7 @@ def convert_to_huggingface(
     drafts, sizes = place_drafts(shape, reader.tensors)
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_global_shapes(reader, table, weights)
-    dtypes = {name: dtype or reader.tensors[places[0].key][1] for name, places in table.items()}
+    dtypes = choose_dtypes(shape, {name: reader.tensors[p[0].key][1] for name, p in table.items()}, dtype)
     units = split_units(
         {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in sizes.items()},
         file_bytes,

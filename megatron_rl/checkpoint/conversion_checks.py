@@ -65,6 +65,15 @@ def read_dtypes(files: Mapping[str, Path], names: Collection[str]) -> dict[str, 
     return {name: types[dtype] for name, dtype in stored.items()}
 
 
+def choose_dtypes(
+    shape: ModelShape, stored: Mapping[str, torch.dtype], dtype: torch.dtype | None
+) -> Mapping[str, torch.dtype]:
+    """The type of tensors that is asked for (None: as they are stored); biases of routers are float32 all the same."""
+    if dtype is None:
+        return stored
+    return {name: torch.float32 if shape.is_router_bias(name) else dtype for name in stored}
+
+
 def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], source: Path) -> None:
     """Refuse tensors of several types that share a global tensor."""
     by_key: dict[str, dict[torch.dtype, str]] = {}

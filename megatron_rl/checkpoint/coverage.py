@@ -74,9 +74,8 @@ def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tup
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:
         kind, main = role.get("optimizer", "adam"), () if role["dtype"] == "float32" else (MAIN_PARAM,)
-        frozen = shape.router_biases if isinstance(shape, ModelShape) else frozenset[str]()
         for name, size in shape.logical_tensors().items():
-            if name in frozen:
+            if isinstance(shape, ModelShape) and shape.is_router_bias(name):
                 continue
             moments = list_moments(kind, name, size) if role["optimizer_steps"] else ()
             tensors |= {f"{STATE_PREFIX}{state}.{name}": size for state in (*moments, *main)}

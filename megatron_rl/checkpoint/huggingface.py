@@ -147,7 +147,7 @@ class ShardedModel:
         shards: placements of all ranks.
         params: this rank's parameters by name.
         group: all ranks.
-        dtype: of the model, which parameters are rounded to where they are kept more exactly.
+        dtype: of the model, which parameters are rounded to where they are kept more exactly; not of router biases.
     """
 
     shape: ModelShape
@@ -155,6 +155,10 @@ class ShardedModel:
     params: Mapping[str, torch.Tensor]
     group: dist.ProcessGroup
     dtype: torch.dtype
+
+    def find_dtype(self, name: str) -> torch.dtype:
+        """Of a logical tensor in files."""
+        return torch.float32 if self.shape.is_router_bias(name) else self.dtype
 
 
 def save_huggingface(
@@ -183,7 +187,7 @@ def save_huggingface(
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
     drafts = find_drafts(Path(side_files_from), shape)
     all_shapes = shapes | {name: size for name, (size, _) in read_headers(drafts).items()}
-    sizes = {name: torch.Size(size).numel() * model.dtype.itemsize for name, size in all_shapes.items()}
+    sizes = {name: torch.Size(size).numel() * model.find_dtype(name).itemsize for name, size in all_shapes.items()}
     units = split_units(sizes, max_file_bytes, name_safetensors)
     do_on_first(group, make_empty, partial)
     for unit in units:
@@ -255,7 +259,7 @@ def make_empty(directory: Path) -> None:
 
 def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict[str, torch.Tensor]:
     device = next(iter(model.params.values())).device
-    return {name: torch.empty(size, dtype=model.dtype, device=device) for name, size in sizes.items()}
+    return {name: torch.empty(size, dtype=model.find_dtype(name), device=device) for name, size in sizes.items()}
 
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, Path], path: Path) -> None:
@@ -278,9 +282,12 @@ def gather_on_first(
         bucket_bytes: bound on the staging memory of the transfer.
     """
     tensors = do_on_first(model.group, _allocate, batch, model) or {}
-    wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in batch)) for s in model.shards]
-    whole = tuple(ShardBox(name, full_box(size), name, full_box(size)) for name, size in batch.items())
     group = model.group
-    plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
-    Resharder(plan, model.params, tensors, group, Transport(bucket_bytes), dtype=model.dtype).run()
+    for dtype in dict.fromkeys(map(model.find_dtype, batch)):
+        names = {name for name in batch if model.find_dtype(name) == dtype}
+        wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in names)) for s in model.shards]
+        whole = tuple(ShardBox(n, full_box(size), n, full_box(size)) for n, size in batch.items() if n in names)
+        plan = plan_rank(group.rank(), wanted, [Shard((0,), whole)], ranks_per_node=group.size())
+        mine = {name: tensor for name, tensor in tensors.items() if name in names}
+        Resharder(plan, model.params, mine, group, Transport(bucket_bytes), dtype=dtype).run()
     return tensors

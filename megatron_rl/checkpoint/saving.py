@@ -36,6 +36,7 @@ from megatron_rl.observability.failures import Scene, explain
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 
 # What one rank alone has, as tensors by name, by the folder of the checkpoint that takes it.
 RankState = Mapping[str, Mapping[str, torch.Tensor]]
@@ -277,7 +278,10 @@ def list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]
     """What this rank saves of a role."""
     holders, table = find_holders(role), megatron_global_placements(role.model.shape)
     weights = make_weight_pieces(table, choose_saved(role, holders, rank), role.model.params)
-    pieces = [replace(piece, data=piece.data.to(role.model.dtype)) for piece in weights]
+    pieces = [
+        piece if piece.key.endswith(ROUTER_BIAS) else replace(piece, data=piece.data.to(role.model.dtype))
+        for piece in weights
+    ]
     if with_optimizer:
         assert count_steps(role) == role.optimizer.steps, "the optimizer and its role count different steps"
         pieces += make_state_pieces(role, rank, holders)

@@ -55,7 +55,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if config.quantization != "none":
         arguments["quantization"] = METHOD
     if spec.shape.latent is not None:  # what transformers takes for granted; vLLM's defaults are DeepSeek-V2's
-        arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid")
+        arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
     if spec.adapters is not None:
         arguments |= list_arguments(spec.adapters)
     if spec.process.device.type == "cuda":

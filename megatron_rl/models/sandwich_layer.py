@@ -31,7 +31,8 @@ class OutputNormLayer(SandwichLayer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.input_layernorm, self.pre_mlp_layernorm = IdentityOp(), IdentityOp()
+        for name in ("input_layernorm", "pre_mlp_layernorm"):
+            self.add_module(name, IdentityOp())
 
 
 def _add_normalized(norm: Any) -> Callable[..., Callable[..., torch.Tensor]]:

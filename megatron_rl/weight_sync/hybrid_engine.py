@@ -28,7 +28,7 @@ from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.resharding.executor import ReshardStats
 from megatron_rl.weight_sync.coding import split_cargo
-from megatron_rl.weight_sync.move import Cargo, Move, Way
+from megatron_rl.weight_sync.move import Cargo, Move, Way, split_types
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.row_quantization import CodeFormat, list_matrices
@@ -134,12 +134,12 @@ class HybridEngine:
         self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
         self._timers, self._verify = timers, config.verify
         model, shared = actor.model, gather_names(engine.shared_params, group)
-        dtype, code_format = self._ask_engine(engines)
+        dtype, wide, code_format = self._ask_engine(engines)
         way = Way(model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype)
-        cargoes = [[cargo] for cargo in self._list_cargoes(config, shared)]
+        cargoes = [split_types(cargo, way, wide) for cargo in self._list_cargoes(config, shared)]
         if code_format is not None:
             matrices = list_matrices(self.shape)
-            cargoes = [split_cargo(cargo, way, code_format, matrices) for (cargo,) in cargoes]
+            cargoes = [[*split_cargo(cargo, way, code_format, matrices), *rest] for cargo, *rest in cargoes]
         self._moves = [Move(cargo, way) for part in cargoes for cargo in part]
         self._moved_once = len(cargoes[0]) if len(cargoes) > 1 else 0
         self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*model.layout.ranks}
@@ -186,14 +186,20 @@ class HybridEngine:
         kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
         return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
-    def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, CodeFormat | None]:
-        """Of the parameters and of the codes of engines; ranks without an engine ask for it, then collective."""
+    def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
+        """The type of an engine's parameters, logical tensors that are float32 in it all the same, and its codes.
+
+        Ranks without an engine ask for it; collective then.
+        """
         code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
-        mine = next((param.dtype for param in self._engine.params.values()), None), code_format
+        params, mine, rank = self._engine.params, None, self._group.rank()
+        if dtype := next((param.dtype for param in params.values()), None):
+            table = self._engine.placements(rank) if dtype != torch.float32 else ()
+            wide = frozenset(p.hf_name for p in table if params[p.param].dtype == torch.float32)
+            mine = dtype, wide, code_format
         found = mine if engines.num_ranks == self._group.size() else share_object(mine, self._group, engines.of[0][0])
-        dtype, code_format = found
-        assert dtype is not None, "an engine has parameters"
-        return dtype, code_format
+        assert found is not None, "an engine has parameters"
+        return found
 
     @property
     def transport(self) -> str:

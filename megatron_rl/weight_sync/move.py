@@ -81,6 +81,17 @@ class Way:
     dtype: torch.dtype
 
 
+def split_types(cargo: Cargo, way: Way, wide: frozenset[str]) -> list[Cargo]:
+    """What has the type of most of an engine's parameters, and what is float32 in it: `wide`, of routers."""
+    wide = wide.intersection(cargo.shapes)
+    if not wide:
+        return [cargo]
+    return [
+        replace(cargo.only(frozenset(cargo.shapes) - wide), dtype=way.dtype),
+        replace(cargo.only(wide), dtype=torch.float32),
+    ]
+
+
 class Move:
     """Made ready once; building it is collective.
 

@@ -156,6 +156,11 @@ class ModelShape:
         match = _LAYER.match(name)
         return match is not None and int(match[1]) >= self.num_layers
 
+    def is_router_bias(self, name: str) -> bool:
+        """Whether no gradient trains a tensor, which is float32 whatever the model is."""
+        experts = FAMILIES[self.family].experts
+        return experts is not None and experts.bias is not None and name.endswith(experts.bias)
+
     def layer_kinds(self, layer: int) -> dict[str, str]:
         """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
         family = FAMILIES[self.family]
@@ -209,11 +214,6 @@ class ModelShape:
         elif not self.tied_embeddings:
             kinds["lm_head.weight"] = "vocab"
         return kinds
-
-    @property
-    def router_biases(self) -> frozenset[str]:
-        """Logical tensors that no gradient trains; they are float32 whatever the model is."""
-        return frozenset(name for name, kind in self.tensor_kinds().items() if kind == "router_bias")
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every HF tensor, in checkpoint order."""

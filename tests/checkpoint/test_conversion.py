@@ -206,7 +206,12 @@ def test_score_models_keep_their_head(tmp_path: Path):
 
 
 def test_types(tmp_path: Path):
-    """Same type by default; another one on request, which config.json then says."""
+    """Same type by default; another one on request, which config.json then says; biases of routers stay float32."""
+    save_tiny_model(tmp_path / "routed", "glm4_moe", num_hidden_layers=2)
+    import_model(tmp_path / "routed", tmp_path / "routed-megatron", dtype=torch.bfloat16)
+    export_model(tmp_path / "routed-megatron", tmp_path / "routed-back", dtype=torch.bfloat16)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(read_tensors(tmp_path / "routed-back")[bias], read_tensors(tmp_path / "routed")[bias])
     save_tiny_model(tmp_path / "hf", "llama", **SMALL)
     original = read_tensors(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "megatron", dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 
 from distributed import run_ranks
 from rl_runs import make_task, overrides_for, read_records, train
@@ -143,3 +144,30 @@ def test_biased_routers_replay_the_engine_and_themselves(moe_task: Path, tmp_pat
     own = [*ENGINES["hf"], "actor.router_replay=trainer", "trainer.total_steps=1"]
     (record,) = run(moe_task, tmp_path / "trainer", 1, *own, model=family)
     assert record["mismatch/max"] > 1e-3 and 0.5 < record["moe/agreement"] < 1
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_biases_of_a_bfloat16_model_stay_float32(
+    moe_task: Path, tmp_path: Path, vllm_imported: None, family: str
+) -> None:
+    """In the engine, in checkpoints and in HF files; they move by less than a bfloat16 number of their size can.
+
+    vLLM keeps the whole router of GLM-4.5 in float32. A continued run has the same bits.
+    """
+    sizes = engine_sizes(family) | dict(vocab_size=16, num_hidden_layers=2)
+    model = save_tiny_model(moe_task / f"{family}-bfloat16", family, **sizes)
+    shutil.copy(moe_task / "tokenizer.model", moe_task / f"{family}-bfloat16")
+    before = {name: x.clone() for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    extra = ["model.dtype=bfloat16", "actor.router_bias_rate=1e-5", "actor.router_replay=engine"]
+    extra += ["hybrid.verify=full", "trainer.total_steps=3", "trainer.save_freq=1", "data.validation_files=[]"]
+    whole = run(moe_task, tmp_path / "whole", 1, *extra, model=f"{family}-bfloat16")
+    assert max(record["mismatch/max"] for record in whole) < 0.1  # 8 bits; flips would give more
+    for name, start in before.items():
+        with safe_open(next((tmp_path / "whole/checkpoints/latest/huggingface").glob("*.safetensors")), "pt") as file:
+            moved = file.get_tensor(name) - start
+        steps = moved / 1e-5
+        assert moved.dtype == torch.float32 and 0 < moved.abs().max() < 1e-4
+        assert (steps - steps.round()).abs().max() < 0.01, "whole steps"
+    cut = [*extra, "trainer.total_steps=2"]
+    assert run(moe_task, tmp_path / "cut", 1, *cut, model=f"{family}-bfloat16") == whole[:2]
+    assert run(moe_task, tmp_path / "cut", 1, *extra, model=f"{family}-bfloat16") == whole
