@@ -54,10 +54,13 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "dp2-replicated": Setup(config=LADDER | dict(use_distributed_optimizer=False)),
         "dp2-overlap": Setup(config=LADDER | EARLY),
         "dp2-overlap-replicated-full": Setup(config=LADDER | EARLY | FULL | dict(use_distributed_optimizer=False)),
+        "critic-tp2": Setup("critic", sizes=dict(tp_size=2), config=LADDER),
         "critic-tp2-sp-full": Setup("critic", sizes=dict(tp_size=2), config=LADDER | SP | FULL),
         "critic-cp2": Setup("critic", sizes=dict(cp_size=2), config=LADDER),
+        "critic-cp2-full": Setup("critic", sizes=dict(cp_size=2), config=LADDER | FULL),
         "critic-dp2": Setup("critic", config=LADDER),
         "critic-pp2": Setup("critic", sizes=dict(pp_size=2), config=LADDER),
+        "critic-pp2-full": Setup("critic", sizes=dict(pp_size=2), config=LADDER | FULL),
         "critic-cp2-overlap": Setup("critic", sizes=dict(cp_size=2), config=LADDER | EARLY),
         "dp2-overlap-little-memory": Setup(config=LADDER | EARLY | LITTLE),
         "pp2-little-memory": Setup(sizes=dict(pp_size=2), config=LADDER | LITTLE),
@@ -66,7 +69,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
 # What is left to the longer tests.
 LONG = {
     *("full", "critic", "tp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
-    *("critic-dp2", "critic-pp2", "critic-cp2-overlap"),
+    *("critic-tp2", "critic-cp2-full", "critic-dp2", "critic-pp2", "critic-pp2-full", "critic-cp2-overlap"),
     *("dp2-overlap-little-memory", "pp2-little-memory"),
 }
 
