@@ -156,10 +156,11 @@ class Watchdog:
         """Look at the program; returns the seconds for which it has been seen at the same place."""
         found, now = find_position(self._watched.rank, self._watched.timers, self._program), time.monotonic()
         last, self._looks = self._position, self._looks + 1
-        if found is None or last is None or found != dataclasses.replace(last, seconds=0.0, looks=0):
+        if found is None or last is None or found != dataclasses.replace(last, seconds=0.0, looks=0, memory=0):
             self._since = now
         seconds = now - self._since
-        self._position = found and dataclasses.replace(found, seconds=seconds, looks=self._looks)
+        memory = self._watched.timers.memory
+        self._position = found and dataclasses.replace(found, seconds=seconds, looks=self._looks, memory=memory)
         return seconds
 
     def _is_stalled(self, position: Position, seconds: float) -> bool:

@@ -39,6 +39,7 @@ class Position:
         looks: how often it was looked at; a process that is gone or stopped looks no more.
         is_closed: it has left the program in good order.
         recent: its last collectives in words, the newest last; told when a job ends.
+        memory: bytes at the end of its last phase; 0: not measured.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Position:
     looks: int
     is_closed: bool = False
     recent: tuple[str, ...] = ()
+    memory: int = 0
 
     def encode(self) -> str:
         """As JSON."""

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from pathlib import Path
 
 LOGGER_NAME = "megatron_rl"
+_TAIL_BYTES = 1 << 16
+# When, how severe, and what: a line of the log, or the report of what ends the job, which has no time.
+_WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) \S+|(error)): (.*)")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -47,6 +51,29 @@ class _FileHandler(logging.FileHandler):
 def log_path(run_dir: Path, rank: int) -> Path:
     """The log file of a rank."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
+def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
+    """The last warnings and errors of a rank's log, the newest first: time, level and text; without alarms."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return []
+    found: list[dict[str, str | None]] = []
+    is_open = False
+    for line in lines:
+        if match := _WARNING.match(line):
+            time, level, report, text = match.groups()
+            is_open = not text.startswith("health: ")
+            if is_open:
+                found.append({"time": time, "level": (level or report).lower(), "text": text})
+        elif is_open and line.startswith("  "):
+            found[-1]["text"] = f"{found[-1]['text']}\n{line}"
+        else:
+            is_open = False
+    return found[-most:][::-1]
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:

@@ -36,7 +36,7 @@ from megatron_rl.observability.metrics import (
     step_of,
 )
 from megatron_rl.observability.progress import Pace, ProgressDisplay
-from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log
+from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log, read_warnings
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
 from megatron_rl.observability.status import STATUS_FILE, Positions, StatusFile, StatusPage
@@ -48,6 +48,7 @@ from megatron_rl.types import UserError
 
 STOPPED_FILE = "stopped.json"
 _ROOM_BYTES = 1 << 20  # without which no run begins
+_NUM_WARNINGS = 20
 _NUM_SAMPLES = 4  # rollouts of a step that sinks are given
 # Of several optimizer steps in one step only the first starts from the policy that was sampled.
 _FIRST_ONLY = ("policy/ratio_max_deviation",)
@@ -272,6 +273,8 @@ class Run:
             "elapsed_seconds": pace.elapsed,
             "remaining_seconds": pace.remaining,
             "rollout": rollout and asdict(rollout),
+            "warnings": read_warnings(self.log_file, _NUM_WARNINGS),
+            "config": self._config_yaml,
         }
 
     def last_recorded_step(self) -> int:

@@ -234,6 +234,7 @@ class _Ranks:
             "seconds": round(beat.seconds, 1),
             "silent_seconds": round(now - since, 1),
             "has_left": beat.is_closed,
+            "memory": beat.memory,
         }
 
 

@@ -24,6 +24,7 @@ class PhaseTimers:
 
     Attributes:
         memory_probe: bytes in use now; asked at the end of each phase, or None.
+        memory: what it said last; 0 before.
         annotate: makes a named range of each phase, for profilers; or None.
         step: of the main loop, for those who watch from outside.
         phases: that are going on, the outermost first.
@@ -38,7 +39,7 @@ class PhaseTimers:
         self._swallowing = 0
         self.memory_probe: Callable[[], int] | None = None
         self.annotate: Callable[[str], AbstractContextManager[None]] | None = None
-        self.step = self.num_entered = 0
+        self.step = self.num_entered = self.memory = 0
         self.phases: list[str] = []
         self.began: list[float] = []
 
@@ -79,7 +80,8 @@ class PhaseTimers:
             if is_counted:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
                 if self.memory_probe is not None:
-                    self._bytes[name] = max(self._bytes.get(name, 0), self.memory_probe())
+                    self.memory = self.memory_probe()
+                    self._bytes[name] = max(self._bytes.get(name, 0), self.memory)
 
     def current(self) -> tuple[str, float]:
         """What happens now inside the step, and for how many seconds; may be asked by another thread."""

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.metrics import Sink
-from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log, open_rank_log
+from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log, open_rank_log, read_warnings
 from megatron_rl.observability.run import Run
 
 
@@ -38,6 +38,26 @@ def test_loggers_of_modules_reach_the_file(tmp_path: Path) -> None:
     open_rank_log(tmp_path, 1)
     logging.getLogger("megatron_rl.trainer.grpo").warning("late")
     assert "WARNING megatron_rl.trainer.grpo: late" in (tmp_path / "logs" / "rank1.log").read_text()
+
+
+def test_the_last_warnings_and_errors(tmp_path: Path) -> None:
+    """Also the report of what ended the job, with its lines, which `reports.py` appends; not alarms, nor tracebacks."""
+    logger, path = open_rank_log(tmp_path, 1), tmp_path / "logs" / "rank1.log"
+    assert read_warnings(tmp_path / "none.log", 5) == read_warnings(path, 5) == []
+    logger.warning("first\n  more of it")
+    logger.info("nothing\n  of this")
+    logger.error("second")
+    logger.warning("health: 97%% of the groups teach nothing.")
+    with path.open("a") as file:
+        file.write("Traceback (most recent call last):\n  File x\nerror: a\n  source:   b\n")
+    found = read_warnings(path, 3)
+    assert [(entry["level"], entry["text"]) for entry in found] == [
+        ("error", "a\n  source:   b"),
+        ("error", "second"),
+        ("warning", "first\n  more of it"),
+    ]
+    assert found[0]["time"] is None and found[1]["time"][:2] == "20"
+    assert read_warnings(path, 1) == found[:1]
 
 
 def test_opening_again_leaves_the_first_run_alone(tmp_path: Path) -> None:

@@ -32,18 +32,19 @@ from megatron_rl.types import UserError
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</pre><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>{{script}} &lt;b&gt; \u2028"
+CONFIG_YAML = f"model:\n  path: {HOSTILE}\n"
 CONFIG = ObservabilityConfig(tensorboard=False, status_port=0)
 
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Run, str]]:
     """A run with a hostile name that serves its page, and the address that it printed."""
-    run = Run(tmp_path / "<b>{{script}}", "", 4, CONFIG, 0)
+    run = Run(tmp_path / "<b>{{script}}", CONFIG_YAML, 4, CONFIG, 0)
     run.start(
         None,
         lambda: [
             Position(0, 2, "update", 9, None, None, "step.py:1 in f", 0.2, 5),
-            Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5),
+            Position(1, 2, "update", 9, "all_reduce", (0, 1), HOSTILE, 12.0, 5, memory=3 << 29),
             None,
         ],
     )
@@ -72,6 +73,8 @@ def learn(run: Run, stack: ExitStack) -> None:
             ],
         )
         run.record(step)
+    run.log.info("nothing to see")
+    run.log.warning("slow disk: %s", HOSTILE)
     stack.enter_context(run.timers.phase("step"))
     stack.enter_context(run.timers.phase("rollout"))
     run._show_rollout(RolloutCount(3, 8, 100, 50.5, 2.0))
@@ -107,7 +110,10 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
         "seconds": 12.0,
         "silent_seconds": 0.0,
         "has_left": False,
+        "memory": 3 << 29,
     }
+    assert status["config"] == CONFIG_YAML
+    assert [entry["text"] for entry in status["warnings"]] == [f"slow disk: {HOSTILE}"]
     assert {chart["title"]: chart["lines"] for chart in status["charts"]} == {
         "reward": [{"name": "reward/mean", "points": [[1, 0.25], [2, 0.5]]}],
         "validation accuracy": [{"name": "validation/sums/accuracy", "points": [[2, 0.5]]}],
@@ -290,6 +296,30 @@ def test_silence_of_a_rank_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.look()[0]["silent_seconds"] == 0.0
 
 
+def look_closer(page: Any) -> None:
+    """Smooth the curves of `learn`, make them logarithmic, point at a step, and go back."""
+    reward = page.locator("figure", has_text="reward/mean")
+    seen = lambda: reward.locator("b").text_content()  # noqa: E731
+    assert seen() == "0.5" and reward.locator("polyline").count() == 1
+    page.locator("#smooth").fill("1")
+    assert page.locator("#smooth-text").text_content() == "mean of 3 values"
+    assert seen() == "0.375" and reward.locator("polyline").count() == 2, "and the values themselves"
+    page.locator("#smooth").fill("0")
+    assert reward.locator("svg text").nth(1).text_content() == "0.375"
+    page.locator("#log").check()
+    assert reward.locator("svg text").nth(1).text_content() == "0.3536", "the root of 0.25 * 0.5"
+    page.locator("#log").uncheck()
+    box = reward.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 40)
+    assert seen() == "0.25" and reward.locator(".at").text_content() == "at step 1"
+    page.wait_for_timeout(2500)  # the page has been drawn again meanwhile
+    assert seen() == "0.25" and reward.locator(".at").text_content() == "at step 1"
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 40)
+    assert seen() == "0.5" and reward.locator(".at").text_content() == "at step 2"
+    page.mouse.move(1, 1)
+    assert seen() == "0.5" and reward.locator(".at").text_content() == ""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
     """It draws what it is told, follows the run, runs nothing of it, and says when nobody answers any more."""
@@ -312,6 +342,10 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         assert page.locator("#steps-text").text_content() == "step 2 of 4"
         assert page.locator("#responses-text").text_content() == "3 of 8 responses, 51 tokens/s"
         assert page.locator("figure polyline").count() == 2
+        look_closer(page)
+        assert "1.50 GiB" in page.locator("#ranks tr").nth(1).text_content()
+        assert page.locator("#warnings li").text_content().endswith(f"warning: slow disk: {HOSTILE}")
+        assert page.locator("#config").text_content() == CONFIG_YAML and not page.locator("#config").is_visible()
         assert page.locator("#ranks tr").count() == 3 and "all_reduce" in page.locator("#ranks").text_content()
         assert page.locator("article pre").nth(1).text_content() == "2" + HOSTILE
         assert page.evaluate("window.hacked") is None and page.locator("article img, article script").count() == 0
@@ -328,6 +362,9 @@ def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
         events.clear()
         page.goto(f"file://{quote(str(run[0].dir))}/status.html")
         page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        assert page.locator("#config").text_content() == CONFIG_YAML and page.locator("#warnings li").count() == 1
+        page.set_viewport_size({"width": 320, "height": 600})
+        assert page.evaluate("document.documentElement.scrollWidth") == 320, "nothing sticks out on a small screen"
         assert page.locator("#lost").text_content().startswith("This is a file, written at 20")
         assert page.locator("#steps-text").text_content() == "step 3 of 4"
         assert page.locator("article pre").nth(1).text_content() == "2" + HOSTILE

@@ -5,6 +5,7 @@
 const EVERY = 2000; // milliseconds between two questions
 const LATE = 5; // seconds without a heartbeat before a rank is marked
 const WIDTH = 400, HEIGHT = 170, LEFT = 48, RIGHT = 8, TOP = 10, BOTTOM = 22;
+const COUNTS = [1, 3, 5, 10, 20, 50, 100]; // values whose mean is drawn, by place of the slider
 const byId = (id) => document.getElementById(id);
 
 function make(tag, attributes = {}, ...children) {
@@ -34,40 +35,101 @@ function number(value) {
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
-function chart({title, lines}) {
-  const points = lines.flatMap((line) => line.points);
+function smooth(points, count) { // the mean of the last values, as in curves.png
+  let sum = 0;
+  return points.map(([step, value], index) => {
+    sum += value - (index >= count ? points[index - count][1] : 0);
+    return [step, sum / Math.min(index + 1, count)];
+  });
+}
+
+function scale(points, isLog) { // places of steps and values, and the values at which lines are drawn
   const steps = points.map((p) => p[0]), values = points.map((p) => p[1]);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   let [low, high] = [Math.min(...values), Math.max(...values)];
-  if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
-  const x = (step) => LEFT + (step - first) / (last - first || 1) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM);
-  const picture = draw("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title});
-  for (const value of [low, (low + high) / 2, high]) {
+  if (low === high) [low, high] = isLog ? [low / 2, high * 2] :
+    [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  const size = isLog ? Math.log : (value) => value;
+  return {first, last, ticks: [low, isLog ? Math.sqrt(low * high) : (low + high) / 2, high],
+    x: (step) => LEFT + (step - first) / (last - first || 1) * (WIDTH - LEFT - RIGHT),
+    y: (value) => HEIGHT - BOTTOM - (size(value) - size(low)) / (size(high) - size(low)) * (HEIGHT - TOP - BOTTOM)};
+}
+
+function frame(picture, {first, last, ticks, x, y}) {
+  for (const value of ticks) {
     picture.append(draw("line", {class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value)}));
     picture.append(draw("text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, number(value)));
   }
   picture.append(draw("text", {x: LEFT, y: HEIGHT - 5}, `step ${first}`));
-  picture.append(draw("text", {x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end"}, String(last)));
-  const caption = make("figcaption", {}, make("h3", {}, title));
-  lines.forEach((line, index) => {
-    const color = index % 5, end = line.points[line.points.length - 1];
-    const places = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
-    if (places.length === 1) places.push(`${(x(end[0]) + 3).toFixed(1)},${y(end[1]).toFixed(1)}`);
-    picture.append(draw("polyline", {class: `line-${color}`, points: places.join(" ")}));
-    caption.append(make("span", {}, make("i", {class: `key key-${color}`}), `${line.name} `,
-      make("b", {}, number(end[1]))));
+  if (last !== first) {
+    picture.append(draw("text", {x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end"}, String(last)));
+  }
+}
+
+function line(points, color, {x, y}) {
+  const places = points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
+  if (places.length === 1) places.push(`${(x(points[0][0]) + 3).toFixed(1)},${y(points[0][1]).toFixed(1)}`);
+  return draw("polyline", {class: color, points: places.join(" ")});
+}
+
+let pointer = null; // the chart and step under the mouse or a finger
+for (const name of ["pointermove", "pointerdown", "pointerleave"]) { // on the page: charts come and go
+  document.documentElement.addEventListener(name, (event) => {
+    const picture = name === "pointerleave" ? null : event.target.closest("#charts svg");
+    if (pointer) pointer.tell(null);
+    pointer = null;
+    if (picture) picture.follow(event);
   });
+}
+
+function chart({title, lines}) {
+  const count = COUNTS[byId("smooth").value];
+  const isLog = byId("log").checked && lines.some((l) => l.points.some((p) => p[1] > 0));
+  const given = lines.map((l) => isLog ? l.points.filter((p) => p[1] > 0) : l.points);
+  const places = scale(given.flat(), isLog);
+  const picture = draw("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title});
+  frame(picture, places);
+  const smoothed = given.map((points) => smooth(points, count));
+  given.forEach((points, index) => {
+    if (count > 1 && points.length) picture.append(line(points, `line-${index % 5} raw`, places));
+    if (points.length) picture.append(line(smoothed[index], `line-${index % 5}`, places));
+  });
+  const mark = draw("line", {class: "mark", y1: TOP, y2: HEIGHT - BOTTOM});
+  const at = make("span", {class: "at"});
+  const values = lines.map(() => make("b"));
+  const caption = make("figcaption", {}, make("h3", {}, title), ...lines.map((l, index) =>
+    make("span", {}, make("i", {class: `key key-${index % 5}`}), `${l.name} `, values[index])), at);
+  const tell = (step) => { // the values at this step, or the last ones
+    mark.toggleAttribute("hidden", step === null);
+    if (step !== null) for (const name of ["x1", "x2"]) mark.setAttribute(name, places.x(step));
+    at.textContent = step === null ? "" : `at step ${step}`;
+    lines.forEach((l, index) => {
+      const points = count > 1 ? smoothed[index] : l.points;
+      const found = step === null ? points[points.length - 1] : points.find((p) => p[0] === step);
+      values[index].textContent = found ? number(found[1]) : "-";
+    });
+  };
+  const steps = given.flat().map((p) => p[0]);
+  picture.append(mark);
+  picture.follow = (event) => {
+    const box = picture.getBoundingClientRect();
+    const distance = (step) => Math.abs(places.x(step) - (event.clientX - box.left) / box.width * WIDTH);
+    pointer = {title, tell, step: steps.reduce((best, other) => distance(other) < distance(best) ? other : best)};
+    tell(pointer.step);
+  };
+  if (pointer && pointer.title === title) pointer.tell = tell; // the chart has been drawn again
+  tell(pointer && pointer.title === title ? pointer.step : null);
   return make("figure", {}, caption, picture);
 }
 
 function rank(entry) {
   if (entry.phase === undefined) return make("tr", {}, make("td", {}, String(entry.rank)), make("td", {}, "-"),
-    make("td", {colspan: 4}, "no heartbeat yet"));
+    make("td", {colspan: 5}, "no heartbeat yet"));
   const isLate = !entry.has_left && entry.silent_seconds > LATE;
   const heard = entry.has_left ? "has left" : isLate ? `${duration(entry.silent_seconds)} ago` : "now";
   return make("tr", {}, make("td", {}, String(entry.rank)), make("td", {}, String(entry.step)),
     make("td", {}, entry.phase), make("td", {}, entry.operation || ""), make("td", {}, duration(entry.seconds)),
+    make("td", {}, entry.memory ? `${(entry.memory / 2 ** 30).toFixed(2)} GiB` : "-"),
     make("td", isLate ? {class: "late"} : {}, heard));
 }
 
@@ -98,12 +160,27 @@ function show(status) {
   byId("alarms-section").hidden = !status.alarms.length;
   byId("alarms").replaceChildren(...status.alarms.map(
     (alarm) => make("li", {}, `step ${alarm.step}: ${alarm.text}`)));
-  byId("charts").replaceChildren(...status.charts.map(chart));
+  showCharts(status.charts);
+  byId("warnings-section").hidden = !status.warnings.length;
+  byId("warnings").replaceChildren(...status.warnings.map(
+    (entry) => make("li", {class: entry.level}, `${entry.time ? `${entry.time} ` : ""}${entry.level}: ${entry.text}`)));
+  byId("config-section").hidden = !status.config;
+  if (byId("config").textContent !== status.config) byId("config").textContent = status.config;
   byId("ranks-section").hidden = !status.ranks.length;
   byId("ranks").replaceChildren(...status.ranks.map(rank));
   showSamples(status.samples);
   document.title = `${status.step}/${status.total_steps} ${status.run}`;
 }
+
+let chartsShown = [];
+function showCharts(charts) {
+  chartsShown = charts;
+  byId("view").hidden = !charts.length;
+  const count = COUNTS[byId("smooth").value];
+  byId("smooth-text").textContent = count > 1 ? `mean of ${count} values` : "off";
+  byId("charts").replaceChildren(...charts.map(chart));
+}
+byId("view").addEventListener("input", () => showCharts(chartsShown));
 
 let samplesShown = null;
 function showSamples(samples) { // only when they change: a reader may be scrolling in them
