@@ -181,6 +181,7 @@
     if (drawing !== state.drawn) return undefined; // another one was chosen meanwhile
     const others = question.reduce((n, key, g) => n + (key === question[group[i]] && members[g].length), 0);
     const button = make("button", "", `all ${others} rollouts of this prompt`);
+    button.hidden = others < 2;
     button.addEventListener("click", () => {
       filters.reset();
       filters.prompt.value = prompt.id;
