@@ -3,6 +3,7 @@
 
 Commands run as they are written, in a directory that looks like a checkout and holds what they read. What they compute
 is tested elsewhere. A test that covers a command holds the command's own words and takes its arguments from them.
+The commands of all other pages are read, not run: tests/docs/test_arguments.py.
 """
 
 from __future__ import annotations
