@@ -307,7 +307,7 @@ def look_closer(page: Any) -> None:
     page.locator("#smooth").fill("0")
     assert reward.locator("svg text").nth(1).text_content() == "0.375"
     page.locator("#log").check()
-    assert reward.locator("svg text").nth(1).text_content() == "0.3536", "the root of 0.25 * 0.5"
+    assert reward.locator("svg text").nth(1).text_content() == "0.354", "the root of 0.25 * 0.5"
     page.locator("#log").uncheck()
     box = reward.locator("svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 40)

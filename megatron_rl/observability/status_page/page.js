@@ -4,7 +4,7 @@
 
 const EVERY = 2000; // milliseconds between two questions
 const LATE = 5; // seconds without a heartbeat before a rank is marked
-const WIDTH = 400, HEIGHT = 170, LEFT = 48, RIGHT = 8, TOP = 10, BOTTOM = 22;
+const WIDTH = 400, HEIGHT = 170, LEFT = 54, RIGHT = 8, TOP = 10, BOTTOM = 22;
 const COUNTS = [1, 3, 5, 10, 20, 50, 100]; // values whose mean is drawn, by place of the slider
 const byId = (id) => document.getElementById(id);
 
@@ -29,10 +29,10 @@ function duration(seconds) {
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
 }
 
-function number(value) {
+function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size && (size < 0.001 || size >= 1e6)) return value.toExponential(1);
-  return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+  return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
 
 function smooth(points, count) { // the mean of the last values, as in curves.png
@@ -58,7 +58,7 @@ function scale(points, isLog) { // places of steps and values, and the values at
 function frame(picture, {first, last, ticks, x, y}) {
   for (const value of ticks) {
     picture.append(draw("line", {class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value)}));
-    picture.append(draw("text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, number(value)));
+    picture.append(draw("text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, number(value, 3)));
   }
   picture.append(draw("text", {x: LEFT, y: HEIGHT - 5}, `step ${first}`));
   if (last !== first) {
@@ -104,7 +104,7 @@ function chart({title, lines}) {
     if (step !== null) for (const name of ["x1", "x2"]) mark.setAttribute(name, places.x(step));
     at.textContent = step === null ? "" : `at step ${step}`;
     lines.forEach((l, index) => {
-      const points = count > 1 ? smoothed[index] : l.points;
+      const points = count > 1 && smoothed[index].length ? smoothed[index] : l.points;
       const found = step === null ? points[points.length - 1] : points.find((p) => p[0] === step);
       values[index].textContent = found ? number(found[1]) : "-";
     });
