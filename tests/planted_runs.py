@@ -93,12 +93,14 @@ class Planted:
         within: step by which its alarm must have come, the last one of the run.
         settings: beside the common ones.
         model: of the task.
+        since: step before which the alarm would be a false one: by default, the first with a whole window.
     """
 
     how: str
     within: int
     settings: Sequence[str]
     model: str = "policy"
+    since: int = 10
 
 
 PLANTED = {
@@ -118,6 +120,7 @@ PLANTED = {
         "a reward that is 100 times larger from step 21 on",
         40,
         ["reward.function=REWARDS:rescaled", "algorithm.adv_estimator=rloo"],
+        since=21,
     ),
     "clipping": Planted(
         "16 epochs on each batch, at 10 times the rate, for a reward by chance",
@@ -216,7 +219,7 @@ def check(task: Path, directory: Path, names: Sequence[str]) -> Iterator[tuple[b
         steps = [step for alarm, step in alarms if alarm == name]
         others = [(alarm, step) for alarm, step in alarms if alarm != name]
         row = f"| [{name}](#{name}) | {plant.how} | {steps[0] if steps else '-'} | {plant.within} | {_list(others)} |"
-        yield bool(steps) and steps[0] <= plant.within, row
+        yield bool(steps) and plant.since <= steps[0] <= plant.within, row
 
 
 def _list(alarms: Sequence[tuple[str, int]]) -> str:
