@@ -85,7 +85,8 @@ def _measure(path: Path, recompute: str) -> dict[str, float]:
     actor = build_actor(case, path)
     model, shape = actor.model, actor.model.shape
     layers = {}
-    for number, layer in enumerate(model.stages[0].decoder.layers):
+    stage: Any = model.stages[0]
+    for number, layer in enumerate(stage.decoder.layers):
         if shape.has_experts(number):
             assert isinstance(layer.mlp.router, RoutedRouter)
             layers[number] = Caught()

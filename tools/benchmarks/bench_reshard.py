@@ -185,7 +185,7 @@ class Bench:
     def memcpy_floor(self) -> Callable[[], None]:
         """Copy as many bytes into the same destination pages, straight from mapped memory."""
         exports: list[Any] = [None] * self.world
-        dist.all_gather_object(exports, export_params(dict(enumerate(self._blocks))))
+        dist.all_gather_object(exports, export_params({str(i): block for i, block in enumerate(self._blocks)}))
         device = self._blocks[0].device
         peer = map_params(exports[(self.rank + 1) % self.world], device)
         origins = [t.view(-1) for t in peer.values()]
