@@ -12,7 +12,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 
-TRAINING_SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
+TRAINING_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 ENGINE_SIZES = ("tp", "dp")
 
 

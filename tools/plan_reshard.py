@@ -79,7 +79,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         source,
         num_ranks=world,
         stage_ranks=world // layout.pp_size,
-        block_ranks=layout.tp_size * layout.ep_size,
+        block_ranks=math.lcm(layout.tp_size, layout.expert_tp_size * layout.ep_size),
         itemsize=itemsize,
         ranks_per_node=node,
     )

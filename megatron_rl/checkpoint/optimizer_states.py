@@ -178,6 +178,8 @@ def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: Shar
     """
     if not is_sharded:
         return rank == first_holder
-    mine, first = layout.expert_coordinates(rank), layout.expert_coordinates(first_holder)
-    is_expert = ".experts." in placement.param  # their replicas are those of the expert layers
-    return (mine.tp, mine.pp) == (first.tp, first.pp) and (mine.ep == first.ep or not is_expert)
+    if ".experts." in placement.param:  # their replicas are those of the expert layers
+        of_expert, holder = layout.expert_coordinates(rank), layout.expert_coordinates(first_holder)
+        return (of_expert.tp, of_expert.pp, of_expert.ep) == (holder.tp, holder.pp, holder.ep)
+    mine, first = layout.coordinates(rank), layout.coordinates(first_holder)
+    return (mine.tp, mine.pp) == (first.tp, first.pp)

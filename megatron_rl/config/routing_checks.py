@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the checks of a config that is about routers."""
+"""The part of the checks of a config that is about routers and experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ _HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {
 def check_routers(config: CheckedConfig) -> None:
     """Routes can be recorded where the forward of the engine is in sight, one step at a time."""
     _check_bias_rate(config)
+    split = config.get("actor.expert_tensor_parallel_size")
+    config.require(
+        split in (None, config.get("actor.tensor_model_parallel_size")) or config.get("rollout.engine") != "megatron",
+        "actor.expert_tensor_parallel_size",
+        "with rollout.engine = 'megatron', whose engines are made of whole tensor parallel groups",
+        expected="actor.tensor_model_parallel_size",
+        hint="leave it out, or set rollout.engine=vllm",
+    )
     if config.get("actor.router_replay") != "engine":
         return
     engine = config.get("rollout.engine")

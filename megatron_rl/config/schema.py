@@ -51,6 +51,9 @@ class LayoutConfig:
     )
     context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks")
     expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
+    expert_tensor_parallel_size: int | None = option(
+        None, "Ranks that share each matrix of an expert (ETP), 1 or TP; default: TP.", "ranks"
+    )
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
     max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
     logprob_chunk_tokens: int = option(512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")

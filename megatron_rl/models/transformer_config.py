@@ -127,8 +127,7 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
         moe_aux_loss_coeff=0.0,
         moe_grouped_gemm=False,
         expert_model_parallel_size=layout.ep_size,
-        # With less than TP and EP = 1, megatron-core would not sum experts' gradients over the TP replicas.
-        expert_tensor_parallel_size=layout.tp_size,
+        expert_tensor_parallel_size=layout.expert_tp_size,
     )
 
 

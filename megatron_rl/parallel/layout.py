@@ -3,8 +3,8 @@
 
 Ranks are numbered as Megatron numbers them (order "tp-cp-ep-dp-pp"): tp runs fastest, pp slowest. They are ranks of the
 job everywhere: a role that has its own ranks counts its coordinates from the first of them.
-Expert parallelism takes its ranks out of cp x dp of a dense layer; an expert is split over the same TP
-ranks as a dense layer (expert tensor parallel size = TP).
+An expert is split over the same TP ranks as a dense layer, and expert parallelism takes its ranks out of cp x dp; or
+it is whole on a rank (expert tensor parallel size 1), and expert parallelism takes them out of tp x cp x dp.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class ParallelLayout:
         tp_size: tensor parallel size; likewise pp, cp, ep.
         vpp_size: model chunks per pipeline stage (1: no interleaving).
         first_rank: the ranks of the role are those that follow from this one.
+        etp_size: tensor parallel size of experts, 1 or `tp_size`; None: `tp_size`.
     """
 
     world_size: int
@@ -54,6 +55,7 @@ class ParallelLayout:
     cp_size: int = 1
     ep_size: int = 1
     first_rank: int = 0
+    etp_size: int | None = None
 
     def __post_init__(self) -> None:
         model = self.tp_size * self.pp_size * self.cp_size
@@ -66,12 +68,21 @@ class ParallelLayout:
                 expected="world_size = tp * pp * cp * dp with a whole dp >= 1",
                 hint=f"start {max(1, self.world_size // max(model, 1)) * model} ranks or change the sizes",
             )
-        if (self.cp_size * self.dp_size) % self.ep_size:
+        if self.expert_tp_size not in (1, self.tp_size):
             raise UserError(
-                f"expert_model_parallel_size {self.ep_size} does not divide cp * dp = {self.cp_size * self.dp_size}",
+                f"expert_tensor_parallel_size {self.expert_tp_size} with tensor_model_parallel_size {self.tp_size}",
+                source="actor.expert_tensor_parallel_size",
+                expected=f"1 or {self.tp_size}",
+                hint="leave actor.expert_tensor_parallel_size out: it is the tensor parallel size then",
+            )
+        ranks, dims = self.stage_size // self.expert_tp_size, "cp * dp" if self._splits_experts else "tp * cp * dp"
+        if ranks % self.ep_size:
+            raise UserError(
+                f"expert_model_parallel_size {self.ep_size} does not divide {dims} = {ranks}",
                 source="actor.expert_model_parallel_size",
-                expected="a divisor of cp * dp",
-                hint="expert parallelism takes its ranks from the context and data parallel ranks",
+                expected=f"a divisor of {dims}",
+                hint="expert parallelism takes its ranks from the context and data parallel ranks, and from the tensor "
+                "parallel ranks with actor.expert_tensor_parallel_size = 1",
             )
 
     @property
@@ -83,6 +94,30 @@ class ParallelLayout:
     def dp_size(self) -> int:
         """Data parallel size: what the other dimensions leave."""
         return self.world_size // (self.tp_size * self.pp_size * self.cp_size)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp_size * self.cp_size * self.dp_size
+
+    @property
+    def expert_tp_size(self) -> int:
+        """Tensor parallel size of experts."""
+        return self.etp_size or self.tp_size
+
+    @property
+    def _splits_experts(self) -> bool:
+        return self.expert_tp_size == self.tp_size
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that have the same of the same experts."""
+        return self.stage_size // (self.expert_tp_size * self.ep_size)
+
+    @property
+    def has_expert_replicas(self) -> bool:
+        """Whether these are others than the replicas of the rest of a layer."""
+        return self.ep_size > 1 or not self._splits_experts
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`, one of `ranks`."""
@@ -97,9 +132,10 @@ class ParallelLayout:
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
         """Coordinates of `rank` in the expert layers."""
-        at = self.coordinates(rank)
-        dp, ep = divmod(at.cp + self.cp_size * at.dp, self.ep_size)
-        return ExpertCoordinates(tp=at.tp, ep=ep, dp=dp, pp=at.pp)
+        pp, place = divmod(rank - self.first_rank, self.stage_size)
+        rest, tp = divmod(place, self.expert_tp_size)
+        dp, ep = divmod(rest, self.ep_size)
+        return ExpertCoordinates(tp=tp, ep=ep, dp=dp, pp=pp)
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """Ranks of the group of `rank` that spans `axes` (of "tp", "cp", "dp", "pp"), ascending.
@@ -110,8 +146,8 @@ class ParallelLayout:
 
     def expert_group_of(self, rank: int, *axes: str) -> list[int]:
         """The same for the expert layers: `axes` of "tp", "ep", "dp", "pp"."""
-        replicas = self.cp_size * self.dp_size // self.ep_size
-        return self._spread(rank, axes, dict(tp=self.tp_size, ep=self.ep_size, dp=replicas, pp=self.pp_size))
+        sizes = dict(tp=self.expert_tp_size, ep=self.ep_size, dp=self.expert_replicas, pp=self.pp_size)
+        return self._spread(rank, axes, sizes)
 
     def _spread(self, rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
         """All ranks that differ from `rank` in these axes only; `sizes` by axis, the fastest first."""
@@ -133,10 +169,11 @@ class ParallelLayout:
         return EngineRanks(tuple(dict.fromkeys(found.values())))
 
     def describe(self) -> str:
-        """`tp=2 pp=2 dp=1`, with vpp, cp and ep where they are larger than 1."""
+        """`tp=2 pp=2 dp=1`, with vpp, cp and ep where they are larger than 1, and etp where it is not tp."""
         parts = [f"tp={self.tp_size}", f"pp={self.pp_size}", f"dp={self.dp_size}"]
         extra = {"vpp": self.vpp_size, "cp": self.cp_size, "ep": self.ep_size}
-        return " ".join(parts + [f"{name}={size}" for name, size in extra.items() if size > 1])
+        parts += [f"{name}={size}" for name, size in extra.items() if size > 1]
+        return " ".join(parts if self._splits_experts else [*parts, f"etp={self.expert_tp_size}"])
 
 
 @dataclass(frozen=True)

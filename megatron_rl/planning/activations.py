@@ -69,7 +69,8 @@ def count_layer_elements(
     attention += 2 * q if repeats_heads and kv < q else 0
     elements = 4 * h / s + attention / tp
     if shape.num_experts:
-        return elements + shape.experts_per_token * (h + 4 * f / tp) + 3 * shape.shared_ffn_size / tp
+        taken = h * layout.expert_tp_size / tp
+        return elements + shape.experts_per_token * (taken + 4 * f / tp) + 3 * shape.shared_ffn_size / tp
     return elements + 3 * f / tp
 
 
@@ -125,7 +126,7 @@ def compute_activation_bytes(
     # Gradients of one layer's results while it goes back; with recomputation its own activations as well.
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
     if shape.num_experts:  # a layer holds the most where it has just been computed
-        transient += shape.experts_per_token * (2 + _count_exchanged(layout)) * h
+        transient += shape.experts_per_token * _count_exchanged(layout, 2) * h
     output = _count_output_gradient(shape, layout, config, itemsize) if logits else 0
     return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits, output)
 
@@ -136,16 +137,17 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
     s = tp if sequence_parallel else 1
     h, f, k = shape.hidden_size, shape.ffn_hidden_size / tp, shape.experts_per_token
     if shape.num_experts:
-        return k * (3 + _count_exchanged(layout)) * h + 6 * h / s
+        return k * _count_exchanged(layout, 3) * h + 6 * h / s
     return 3 * f + 4 * h / s + h
 
 
-def _count_exchanged(layout: ParallelLayout) -> float:
-    """Copies of what its experts take that a layer holds besides three of its own: sorted, computed, sorted back.
+def _count_exchanged(layout: ParallelLayout, own: int) -> float:
+    """Copies of what its experts take that a layer holds: `own` of sorted, computed, sorted back; and others.
 
     As it left its rank; as it came to that of the expert, before TP gathers it; and as it goes back, reduced over TP.
     """
-    return (1 + (layout.ep_size > 1) + (layout.tp_size > 1)) / layout.tp_size
+    split = layout.expert_tp_size
+    return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 
 
 def _count_logits(

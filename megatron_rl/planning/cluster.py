@@ -180,6 +180,7 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
         vpp_size=config.virtual_pipeline_model_parallel_size or 1,
         cp_size=config.context_parallel_size,
         ep_size=config.expert_model_parallel_size,
+        etp_size=config.expert_tensor_parallel_size,
     )
 
 

@@ -100,7 +100,8 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     times = (2 if shape.num_experts else 4) * layers * (rounds + extra) + ends
     # What experts take and give, gathered and reduced: hidden states, and one way the shares of the experts.
     exchanged = layers * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
-    yield count("TP", link_of(layout, cluster, "tp"), (times * hidden + exchanged) * (tp - 1) / tp)
+    split = layout.expert_tp_size
+    yield count("TP", link_of(layout, cluster, "tp"), (times * hidden * (tp - 1) + exchanged * (split - 1)) / tp)
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
@@ -151,7 +152,7 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
     scored = math.ceil(work.tokens / layout.dp_size / budget)
     trained = max(scored, work.optimizer_steps // max(work.passes, 1))
     itemsize, total = DTYPE_BYTES[job.config.model.dtype], 0.0
-    for inside, ends, count in ((layers[0], found.ends, replicas), (layers[1], 0, replicas // layout.ep_size)):
+    for inside, ends, count in ((layers[0], found.ends, replicas), (layers[1], 0, layout.expert_replicas)):
         gathered = forwards * (scored * inside + ends) + trainings * trained * (2 * inside + ends)
         reduced = trainings * trained * (inside + ends)
         total += (gathered * itemsize + reduced * _FLOAT) * (count - 1) / count
@@ -176,6 +177,6 @@ def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
 
 
 def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
-    """The ranks that share the experts are neighbors in cp x dp."""
+    """The ranks that share the experts are neighbors."""
     first = layout.first_rank
-    return WITHIN if cluster.is_within_node([first, first + layout.tp_size * layout.ep_size - 1]) else ACROSS
+    return WITHIN if cluster.is_within_node([first, first + layout.expert_tp_size * layout.ep_size - 1]) else ACROSS

@@ -101,11 +101,12 @@ def count_aliased_elements(
     Matrices to which adapters are added, or that are quantized on either side, are not shared. Read off the tables of
     a model of two layers, the second of which stands for all.
     """
-    at = layout.expert_coordinates(rank)
+    at = layout.coordinates(rank)
     stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
-    small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep)
+    small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep, etp_size=layout.etp_size)
+    place = (rank - layout.first_rank) % (tp * ep)  # of its like on the first stage
     layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), small, small.rank(tp=at.tp, dp=at.ep), rollout_tp, rollout_rank, adapters, coded
+        replace(shape, num_layers=2), small, place, rollout_tp, rollout_rank, adapters, coded
     )
     ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
     return shape.num_layers // layout.pp_size * layer + ends

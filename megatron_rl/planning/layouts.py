@@ -213,9 +213,10 @@ def _list_choices(job: Job) -> Iterator[Choice]:
     recomputations = sorted({"none", "full", now.recompute_granularity})
     for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
         for pp in divisors(shape.num_layers):
-            if tp > node or world % (tp * pp * now.context_parallel_size):
+            split = job.config.actor.expert_tensor_parallel_size or tp
+            if tp > node or world % (tp * pp * now.context_parallel_size) or split not in (1, tp):
                 continue
-            replicas = world // (tp * pp)
+            replicas = world // (pp * split)
             for ep in divisors(shape.num_experts) if shape.num_experts else [1]:
                 if replicas % ep:
                     continue

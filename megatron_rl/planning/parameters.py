@@ -117,7 +117,7 @@ class RoleBytes:
 def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
     """The parameters of each model chunk of a rank, in the order of `named_parameters()`; of adapters, theirs alone."""
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
-    embedding, dense, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size)
+    embedding, dense, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size, layout.etp_size)
     is_tied = shape is model and model.tied_embeddings and not model.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage has a copy
         embedding, output = (
@@ -140,7 +140,9 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
 
 
 @lru_cache(maxsize=256)
-def _building_blocks(shape: ModelShape | AdapterShape, tp_size: int, ep_size: int) -> tuple[tuple[Parameter, ...], ...]:
+def _building_blocks(
+    shape: ModelShape | AdapterShape, tp_size: int, ep_size: int, etp_size: int | None
+) -> tuple[tuple[Parameter, ...], ...]:
     """Embedding, a dense layer before experts, a layer, and what follows the last.
 
     Read off the tables of a model of two layers in two stages, of which the first is dense where the model has such.
@@ -148,13 +150,12 @@ def _building_blocks(shape: ModelShape | AdapterShape, tp_size: int, ep_size: in
     model = shape.base if isinstance(shape, AdapterShape) else shape
     small = replace(model, num_layers=2, dense_layers=min(model.dense_layers, 1))
     adapters = replace(shape, base=small) if isinstance(shape, AdapterShape) else None
-    layout = ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size)
+    layout = ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size, etp_size=etp_size)
     tables = [megatron_placements(small, layout, layout.rank(pp=pp_rank)) for pp_rank in range(2)]
     if adapters:
         tables = [adapter_placements(adapters, table) for table in tables]
     stages = [
-        _read_parameters(small, [(p.param.partition(".")[2], p.local_box) for p in table], tp_size, ep_size)
-        for table in tables
+        _read_parameters(small, layout, [(p.param.partition(".")[2], p.local_box) for p in table]) for table in tables
     ]
     prefix = "decoder.layers.0."
     dense, layer = (
@@ -166,7 +167,7 @@ def _building_blocks(shape: ModelShape | AdapterShape, tp_size: int, ep_size: in
 
 
 def _read_parameters(
-    shape: ModelShape, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]], tp_size: int, ep_size: int
+    shape: ModelShape, layout: ParallelLayout, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[Parameter]:
     """Sizes of parameters from the boxes that are placed in them, in megatron-core's order."""
     sizes: dict[str, list[int]] = {}
@@ -177,14 +178,14 @@ def _read_parameters(
     sizes = {find_fused(name)[0]: size for name, size in sizes.items()}
     for name, size in sizes.items():
         if name.endswith(PADDED_PARAMETERS):
-            size[0] = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
+            size[0] = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
     return [
         Parameter(
             name,
             counts[name] * math.prod(sizes[name]),
             sizes[name][0],
             is_matrix=is_layer_matrix(name, tuple(sizes[name])),
-            is_expert=ep_size > 1 and ".experts." in name,
+            is_expert=layout.has_expert_replicas and ".experts." in name,
             is_shared=False,
         )
         for name in sorted(sizes, key=_position)
@@ -266,7 +267,7 @@ def compute_role_bytes(
     at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
     replicas = {
         False: (layout.dp_size * layout.cp_size, at.cp + layout.cp_size * at.dp),
-        True: (layout.dp_size * layout.cp_size // layout.ep_size, experts_at.dp),
+        True: (layout.expert_replicas, experts_at.dp),
     }
     in_buffers = owned = moments = 0
     for chunk in chunks:

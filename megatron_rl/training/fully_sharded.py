@@ -53,7 +53,7 @@ def build_sharded(
     attributes = {name: dict(vars(p)) for name, p in stages.named_parameters()}
     for stage in cast(Iterable[Any], stages):
         for layer in stage.decoder.layers:
-            if groups.layout.ep_size > 1:
+            if groups.layout.has_expert_replicas and hasattr(layer.mlp, "experts"):
                 fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy, shard_placement_fn=_cut_matrices)
             fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_cut_matrices)
         fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that

@@ -62,7 +62,7 @@ class PackedModel(LaidOutModel):
         self.groups, at = groups, groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
-            setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=at.tp, force_reset_rng=True
+            setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=groups.expert_at.tp, force_reset_rng=True
         )
         self.transformer_impl = choose_transformer_impl(setup.model.transformer_impl)
         self.config = build_transformer_config(

@@ -38,6 +38,7 @@ def build_policy(
         virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
         context_parallel_size=layout.cp_size,
         expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
         sequence_parallel=sequence_parallel,
     )
     spec = RoleSpec(name="policy", path=str(weights), section="layout", layout=config, head="logprob")

@@ -8,8 +8,9 @@ then the name inside the GPTModel. Fused parameters:
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
 * latent attention: down-projections are whole on every TP rank, up-projections are cut by heads;
-* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a dense one; of the
-  parameter `mlp.experts.linear_fc1.weight` tables see the matrices `mlp.experts.local_experts.<e>.linear_fc1.weight`;
+* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a dense one, or whole
+  (expert tensor parallel size 1); of the parameter `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] tables see the
+  matrices, as `mlp.experts.local_experts.<e>.linear_fc1.weight`;
 * embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
 * tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`;
 * a score head is `score.weight` on every TP rank of the last stage, in place of an output layer.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.weights.experts import name_expert
 from megatron_rl.weights.families import DENSE, SCORE_HEAD, SHARED, ModelShape
-from megatron_rl.weights.tables import PlacementTable, Row, Rows, list_parts, split_boxes
+from megatron_rl.weights.tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
@@ -49,9 +50,15 @@ def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chu
 def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
     """Placements of all parameters of one rank's model chunks."""
     at, vocab_rows = layout.expert_coordinates(rank), padded_vocab_size(shape.vocab_size, layout.tp_size)
-    return PlacementTable(
-        _list_rows(shape, layout, at.pp, at.ep), split_boxes(shape, layout.tp_size, at.tp, vocab_rows // layout.tp_size)
-    )
+    of_layer, of_expert = find_shares(layout, rank)
+    boxes = split_boxes(shape, of_layer, vocab_rows // layout.tp_size, of_expert)
+    return PlacementTable(_list_rows(shape, layout, at.pp, at.ep), boxes)
+
+
+def find_shares(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
+    """Which of the tensor parallel ranks of a layer a rank is, and of those of an expert."""
+    experts = layout.expert_coordinates(rank).tp
+    return Share(layout.tp_size, layout.coordinates(rank).tp), Share(layout.expert_tp_size, experts)
 
 
 @lru_cache(maxsize=1)  # the ranks of a TP group come one after the other

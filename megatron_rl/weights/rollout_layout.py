@@ -15,7 +15,7 @@ from functools import lru_cache
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, full_box
-from megatron_rl.weights.tables import PlacementTable, Rows, list_parts, split_boxes
+from megatron_rl.weights.tables import PlacementTable, Rows, Share, list_parts, split_boxes
 
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -41,7 +41,7 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
             expected=f"a divisor of {padded}",
             hint="use 1, 2, 4 or 8",
         )
-    return PlacementTable(_list_rows(shape), split_boxes(shape, tp_size, tp_rank, padded // tp_size))
+    return PlacementTable(_list_rows(shape), split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size))
 
 
 @lru_cache(maxsize=1)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FUSED_KINDS, ModelShape
-from megatron_rl.weights.megatron_layout import megatron_placements, padded_vocab_size
-from megatron_rl.weights.tables import BoxPair, PlacementTable, split_boxes
+from megatron_rl.weights.megatron_layout import find_shares, megatron_placements, padded_vocab_size
+from megatron_rl.weights.tables import BoxPair, PlacementTable, Share, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
@@ -37,10 +37,10 @@ class ShardPlace(NamedTuple):
 
 
 def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, ShardPlace]:
-    """The shares of a rank: of dense parameters, and of those of experts (which may have fewer replicas)."""
+    """The shares of a rank: of dense parameters, and of those of experts (which may have others)."""
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
-    return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, replicas // layout.ep_size)
+    return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, layout.expert_replicas)
 
 
 def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
@@ -51,7 +51,7 @@ def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str
     """
     replicas = find_shard_places(layout, layout.first_rank)[1].count
     for what, rows in (
-        ("gate and up", 2 * shape.ffn_hidden_size // layout.tp_size),
+        ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),
         ("down", shape.hidden_size),
     ):
         if rows % replicas:
@@ -72,22 +72,22 @@ def training_placements(
 
 def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool) -> Hashable:
     """Ranks with equal keys have equal placements."""
-    at = layout.expert_coordinates(rank)
-    return at.tp, at.pp, at.ep, find_shard_places(layout, rank) if is_fully_sharded else None
+    at, experts = layout.coordinates(rank), layout.expert_coordinates(rank)
+    return at.tp, at.pp, experts.tp, experts.ep, find_shard_places(layout, rank) if is_fully_sharded else None
 
 
 def row_shard_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
     """Placements of the shards of all parameters of one rank's model chunks."""
-    table, at = megatron_placements(shape, layout, rank), layout.coordinates(rank)
-    return PlacementTable(table.rows, _cut_boxes(shape, layout.tp_size, at.tp, *find_shard_places(layout, rank)))
+    table = megatron_placements(shape, layout, rank)
+    return PlacementTable(table.rows, _cut_boxes(shape, *find_shares(layout, rank), *find_shard_places(layout, rank)))
 
 
 @lru_cache(maxsize=256)
 def _cut_boxes(
-    shape: ModelShape, tp_size: int, tp_rank: int, dense: ShardPlace, experts: ShardPlace
+    shape: ModelShape, of_layer: Share, of_expert: Share, dense: ShardPlace, experts: ShardPlace
 ) -> dict[str, BoxPair]:
-    vocab_rows = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
-    boxes = split_boxes(shape, tp_size, tp_rank, vocab_rows)
+    vocab_rows = padded_vocab_size(shape.vocab_size, of_layer.count) // of_layer.count
+    boxes = split_boxes(shape, of_layer, vocab_rows, of_expert)
     num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
     for kinds in _FUSED:
         num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends where the parameter does

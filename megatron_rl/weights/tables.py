@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
@@ -73,8 +73,17 @@ def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
     return PlacementTable(Rows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())
 
 
+class Share(NamedTuple):
+    """One of the ranks that share matrices: tensor parallel ones."""
+
+    count: int
+    index: int
+
+
 @lru_cache(maxsize=64)
-def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) -> dict[str, BoxPair]:
+def split_boxes(
+    shape: ModelShape, of_layer: Share, vocab_rows: int, of_expert: Share | None = None
+) -> dict[str, BoxPair]:
     """Where a TP rank keeps a piece of each kind, in Megatron as in vLLM.
 
     Fused parameters are `[q; k; v]` of the rank's heads and `[gate; up]` of its columns, for a dense MLP and for an
@@ -82,9 +91,11 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
 
     Args:
         shape: the model.
-        tp_size, tp_rank: of the rank.
+        of_layer: the rank among its tensor parallel ranks.
         vocab_rows: rows of the vocabulary per rank, padding included.
+        of_expert: the rank among those that share an expert; None: the same.
     """
+    tp_size, tp_rank = of_layer
     sizes, d = shape.kind_sizes(), shape.head_dim
     start, stop = (min((tp_rank + end) * vocab_rows, shape.vocab_size) for end in (0, 1))
     boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in _WHOLE}
@@ -102,7 +113,8 @@ def split_boxes(shape: ModelShape, tp_size: int, tp_rank: int, vocab_rows: int) 
         size, rank = sizes[kind][0] // parts, tp_rank % parts
         boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
     for prefix, columns_of_all in shape.ffn_sizes().items():
-        boxes |= _split_mlp(sizes, prefix, columns_of_all // tp_size, tp_rank)
+        count, index = of_expert if of_expert and shape.num_experts and not prefix else of_layer
+        boxes |= _split_mlp(sizes, prefix, columns_of_all // count, index)
     for fused, parts in FUSED_KINDS.items():
         base = 0
         for part in parts:

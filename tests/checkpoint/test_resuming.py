@@ -141,8 +141,9 @@ def test_zero_3_goes_on_in_other_layouts_and_stages(saved_by: Case, loaded_by: C
         (Case(2, dict(ep_size=2)), Case()),
         (Case(4, dict(tp_size=2, ep_size=2), SP), Case(2, dict(pp_size=2))),
         (Case(2, dict(pp_size=2)), Case(4, dict(ep_size=2))),
+        (Case(4, dict(tp_size=2, ep_size=2, etp_size=1), SP), Case(2, dict(tp_size=2), SP)),
     ],
-    ids=["ep2-to-1", "tp2ep2-to-pp2", "pp2-to-ep2dp4"],
+    ids=["ep2-to-1", "tp2ep2-to-pp2", "pp2-to-ep2dp4", "tp2ep2etp1-to-tp2"],
 )
 def test_experts_go_on_in_other_layouts(saved_by: Case, loaded_by: Case, models, tmp_path: Path):
     same_in_another_layout(models["qwen3_moe"], tmp_path, saved_by, loaded_by)

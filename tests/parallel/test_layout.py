@@ -82,14 +82,15 @@ def test_groups_are_those_of_megatron(layout: ParallelLayout) -> None:
 @settings(max_examples=40, deadline=None)
 @given(layouts(), st.data())
 def test_expert_groups_are_those_of_megatron(layout: ParallelLayout, data: st.DataObject) -> None:
-    """Compares with the generator that Megatron makes for expert layers when their TP is that of the dense ones."""
+    """Compares with the generator that Megatron makes for expert layers; their TP is that of the dense ones, or 1."""
     from megatron.core.parallel_state import RankGenerator
 
-    shared = layout.cp_size * layout.dp_size
+    etp_size = data.draw(st.sampled_from([1, layout.tp_size]))
+    shared = layout.stage_size // etp_size
     ep_size = data.draw(st.sampled_from([n for n in range(1, shared + 1) if shared % n == 0]))
-    layout = replace(layout, ep_size=ep_size)
+    layout = replace(layout, ep_size=ep_size, etp_size=etp_size)
     generator = RankGenerator(
-        tp=layout.tp_size, ep=ep_size, dp=shared // ep_size, pp=layout.pp_size, cp=1, order="tp-cp-ep-dp-pp"
+        tp=etp_size, ep=ep_size, dp=shared // ep_size, pp=layout.pp_size, cp=1, order="tp-cp-ep-dp-pp"
     )
     for token in ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp"):
         ours = list_groups(layout, *token.split("-"), of_experts=True)
@@ -135,6 +136,10 @@ def test_error_names_the_numbers_and_a_world_size_that_works() -> None:
     assert "start 4 ranks" in caught.value.hint
     with pytest.raises(UserError, match="expert_model_parallel_size 3 does not divide cp \\* dp = 4"):
         ParallelLayout(8, tp_size=2, cp_size=2, ep_size=3)
+    with pytest.raises(UserError, match="expert_model_parallel_size 3 does not divide tp \\* cp \\* dp = 8"):
+        ParallelLayout(8, tp_size=2, cp_size=2, ep_size=3, etp_size=1)
+    with pytest.raises(UserError, match="(?s)expert_tensor_parallel_size 2 with tensor_model_parallel_size 4.*1 or 4"):
+        ParallelLayout(8, tp_size=4, etp_size=2)
     assert ParallelLayout(8, tp_size=2, cp_size=2, ep_size=4).dp_size == 2
 
 

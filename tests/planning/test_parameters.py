@@ -53,6 +53,7 @@ CASES = {
     "zero3-moe-ep2-dp4-bf16": ("qwen3_moe", Case(4, dict(ep_size=2), ZERO_3, dtype="bfloat16")),
     "muon-dp2-bf16": ("qwen2", Case(2, actor=dict(optimizer="muon"), dtype="bfloat16")),
     "muon-moe-ep2-replicated": ("qwen3_moe", Case(2, dict(ep_size=2), REPLICATED | dict(optimizer="muon"))),
+    "moe-etp1-tp2-sp": ("qwen3_moe", Case(2, dict(etp_size=1, tp_size=2), SP)),
     "lora-experts-ep2": ("qwen3_moe", Case(4, dict(ep_size=2), LORA_OF_EXPERTS, dtype="bfloat16")),
     "glm4-tp2-pp2-sp": ("glm4_moe", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "glm4-ep2-dp2": ("glm4_moe", Case(2, dict(ep_size=2))),

@@ -78,6 +78,10 @@ EXPERT_LAYOUTS = {
     "ep2-dp4-zero3": Case(4, dict(ep_size=2), ZERO_3),
     "ep2-tp2-sp": Case(4, dict(ep_size=2, tp_size=2), SP),
     "ep2-pp2-full": Case(4, dict(ep_size=2, pp_size=2), dict(recompute_granularity="full")),
+    # Experts that tensor parallel ranks do not split: replicas of all, of a half each, and in shards.
+    "etp1-tp2-sp": Case(2, dict(etp_size=1, tp_size=2), SP),
+    "etp1-ep2-tp2-sp": Case(2, dict(etp_size=1, ep_size=2, tp_size=2), SP | REPLICATED),
+    "etp1-ep2-tp2-dp2-sp-zero3": Case(4, dict(etp_size=1, ep_size=2, tp_size=2), SP | ZERO_3),
 }
 MODES = {
     "selective": Case(actor=dict(recompute_granularity="selective")),

@@ -23,7 +23,8 @@ from megatron_rl.weights.megatron_layout import (
     padded_vocab_size,
     stage_layers,
 )
-from megatron_rl.weights.shard_box import ShardBox, box_shape, check_placements
+from megatron_rl.weights.row_shards import training_placements
+from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, check_placements
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 
 WHOLE = (
@@ -104,6 +105,30 @@ def test_expert_parallel_ranks_share_the_experts(
         expected = ep_size * (tp_size if "norm" in name or name.endswith(WHOLE) else 1)
         counts = count_writes(size, placed[name])
         assert counts.min() == counts.max() == (1 if ".experts." in name else expected), name
+
+
+@pytest.mark.parametrize("is_fully_sharded", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(2, tp_size=2, etp_size=1),
+        ParallelLayout(2, tp_size=2, ep_size=2, etp_size=1),
+        ParallelLayout(8, tp_size=2, pp_size=2, ep_size=2, etp_size=1),
+        ParallelLayout(8, tp_size=2, cp_size=2, ep_size=4, etp_size=1),
+    ],
+    ids=ParallelLayout.describe,
+)
+def test_experts_that_are_not_split(layout: ParallelLayout, is_fully_sharded: bool) -> None:
+    """Each is on its replicas as a whole, or in shards of them; a layer's matrices are where they always are."""
+    shape = make_shape("qwen3_moe", num_experts=4)
+    counts = {name: torch.zeros(size, dtype=torch.int) for name, size in shape.logical_tensors().items()}
+    for rank in layout.ranks:
+        for p in training_placements(shape, layout, rank, is_fully_sharded=is_fully_sharded):
+            counts[p.hf_name][box_slices(p.hf_box)] += 1
+    for name, count in counts.items():
+        if ".experts." in name or "_proj" in name:
+            replicas = layout.expert_replicas if ".experts." in name else layout.cp_size * layout.dp_size
+            assert count.min() == count.max() == (1 if is_fully_sharded else replicas), name
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])

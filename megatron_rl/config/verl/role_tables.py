@@ -22,7 +22,6 @@ LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.en
 def megatron_names(role: str) -> dict[str, Alias]:
     """`megatron.*` of a role that has a layout of its own."""
     return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
-        "megatron.expert_tensor_parallel_size": Only((), "experts are split over the same ranks as dense layers"),
         "megatron.use_mbridge": Ignored("weights are converted by this package"),
         "megatron.vanilla_mbridge": Ignored("weights are converted by this package"),
         "megatron.use_dist_checkpointing": Ignored("the first weights are read in HF format"),
