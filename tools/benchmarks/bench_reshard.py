@@ -72,7 +72,8 @@ class Bench:
             {p.hf_name: box_shape(p.hf_box) for p in megatron_placements(shape, whole_layers, r)}
             for r in range(layout.tp_size)
         ]
-        self._owners = {name: self._owner_stage(name) for name in self._tensors}
+        # Of the path of peers, which knows no expert parallelism.
+        self._owners = {name: self._owner_stage(name) for name in self._tensors if layout.ep_size == 1}
         self.source, blocks = _allocate(self.source_table(self.rank), dtype, find_fused)
         self._blocks = list(blocks.values())
         self.write_weights(step=0)
