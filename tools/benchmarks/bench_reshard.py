@@ -79,6 +79,8 @@ class Bench:
         self.write_weights(step=0)
         wanted = self.destination_table(self.rank)
         pairs = find_aliases(self.source_table(self.rank), wanted) if alias else {}
+        apart = {_find_engine_block(p.param)[0] for p in wanted if p.param not in pairs}
+        pairs = {name: origin for name, origin in pairs.items() if _find_engine_block(name)[0] not in apart}
         own, blocks = _allocate([p for p in wanted if p.param not in pairs], dtype, _find_engine_block)
         self._own_blocks = list(blocks.values())
         self.destination = own | {name: self.source[origin] for name, origin in pairs.items()}
