@@ -104,16 +104,16 @@ class _LinearLogprobs(torch.autograd.Function):
         kept: PackedKeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks, summaries = _Chunks(hidden, weight, softmax, kept), []
+        # A single chunk's logits wait for backward, with the bits that it would make again.
+        is_reused = len(chunks.parts) == 1 and any(ctx.needs_input_grad)
         for part in chunks.parts:
             logits = chunks.make_logits(part)
-            summaries.append(compute_summary(logits, targets[part], chunks.shard))  # subtracts each row's maximum
+            ctx.logits = logits if is_reused else None
+            summaries.append(compute_summary(logits.clone() if is_reused else logits, targets[part], chunks.shard))
         summary = torch.cat(summaries, dim=1)
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.softmax, ctx.kept = softmax, kept
-        # A single chunk's logits wait for backward, which would make as many.
-        is_reused = len(chunks.parts) == 1 and any(ctx.needs_input_grad)
-        ctx.logits, ctx.logits_lse = (logits, lse - summary[0]) if is_reused else (None, None)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -126,8 +126,6 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         sum_over_chunks = WeightGradient(weight, len(chunks.parts) <= 1) if ctx.needs_input_grad[1] else None
         logits, ctx.logits = ctx.logits, None
-        if logits is not None:
-            lse = ctx.logits_lse
         for part in chunks.parts:
             # d/d logits = d/dz / temperature: the division is made on the [t] factors.
             gradient = compute_logits_gradient(

@@ -8,11 +8,11 @@ a head (`heads.py`) says what is made of them, and only that stage ever has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -248,7 +248,7 @@ class PackedModel(LaidOutModel):
             **pipeline,
         )
         reshard(self.stages)
-        for stage in self.stages:
+        for stage in cast(Iterable[Any], self.stages):
             stage.set_input_tensor(None)  # the last message, which would stay with its gradient
         return found
 
