@@ -18,8 +18,10 @@ import transformers
 
 from distributed import run_ranks
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
-from tools.benchmarks._bench_actor import build_bench_actor, write_random_model
+from tools.benchmarks._bench_actor import write_random_model
 from tools.benchmarks._our_side import build_actor, take_step
 from tools.benchmarks._step_contest import MODEL, draw_prompts, draw_workload, score_text
 from tools.benchmarks.bench_step_vs_trl import Side, _write_ending_model, summarize
@@ -28,8 +30,8 @@ OPTIONS = argparse.Namespace(workload="ragged", prompts=2, samples=3, max_tokens
 
 
 def _take_two_steps(rank: int, world_size: int, path: Path) -> list[dict[str, Any]]:
-    actor = build_actor(path)
-    reference = build_bench_actor(path, actor.model.groups)
+    options, groups = argparse.Namespace(**vars(OPTIONS), model=path), build_groups(ParallelLayout(1))
+    actor, reference = build_actor(options, groups), build_actor(options, groups)
     return [take_step(actor, OPTIONS, 0, torch.device("cpu"), model) for model in (None, reference)]
 
 

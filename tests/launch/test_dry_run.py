@@ -263,6 +263,8 @@ def start(
             "reward_model.max_tokens_per_microbatch=128",
         )
         changes = [setting.replace("{files}", str(files)) for setting in settings]
+        if "--world-size" in changes and "--dry-run" not in flags:  # a run has the ranks that torchrun starts
+            del changes[(place := changes.index("--world-size")) : place + 2]
         status = run_command([*base, *changes, *flags], **program)
         out, err = capsys.readouterr()
         notes = [line for line in err.splitlines() if line.startswith("note: ")]
