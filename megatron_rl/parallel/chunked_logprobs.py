@@ -110,6 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = chunks.make_logits(part)
             ctx.logits = logits if is_reused else None
             summaries.append(compute_summary(logits.clone() if is_reused else logits, targets[part], chunks.shard))
+            del logits  # before the next chunk's are made
         summary = torch.cat(summaries, dim=1)
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
