@@ -172,7 +172,7 @@ def test_each_default_of_vllm_is_switched_on_by_itself(tmp_path: Path) -> None:
     assert found["autotuned kernels"] == replace(first, engine_options={"enable_flashinfer_autotune": True})
     for name, is_fused in (("engine on two ranks", False), ("fused sums", True)):
         assert found[name].tensor_model_parallel_size == 2 and not found[name].enforce_eager
-        compilation = EngineArgs(**found[name].engine_options).compilation_config
+        compilation = EngineArgs(model=str(tmp_path), **found[name].engine_options).compilation_config
         assert compilation.pass_config.fuse_allreduce_rms is is_fused
     assert ladder.main(["--from", "nothing", "--work", str(tmp_path)]) == 2
 

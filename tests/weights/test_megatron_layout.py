@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed import run_ranks
+from megatron_rl.models.experts import list_matrices
 from megatron_rl.models.gpt import build_gpt_stages
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
@@ -233,7 +234,8 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
     """Build this rank's GPTModels and compare; returns the messages of four spoilt tables."""
     groups = build_groups(ParallelLayout(world_size, **sizes))
     config = build_transformer_config(shape, groups.layout, dtype=torch.float32)
-    params = {name: tuple(p.shape) for name, p in build_gpt_stages(shape, config, groups).named_parameters()}
+    stages = build_gpt_stages(shape, config, groups)
+    params = {name: tuple(p.shape) for name, p in list_matrices(stages, torch.detach).items()}
     padded = [name for name in params if name.endswith(PADDED_PARAMETERS)]
     table = place_megatron(shape, groups.layout)[rank]
     check_placements(table, params, where="here", padded=padded)
