@@ -48,7 +48,7 @@ class Branch:
 
 
 def list_branches() -> list[Branch]:
-    """All of the package, in the order of files and lines; those of equal keys once."""
+    """All of the package, in the order of files and lines, each key once."""
     found: dict[tuple[str, str, str], Branch] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()

@@ -237,7 +237,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Of a run's steps with those of a CPU in float32."""
+    """Of a run's steps with a CPU's in float32."""
 
     run: Path
 

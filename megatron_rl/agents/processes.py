@@ -58,7 +58,7 @@ class EpisodeProcesses:
 
     Args:
         setup: of all episodes.
-        num_workers: processes from which those of the episodes are forked.
+        num_workers: processes from which the episodes' processes are forked.
         episode_seconds: that an environment may take for all its answers together, the first one included.
         turn_seconds: for one of them.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process from which those of the episodes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
+"""The process from which the episodes' processes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
 
 It has imported the environment and read the tokenizer, has one thread and runs nothing of the user's beyond imports.
 Each episode is a fork: a hanging or crashing one concerns no other, and it is killed with all that it has started.

@@ -45,7 +45,7 @@ def compute_policy_loss(
         entropy, divergence: [t] of the current policy, and from a teacher if there is one; differentiable.
         ref_logprobs, importance_weights (see `compute_importance_weights`): [t], or None.
         loss_weights: [t], 0 at masked positions.
-        config: `policy_loss` and its settings, and those of the terms.
+        config: `policy_loss` and its settings, and the terms' settings.
 
     Returns:
         The loss (scalar), and sums over tokens: "loss", its parts "policy", "kl_term", "entropy_term", "weights";

@@ -36,7 +36,7 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
         s_it = sg[s_i] * exp(logprobs_t - sg[logprobs_t])           worth s_i
         loss_t = -min(s_it A_t, clip(s_it, 1 - eps_low, 1 + eps_high) A_t)
 
-    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are those of
+    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of
     -min(s_i A_i, clip(s_i) A_i): every token carries its own share of the gradient of s_i. `dual_clip` works on s_i.
     """
     mean = _sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
@@ -51,7 +51,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are those of -A_i s_i.
+    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of -A_i s_i.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)

@@ -110,7 +110,7 @@ def _compare_all_values(
         else _missing(f"{section}: {values.name}")
         for values in recorded
     ]
-    if recorded and recorded[0].index == "update":  # the metrics of a step come before those of the next
+    if recorded and recorded[0].index == "update":  # the metrics of a step come before the next step's
         first_step = [_first_step(values, others.get(values.name), tolerance) for values in recorded]
         rows = [rows[place] for place in sorted(range(len(rows)), key=first_step.__getitem__)]
     return rows

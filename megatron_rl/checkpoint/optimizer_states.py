@@ -78,7 +78,7 @@ def count_steps(role: SavedRole) -> int:
 def create_states(role: SavedRole, steps: int) -> None:
     """Give the optimizer the states that it has after `steps` steps, to be filled; none for 0 steps.
 
-    torch's Adam counts steps in every state, those of apex and Transformer Engine in the group, and Muon not at all.
+    torch's Adam counts steps in every state, apex's and Transformer Engine's in the group, and Muon not at all.
     """
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         optimizer, main = shard.optimizer, shard.main
@@ -178,7 +178,7 @@ def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: Shar
     """
     if not is_sharded:
         return rank == first_holder
-    if ".experts." in placement.param:  # their replicas are those of the expert layers
+    if ".experts." in placement.param:  # replicated as the expert layers are
         of_expert, holder = layout.expert_coordinates(rank), layout.expert_coordinates(first_holder)
         return (of_expert.tp, of_expert.pp, of_expert.ep) == (holder.tp, holder.pp, holder.ep)
     mine, first = layout.coordinates(rank), layout.coordinates(first_holder)

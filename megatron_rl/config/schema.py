@@ -291,7 +291,7 @@ class TrainerConfig:
     )
     save_freq: int = option(
         0,
-        "Save a checkpoint that stays every N steps (0: only at the end).",
+        "Save a permanent checkpoint every N steps (0: only at the end).",
         "steps",
     )
     save_final: bool = option(True, "Save a checkpoint after the last step.")

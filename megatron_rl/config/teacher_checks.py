@@ -76,7 +76,7 @@ def _check_teacher(config: CheckedConfig, name: str) -> None:
         f"{prefix}.path",
         f"belongs to a teacher with the name {name!r}",
         expected="letters, digits, _ and -",
-        hint="the name is part of those of settings and metrics",
+        hint="the name becomes part of the names of settings and metrics",
     )
     for full_name, info in read_fields(TeacherConfig, prefix).items():
         value = config.get(full_name)

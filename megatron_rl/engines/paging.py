@@ -56,7 +56,7 @@ class Running:
         )
 
     def _join_routes(self) -> np.ndarray | None:
-        """With those of the last token, which is not fed: not known."""
+        """With a row for the last token, which is not fed: not known."""
         if not self.routes:
             return None
         shape = RouteShape.of(self.routes[0])

@@ -85,8 +85,8 @@ class Sampled:
         finish_reason: "stop", "length", or "interrupted" before either.
         kept: [s] what the tokens were drawn from, where `sampling.is_truncated`.
         num_cached: tokens of the request that a prefix cache had; None: the engine does not say.
-        routes: [n, layers, choices] of the request's tokens and these, where `EngineSpec.records_routes`; those of
-            the last token, which is not fed, are not known.
+        routes: [n, layers, choices] of the request's tokens and these, where `EngineSpec.records_routes`; the
+            last token, which is not fed, has none.
         inserted: [s] bool, these tokens were put in (`engines.thinking`): log-prob 0, no kept set. None: none were.
     """
 
@@ -233,7 +233,7 @@ class PlacedEngine(Protocol):
 class CodedEngine(Protocol):
     """What an engine has beside the rest that may keep its matrices in eight bits (`weights.row_quantization`).
 
-    Their `params` are codes, int8, and those of the same name and `SCALE_SUFFIX` are scales, [n, 1] float32.
+    Their `params` are codes, int8; under the same name with `SCALE_SUFFIX` are scales, [n, 1] float32.
     """
 
     code_format: CodeFormat | None
@@ -241,7 +241,7 @@ class CodedEngine(Protocol):
 
 @runtime_checkable
 class ProbedEngine(Protocol):
-    """What an engine has beside the rest whose weights are out of sight, such as those of a server."""
+    """What an engine has beside the rest whose weights are out of sight, such as a server's."""
 
     def probe(self) -> Probed | None:
         """What it says of a fixed prompt; None on all but its first rank."""

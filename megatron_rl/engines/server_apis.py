@@ -42,7 +42,7 @@ class ServerApi(Protocol):
         ...
 
     def list_environment(self) -> dict[str, str]:
-        """Variables of the server beside those of the rank."""
+        """Variables of the server beside the rank's."""
         ...
 
     def make_body(self, request: Request) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class VllmServer:
         self._truncated: dict[int, tuple[str, Request]] = {}  # key -> the server's name for its sets
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """The arguments are those of the engine in the process, which therefore samples the same."""
+        """The server gets the arguments of the engine in the process, so it samples the same."""
         from megatron_rl.engines.vllm_arguments import list_engine_arguments
 
         arguments = list_engine_arguments(self._spec)
@@ -266,7 +266,7 @@ def check_event(event: Any) -> None:
 
 
 def _as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of a Python call as those of a command line."""
+    """Arguments of a Python call, as on a command line."""
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

@@ -33,7 +33,7 @@ class ServerProcess:
 
     Args:
         command: that starts it.
-        environment: variables beside those of the rank.
+        environment: variables beside the rank's.
         log_file: what it says is appended to it.
     """
 

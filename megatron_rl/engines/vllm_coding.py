@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linears of vLLM whose weights are codes with a scale per row (`weights.row_quantization`), by vLLM's classes.
 
-Weights lie as those of plain linears do, so that they are written in place. The product is that of the codes with the
+Weights lie as plain linears' do, so that they are written in place. The codes are multiplied with the
 activations as they are, and each output is scaled in float32: what is lost is lost in the weights alone.
 """
 

@@ -2,8 +2,8 @@
 """vLLM's experts: as matrices, their order on CPU, and which ones it chose for each token, however it came to it.
 
 vLLM's own output of routes needs its second model runner; routers in process have a hook. Routes lie where keys
-and values do, in blocks: a prompt that is found in the prefix cache has the routes of who computed it. Those of a
-request are collected step by step, as a preempted one may lose its blocks.
+and values do, in blocks: a prompt that is found in the prefix cache has the routes of who computed it. A request's
+routes are collected step by step, as a preempted one may lose its blocks.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Experience:
 
     @classmethod
     def join(cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]) -> Experience:
-        """Some groups of several generations, in the order given, as those of one.
+        """Some groups of several generations, in the order given, as of one generation.
 
         Args:
             parts: as they were generated, before anything is computed of them.

@@ -108,7 +108,7 @@ class Fetched:
 def fetch(
     plan: FetchPlan, lengths: np.ndarray, columns: Mapping[str, torch.dtype], read: Read, group: dist.ProcessGroup
 ) -> Fetched:
-    """Execute a plan; collective over `group`, whose ranks are those of the plan.
+    """Execute a plan; collective over `group`, which has the plan's ranks.
 
     Args:
         plan: of this rank.

@@ -263,7 +263,7 @@ def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch:
 
 
 def _place_routes(branches: Mapping[int, Branch], batch: TrainBatch) -> torch.Tensor | None:
-    """The routes of all tokens; those of a shared prompt are the same in all of its sequences."""
+    """The routes of all tokens; a shared prompt has the same in all of its sequences."""
     known = {index: branch.routes for index, branch in branches.items() if branch.routes is not None}
     if not known:
         return None

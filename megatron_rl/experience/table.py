@@ -194,7 +194,7 @@ def _sum_rewards(branch: Branch, stop: int | None = None) -> float:
 
 
 def join_headers(parts: Sequence[Headers]) -> Headers:
-    """The headers of several generations as those of one; groups are numbered on."""
+    """The headers of several generations as of one; groups are numbered on."""
     names = merge_names(part.names for part in parts)
     rows, first = [], 0
     for part in parts:

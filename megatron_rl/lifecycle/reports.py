@@ -72,7 +72,7 @@ class ReportBoard:
         return True
 
     def have_all_come(self, world_size: int, seconds: float) -> bool:
-        """Tell that the program of this rank has failed; True if those of all ranks have, within that time."""
+        """Tell that the program of this rank has failed; True if all ranks' programs have, within that time."""
         self._store.set(f"failed/{self._rank}", "")
         return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
 

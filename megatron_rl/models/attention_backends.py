@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention over the segments of a packed row: one call, the fastest backend that is here.
 
-A segment is a run of queries; its keys are its own rows, behind those of a prefix (a shared prompt) where it has one.
+A segment is a run of queries; its keys are its own rows, after the rows of a prefix (a shared prompt) if it has one.
 So with n queries and k keys, query i sees keys 0 .. k - n + i: "causal, aligned at the bottom right". Keys and values
 are brought into that order by one gather when there are prefixes. Every backend computes exactly this:
 

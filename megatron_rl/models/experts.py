@@ -38,7 +38,7 @@ class ExpertPlace:
 
     Attributes:
         tp_size: ranks that share each (expert tensor parallelism).
-        has_own_replicas: the data parallel ranks of an expert are not those of the other parameters.
+        has_own_replicas: an expert has other data parallel ranks than the dense parameters.
     """
 
     tp_size: int
@@ -88,7 +88,7 @@ class GroupedLinear(AdaptedLinear):
         self._multiply = _multiply_padded
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Those of its experts; none without adapters."""
+        """One per expert; none without adapters."""
         if (adapter := self._parts) is None:
             return []
         lengths = [stop - start for start, stop in adapter.parts]

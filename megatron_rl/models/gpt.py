@@ -196,7 +196,7 @@ def build_gpt_stages(
         adapters: that are trained in the place of the model.
 
     Returns:
-        `vpp_size` models; those of a shape with a score head are `ScoreModel`s.
+        `vpp_size` models; `ScoreModel`s if the shape has a score head.
     """
     layout = groups.layout
     specs = {

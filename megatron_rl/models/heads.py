@@ -51,7 +51,7 @@ class ScoreHead(torch.nn.Module):
         """[t, 1, h] (or [t/tp, 1, h] under sequence parallelism) -> [t] scores, computed in float32."""
         scores = (hidden[:, 0].float() @ self.weight[0].float())[:, None]  # [t, 1]
         if self._sequence_parallel:
-            # All ranks take the same loss of all scores: no gradients to add up, each keeps those of its positions.
+            # All ranks take the same loss of all scores: no gradients to add up, each keeps its own positions' part.
             scores = gather_from_sequence_parallel_region(
                 scores, tensor_parallel_output_grad=False, group=self._tp_group
             )

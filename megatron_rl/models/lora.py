@@ -2,8 +2,8 @@
 """Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
 
 The adapters are parameters of the linear itself, beside its weight, which keeps its name; see `weights/adapters.py` for
-what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange. Those of
-experts are in `experts.py`.
+what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange. Adapters
+of experts are in `experts.py`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def list_quantized_linears(stages: torch.nn.Module) -> dict[str, QuantizedMatrix
     """The weights of a model that are in NF4, by the names that they would have as parameters."""
     weights = {f"{name}.weight": getattr(module, "weight", None) for name, module in stages.named_modules()}
     found = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedMatrix)}
-    for name, weight in weights.items():  # those of experts
+    for name, weight in weights.items():  # of experts
         if isinstance(weight, list):
             found |= {name_expert(name, expert): matrix for expert, matrix in enumerate(weight)}
     return found

@@ -27,7 +27,7 @@ class RolloutCount:
 
     Attributes:
         finished, total: responses.
-        tokens: sampled so far, those of unfinished responses included.
+        tokens: sampled so far, including unfinished responses.
         tokens_per_second: over the last ten seconds.
         seconds: since it began.
     """

@@ -143,7 +143,7 @@ class StatusPage(Sink):
                     self._curves[title].setdefault(key, []).append((step, value))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show these rollouts instead of those of the step before."""
+        """Show these rollouts instead of the previous step's."""
         if rows:
             self._samples = {
                 "step": step,

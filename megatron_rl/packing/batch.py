@@ -46,7 +46,7 @@ class MicrobatchSlice:
         max_seqlen: length of the longest segment.
         keys: what each segment attends to, where some see a shared prefix; None: every segment itself.
         is_bucketed: padded to a bucket; then `max_seqlen` is a bound that all microbatches of the bucket have in
-            common, and what is computed must have shapes that follow from those of the inputs.
+            common, and what is computed must have shapes that follow from the inputs' shapes.
         computed: [m] int64, relative to the start, for each row that the model computes one that shares it, in the loss
             where there is such a one. None: it computes all rows.
     """
@@ -85,7 +85,7 @@ class TrainBatch:
             last pipeline stage writes them where there is room for them. NaN: no step has used it.
         kept: what each token was drawn from; None: the whole vocabulary.
         replayed_routes: [t, layers, choices] the experts of each token that the actor replays; see `RouteShape`.
-        routes_used: the same shape; a pass writes the experts that it chose where there is room for them: those of
+        routes_used: the same shape; a pass writes the experts that it chose where there is room for them: for
             this rank's rows and layers.
         flipped: bool; an update writes where a router would not have chosen the experts that it replays, likewise.
         slices: one per microbatch.
@@ -224,7 +224,7 @@ def build_train_batch(
     """Pack the sequences of one DP rank.
 
     Args:
-        sequences: branches of the step, those of this DP rank at least.
+        sequences: branches of the step, at least this DP rank's.
         sequence_weights: loss weight of each of their response tokens.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
         dp_rank: whose microbatches to build; None: of a rank outside of the role, which has no token.

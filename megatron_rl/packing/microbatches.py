@@ -50,7 +50,7 @@ def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, val
     s times the elements of its matrices. The output layer and norms are left out.
 
     Args:
-        num_linear: elements of the matrices that a token passes in a layer, of a mixture those of its own experts.
+        num_linear: matrix elements that a token passes in a layer; in a mixture, only in its own experts.
         num_heads: n, of queries.
         key_dim, value_dim: d and d_v, channels of a head.
     """

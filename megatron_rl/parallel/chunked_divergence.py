@@ -2,7 +2,7 @@
 """What compares the distributions of two models, straight from hidden states, as `chunked_logprobs.py` makes log-probs.
 
 The logits of a chunk of tokens exist at a time, of both models at once where both are compared whole. TP ranks exchange
-a few numbers per token in forward and nothing in backward. Gradients are those of `chunked_logprobs.py`: complete for
+a few numbers per token in forward and nothing in backward. Gradients are as in `chunked_logprobs.py`: complete for
 the weight, and for the hidden states this rank's part of the sum over the vocabulary.
 """
 
@@ -130,7 +130,7 @@ def compute_linear_divergence(
     Args:
         hidden, weight, softmax: as in `compute_linear_top_k`.
         teacher_hidden: [t, its h], the same on every rank of the group.
-        teacher_weight: [v/tp, its h], rows of the same tokens as those of `weight`.
+        teacher_weight: [v/tp, its h], rows of the same tokens as in `weight`.
         direction: "reverse" or "forward".
     """
     return _LinearDivergence.apply(hidden, weight, teacher_hidden, teacher_weight, direction == "forward", softmax)

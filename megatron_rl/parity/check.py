@@ -144,7 +144,7 @@ def _ask_engine(
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
     """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights.
 
-    `policy` is what the Megatron engine runs, with its weights; another engine gets those of the HF files.
+    `policy` is what the Megatron engine runs, with its weights; another engine gets the weights of the HF files.
     """
     assert check.engine is not None
     wrong: list[WrongTensor] = []

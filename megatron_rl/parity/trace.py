@@ -2,7 +2,7 @@
 """What a model computes on its way through a sequence, under the same names for transformers and Megatron.
 
 A *trace* maps names to [t, n] float32 on the CPU, in the order of execution: the embedding, per layer the norms, the
-projections, attention before its output projection, the MLP, then the last norm and the logits. Names are those of HF
+projections, attention before its output projection, the MLP, then the last norm and the logits. Names follow HF
 modules; two models differ first where something is wrong.
 """
 

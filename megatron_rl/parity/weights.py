@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the weights that a rank holds with those of a model in HF format, piece by piece."""
+"""Compare the weights that a rank holds with a model in HF format, piece by piece."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Job:
     def scoring_passes(self) -> dict[str, int]:
         """Forward passes over a step's samples for log-probs alone, by role.
 
-        Those of a reference on the actor's ranks are counted as the actor's.
+        A reference on the actor's ranks counts as the actor.
         """
         if "reference" not in self.spec.roles or self.ranks_of("reference") == self.ranks_of("actor"):
             return {"actor": self.spec.num_scoring_passes}
@@ -216,7 +216,7 @@ def build_job(
         spec: of it.
         cluster: where it is to run.
         shape: the policy.
-        scoring: by role, those of models with a path of their own; else the policy's, with the role's head.
+        scoring: by role, for models with a path of their own; else the policy's, with the role's head.
     """
     scores = replace(shape, has_score_head=True, tied_embeddings=False)
     default = {role.name: shape if role.head == "logprob" else scores for role in spec.laid_out}

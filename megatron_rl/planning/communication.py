@@ -170,7 +170,7 @@ def _engine_traffic(job: Job, work: Workload) -> Traffic:
 
 
 def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
-    """The slowest link class of the groups over `axes`: those of the first rank stand for all."""
+    """The slowest link class of the groups over `axes`: the first rank's stand for all."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
     return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS

@@ -7,7 +7,7 @@ one buffer per kind (dense, expert) in reverse order of the model; with the dist
 multiple of 64 elements, a bucket ends at a multiple of lcm(DP, 128), and DP rank r owns the r-th part of every bucket.
 Under ZeRO-3 there are no buffers: a rank has its rows of every parameter (`weights/row_shards.py`).
 
-Invariant (asserted in tests/planning/test_parameters.py against real actors): the three numbers are those of the run,
+Invariant (asserted in tests/planning/test_parameters.py against real actors): the three numbers equal the run's,
 rank by rank and byte by byte. Not counted: Adam's step counters, a scalar per parameter.
 """
 
@@ -299,7 +299,7 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
-    """Elements of the buffer, and those of each parameter that replica `index` owns."""
+    """Elements of the buffer, and of each parameter's part that replica `index` owns."""
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):

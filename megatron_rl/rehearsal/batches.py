@@ -39,7 +39,7 @@ def pack_full(job: Job, spec: RoleSpec, model: PackedModel) -> TrainBatch:
 
 
 def find_share_in_loss(job: Job, spec: RoleSpec) -> float:
-    """Of a full microbatch's tokens, those of responses."""
+    """The response tokens of a full microbatch."""
     lengths, prompt, is_shared = find_lengths(job, spec)
     return sum(lengths) / (sum(lengths) + prompt * (1 if is_shared else len(lengths)))
 

@@ -309,7 +309,7 @@ def _find_whole(operation: str, args: Any, tensors: list[torch.Tensor]) -> int:
 
 
 def _find_share(operation: str, size: int) -> float:
-    """Bytes that one of `size` ranks sends, over those of the whole tensor (rings; see `planning/communication.py`)."""
+    """Bytes that one of `size` ranks sends, over the whole tensor's (rings; see `planning/communication.py`)."""
     if operation.startswith(("send", "recv")):
         return float(operation.startswith("send"))
     return (2 if operation.startswith("allreduce") else 1) * (size - 1) / size

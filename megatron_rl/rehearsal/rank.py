@@ -45,7 +45,7 @@ class Rehearsal:
 
     Attributes:
         ledger: of its operations.
-        phases, seconds: by name, as they came (of a processor); those of the first step are called "first ...".
+        phases, seconds: by name, as they came (of a processor); phases of the first step are called "first ...".
         rows: tokens of a step on one rank, by role.
     """
 

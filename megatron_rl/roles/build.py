@@ -46,7 +46,7 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
-    """The roles of an RL run by name; those of equal layout share their process groups. Collective."""
+    """The roles of an RL run by name; roles of equal layout share their process groups. Collective."""
     groups: dict[ParallelLayout, ParallelGroups | None] = {}
     roles, steps = {}, inputs.plan.total_optimizer_steps or 0
     for name, role in inputs.roles.items():

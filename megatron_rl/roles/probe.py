@@ -18,7 +18,7 @@ from megatron_rl.weight_sync.probe import ProbedWeights
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
-    """Weights of servers, or of what stands for them on this rank, with the probe; those of other engines stay."""
+    """Weights of servers, or of what stands for them on this rank, with the probe; other engines' weights stay."""
     if config.rollout.engine not in SERVER_ENGINES:
         return weights
     layout = actor.model.layout

@@ -30,7 +30,7 @@ def assign_engines(
 
     Args:
         dispatch: "groups": all samples of a prompt on the same engine, in turn. "samples": equal numbers of
-            samples, those of a prompt on as many engines as there are, and prompt tokens balanced. "auto": see
+            samples, with a prompt's samples on as many engines as there are, and prompt tokens balanced. "auto": see
             `choose_dispatch`.
         prompt_tokens: per prompt.
         group_size: samples per prompt.

@@ -73,7 +73,7 @@ class Policy(ActorOnSamples):
             step: part of every response's seed: equal steps give equal responses, of equal weights.
             prompts: the same on every rank; None: the next `data.train_batch_size` ones, with the rounds and the
                 greedy responses that the algorithm asks for.
-            n, temperature: in place of those of `rollout`, with prompts; `logprobs` keeps `rollout.temperature`.
+            n, temperature: in place of `rollout`'s, with prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
             UserError: a prompt is too long, or a reward failed; on every rank.

@@ -83,7 +83,7 @@ class Adapters:
 
     @classmethod
     def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:
-        """Those of a model."""
+        """The adapters of a model."""
         trained: Any = {name: p for name, p in list_matrices(model.stages, torch.detach).items() if is_trained(name)}
         return cls(
             shape,
@@ -105,7 +105,7 @@ class Adapters:
     def measure_norm(self) -> torch.Tensor:
         """[] float64, Frobenius norm of all s B A together, how far the model has been moved; collective over the role.
 
-        |B A|^2 is the sum of (A A^T) * (B^T B), of r x r numbers each, and those of tensor parallel ranks add up.
+        |B A|^2 is the sum of (A A^T) * (B^T B), of r x r numbers each, which add up over tensor parallel ranks.
         """
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
         for name, module in self.stages.named_modules():

@@ -76,7 +76,7 @@ def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
-    """Those of the computation itself, whatever a role's settings are; arguments as in `find_fast_paths`."""
+    """Fast paths of the computation itself, whatever a role's settings are; arguments as in `find_fast_paths`."""
     is_cpu = device.type == "cpu"
     attention = "tiled" if bitwise else choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)

@@ -231,7 +231,7 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
 
 @contextmanager
 def _job_of(group: dist.ProcessGroup) -> Iterator[None]:
-    """megatron-core asks all ranks of the job for their parameter groups, and means those of the role."""
+    """megatron-core asks all ranks of the job for their parameter groups, and means the role's ranks."""
     real = dist.get_world_size, dist.all_gather_object
     dist.get_world_size = lambda group=group: real[0](group)
     dist.all_gather_object = lambda found, value, group=group: real[1](found, value, group)

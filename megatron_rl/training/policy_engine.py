@@ -159,7 +159,7 @@ class PolicyEngine:
         return found.to(used.dtype).cpu().numpy()
 
     def _share_kept(self, kept: KeptSets) -> KeptSets:
-        """Those of the rank that draws; of the others the number of rows counts."""
+        """Only the rank that draws reads them; of the others the number of rows counts."""
         counts = torch.from_numpy(kept.counts)
         broadcast_tensors([counts], self._leader, self._group)
         size = int(counts.sum())

@@ -123,7 +123,7 @@ def describe_routing(counts: RoutingCounts, choices: int, num_flipped: float) ->
         num_flipped: tokens for which a router would have chosen other experts in some layer than it replayed.
 
     Returns:
-        moe/max_load: tokens of the busiest expert of all layers, over those of an expert if all had as many.
+        moe/max_load: tokens of the busiest expert of all layers, over the tokens of each expert under an even load.
         moe/mean_load: the same of the busiest expert of each layer, mean over layers.
         moe/dead_experts: experts without a token, over all layers.
         moe/entropy: of the gates' distributions over that of even ones, mean over tokens and layers.

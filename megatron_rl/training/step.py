@@ -2,7 +2,7 @@
 """Forward and backward over the microbatches of a minibatch, in three modes that agree to the last bit.
 
     eager    megatron-core's schedule on the tensors of the batch
-    static   the same model on buffers that stay: a microbatch is copied into those of its shape, and one function of
+    static   the same model on buffers that stay: a microbatch is copied into the buffers of its shape; one function of
              them alone does forward, loss and backward
     graph    that function as a CUDA graph per shape (`cuda_graph.py`)
 

@@ -3,7 +3,7 @@
 what it says.
 
 The certificate ends at the files that a server reads: what it does with them shows in its log-probs only. Two things
-must hold. They are those of the trainer, up to the arithmetic (`_BOUNDS`). And they have moved since the last update as
+must hold. They equal the trainer's, up to the arithmetic (`_BOUNDS`). And they have moved since the last update as
 the trainer's have: with a small learning rate the log-probs of older weights are within any such bound, but they stay
 where they were, to the last bits.
 """

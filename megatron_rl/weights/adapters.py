@@ -88,7 +88,7 @@ def list_matrices(shape: ModelShape) -> dict[str, str]:
     names = FAMILIES[shape.family].experts
     if FAMILIES[shape.family].fuses or shape.latent is not None:
         return {}
-    if shape.router is not None:  # its names of matrices of experts are those of other MLPs as well
+    if shape.router is not None:  # matrices of experts are named as in other MLPs
         return dict(_ATTENTION)
     return _ATTENTION | (_DENSE if names is None else {names.gate: "gate", names.up: "up", names.down: "down"})
 

@@ -2,7 +2,7 @@
 """What an HF config.json says about shapes, and the logical tensors that follow.
 
 Everything else (Megatron's and vLLM's tables, conversion) is made from the `ModelShape`. The logical tensors of
-a mixture of experts are those of published checkpoints: one set of matrices per expert.
+a mixture of experts are as in published checkpoints: one set of matrices per expert.
 
 A model ends in one of two heads: `lm_head` (or the tied embedding) with a row per token, or `score` with a
 single row, the head of transformers' `*ForSequenceClassification` with one label and of our critics.
@@ -41,7 +41,7 @@ FUSED_KINDS = {"qkv": ("q.weight", "k.weight", "v.weight"), "gate_up": ("gate", 
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-    Sizes are those of the HF config; `vocab_size` is without padding. In a mixture of experts every layer
+    Sizes are as in the HF config; `vocab_size` is without padding. In a mixture of experts every layer
     has `num_experts` (0: dense) of `ffn_hidden_size` columns; `experts_per_token` of them serve a token,
     and their shares add up to 1 with `normalizes_shares`. With `has_score_head` the model ends in `score.weight`
     [1, h] and has no output layer, tied or not. `rotary_dim` channels of a head are rotated (None: all), and none in

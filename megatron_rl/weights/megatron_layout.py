@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where Megatron keeps every logical tensor, for any TP, PP, VPP and EP.
 
-Parameter names are those of `nn.ModuleList(model_chunks).named_parameters()`: the chunk's number,
+Parameters are named as in `nn.ModuleList(model_chunks).named_parameters()`: the chunk's number,
 then the name inside the GPTModel. Fused parameters:
 
 * `linear_qkv`: `[q; k; v]` of this rank's heads (megatron-core's own order interleaves them per KV group;
@@ -56,7 +56,7 @@ def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) ->
 
 
 def find_shares(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
-    """Which of the tensor parallel ranks of a layer a rank is, and of those of an expert."""
+    """A rank's place among the tensor parallel ranks of a layer, and of an expert."""
     experts = layout.expert_coordinates(rank).tp
     return Share(layout.tp_size, layout.coordinates(rank).tp), Share(layout.expert_tp_size, experts)
 

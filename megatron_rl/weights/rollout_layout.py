@@ -64,7 +64,7 @@ _FUSED = {
 
 
 def _find_param(hf_name: str, kind: str) -> str:
-    """The parameter that a logical tensor is a part of; those of experts as `split_experts` names them."""
+    """The parameter that a logical tensor is a part of; an expert's as `split_experts` names it."""
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
         fused = "w2_weight" if kind == "down" else "w13_weight"

@@ -25,7 +25,7 @@ _KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down
 
 
 def list_matrices(shape: ModelShape) -> frozenset[str]:
-    """HF names of the matrices that are kept in eight bits: those of attention and MLPs, no embedding and no head."""
+    """HF names of the matrices that are kept in eight bits: in attention and MLPs, no embedding and no head."""
     return frozenset(name for name, kind in shape.tensor_kinds().items() if kind in _KINDS)
 
 

@@ -37,7 +37,7 @@ class ShardPlace(NamedTuple):
 
 
 def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, ShardPlace]:
-    """The shares of a rank: of dense parameters, and of those of experts (which may have others)."""
+    """A rank's share of dense parameters, and its share of experts, which may be another."""
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
     return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, layout.expert_replicas)

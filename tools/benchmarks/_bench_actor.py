@@ -83,7 +83,7 @@ def build_bench_batch(
         shares_prompts: pack the prompt of a group once per microbatch.
         pad_to: append padding to every sequence until it has so many tokens; 0: none. The padding is computed and
             enters no loss, as where a minibatch is a [sequences, longest] tensor.
-        buckets: shapes of the microbatches; None: those of the actor.
+        buckets: shapes of the microbatches; None: the actor's.
     """
     pairs = work.draw_tokens(actor.model.shape.vocab_size)
     responses = [len(response) for _, response in pairs]

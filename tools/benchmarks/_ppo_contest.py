@@ -201,7 +201,7 @@ class Contestant:
 
 
 def count_flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Model FLOPs of forward and backward: 6 per weight of a matrix and token, and those of causal attention."""
+    """Model FLOPs of forward and backward: 6 per weight of a matrix and token, plus causal attention."""
     heads = shape.num_heads * shape.head_dim
     layer = shape.hidden_size * (2 * heads + 2 * shape.num_kv_heads * shape.head_dim + 3 * shape.ffn_hidden_size)
     weights = shape.num_layers * layer + shape.hidden_size * shape.vocab_size

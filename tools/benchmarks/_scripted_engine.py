@@ -71,7 +71,7 @@ class ScriptedEngine:
         return 0 if self._prompt_tokens is None else len(request.tokens) - self._prompt_tokens
 
     def _count_uncached(self, request: Request) -> int:
-        """Tokens that the prefix cache does not have: those of a response, and of a prompt that did not come before."""
+        """Tokens that the prefix cache does not have: a response's, and a prompt's that did not come before."""
         known, sampled = len(self._cached), self._count_sampled(request)
         prompt = request.tokens[: len(request.tokens) - sampled]
         self._cached.add(prompt.tobytes())

@@ -12,7 +12,7 @@ Five parts (`--parts`), each varies one thing on a random model; what is compare
     linear    seconds against total tokens at fixed length, over a range of 16
 
 Seconds are process CPU-seconds on a CPU (what others take on a shared machine is left out) and wall seconds on a GPU,
-summed over ranks; tokens are those of all sequences without padding, so `tokens_per_second` is per second of one rank.
+summed over ranks; tokens are of all sequences without padding, so `tokens_per_second` is per second of one rank.
 What is timed is one optimizer step of an `Actor`: forward, backward, optimizer. `peak_bytes` is the largest amount of
 tensor memory above that of weights, gradients and optimizer during forward and backward of a rank's largest microbatch.
 """

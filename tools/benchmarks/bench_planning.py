@@ -5,7 +5,7 @@
         --destination tp=16 --rank 4099 --json FILE
 
 `plan` is what the rank does at the start of a run: the placement tables of both sides, the index, and its own part of
-the plan. `count` is the bytes of every rank, as tools/plan_reshard.py reports them. CPU seconds are those of this
+the plan. `count` is the bytes of every rank, as tools/plan_reshard.py reports them. CPU seconds are of this
 process and do not depend on what else the machine does. The calls are older than the way in which they work: a
 checkout of an earlier commit with this file in it gives the figures of that commit.
 """

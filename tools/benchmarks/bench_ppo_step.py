@@ -11,13 +11,13 @@ padded microbatches from the same weights, and after `--rounds` updates metrics 
 (`equal_to_eager`; bfloat16 attention on a GPU adds gradients in any order unless --deterministic is given).
 
 On a CPU the modes take turns, round by round, and seconds are process CPU-seconds; on a GPU one mode after the other
-has the device, and seconds are those of the wall. Per row:
+has the device, and seconds are wall seconds. Per row:
 
     milliseconds, tokens_per_second   of one microbatch (update / microbatches), real tokens
-    mfu, tflops                       model FLOPs of the real tokens, over those of a matrix product measured here
+    mfu, tflops                       model FLOPs of the real tokens, over a matrix product's measured here
     busy                              share of an update in which the GPU computes; the rest are launch gaps
     peak_bytes, graph_bytes, graphs   device memory of the whole process, and of its graphs
-    speedup                           eager milliseconds over those of this mode
+    speedup                           eager milliseconds over this mode's
 """
 
 from __future__ import annotations
