@@ -145,7 +145,7 @@ class GroupedExperts(torch.nn.ModuleDict):
     Args:
         num_local_experts: E.
         config: megatron-core's.
-        submodules: megatron-core's, not used.
+        submodules, name: megatron-core's, not used.
         pg_collection: has the groups of expert and expert tensor parallelism.
         batch_invariant: a token has the same bits whatever else its expert gets.
         adapters: on the experts; None: there are none.
@@ -158,6 +158,7 @@ class GroupedExperts(torch.nn.ModuleDict):
         submodules: Any = None,
         *,
         pg_collection: Any,
+        name: str | None = None,
         batch_invariant: bool = False,
         adapters: AdapterShape | None = None,
     ) -> None:
@@ -169,11 +170,11 @@ class GroupedExperts(torch.nn.ModuleDict):
         self["linear_fc1"] = GroupedLinear((num_local_experts, 2 * f, h), config, place, split_dim=0)
         self["activation"] = GatedActivation(config)
         self["linear_fc2"] = GroupedLinear((num_local_experts, h, f), config, place, split_dim=1)
-        for name, parts in (("linear_fc1", {"gate": f, "up": f}), ("linear_fc2", {"down": h})):
-            linear: Any = self[name]
+        for part, rows in (("linear_fc1", {"gate": f, "up": f}), ("linear_fc2", {"down": h})):
+            linear: Any = self[part]
             if batch_invariant:
                 linear.keep_bits()
-            if adapters is not None and (adapter := find_adapter(adapters, parts)) is not None:
+            if adapters is not None and (adapter := find_adapter(adapters, rows)) is not None:
                 linear.adapt(adapter)
             if adapters is not None and adapters.is_quantized:
                 linear.quantize()
