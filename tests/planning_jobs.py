@@ -29,6 +29,24 @@ SMALL: dict[str, Any] = dict(
 )
 
 
+# Three dense layers before five mixtures of experts.
+PREFIXED: dict[str, Any] = dict(
+    model_type="glm4_moe",
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=3,
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    use_qk_norm=False,
+    attention_bias=False,
+    partial_rotary_factor=0.5,
+)
+
+
 def small_shape(**changes: Any) -> ModelShape:
     """A llama of eight layers; 512 tokens need no padding up to TP 4."""
     return model_shape_from_config(SMALL | changes, source="a test")

@@ -19,7 +19,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.gathered import count_gathered
 from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes, list_chunks
-from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
 WITHIN, ACROSS = "within node", "across nodes"
 _FLOAT = 4
@@ -80,7 +80,7 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
     """One role: `forwards` scoring passes over all tokens, and its updates."""
     shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
-    rank = layout.rank(pp=min(stage, layout.pp_size - 1))
+    rank = layout.rank(pp=(at := min(stage, layout.pp_size - 1)))
 
     def count(axis: str, link: str, size: float) -> Traffic:
         return Traffic(f"{role.title} {axis}", link, int(size), role.name)
@@ -93,15 +93,19 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     # parallelism gathers the inputs again for the gradients of the weights, which a model under adapters has not.
     rounds = forwards + trainings * (2 + (section.recompute_granularity == "full"))
     layers = shape.num_layers / pp
+    chunks = (stage_layers(shape.num_layers, pp, layout.vpp_size, at, c) for c in range(layout.vpp_size))
+    mixtures = sum(shape.has_experts(n) for chunk in chunks for n in chunk)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward after the embedding, and before the head, which other stages do not have.
     ends = (forwards + 2 * trainings) * ((stage == 0) + (stage >= pp - 1))
-    times = (2 if shape.num_experts else 4) * layers * (rounds + extra) + ends
+    # Attention and a dense MLP, or the shared expert of a mixture, take two each.
+    times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra) + ends
     # What experts take and give, gathered and reduced: hidden states, and one way the shares of the experts.
-    exchanged = layers * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
-    split = layout.expert_tp_size
-    yield count("TP", link_of(layout, cluster, "tp"), (times * hidden * (tp - 1) + exchanged * (split - 1)) / tp)
+    exchanged = mixtures * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
+    yield count(
+        "TP", link_of(layout, cluster, "tp"), (times * hidden * (tp - 1) + exchanged * (layout.expert_tp_size - 1)) / tp
+    )
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
@@ -130,7 +134,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
         adapters, replicas = job.adapters_of(role), layout.dp_size * cp
         members = [p for chunk in list_chunks(adapters or shape, layout, rank) for p in chunk]
         experts = sum(p.numel for p in members if p.is_expert) / sum(p.numel for p in members)
-        share = (1 - experts) * (replicas - 1) / replicas + experts * (1 - ep / replicas)
+        share = (1 - experts) * (1 - 1 / replicas) + experts * (1 - 1 / layout.expert_replicas)
         trained = held.gradients * itemsize // 4  # bytes of the parameters that have gradients, which are float32
         optimizers = 2 if experts else 1  # each of which gathers all weights
         moved = held.gradients + optimizers * trained if section.use_distributed_optimizer else 2 * held.gradients

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -17,12 +18,13 @@ from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size, stage_layers
 from megatron_rl.weights.quantization import list_quantized
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.row_quantization import list_matrices
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_volume
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 CODE_BYTES, SCALE_BYTES = 1, 4  # of an element and of a row, where matrices are kept in eight bits
 
 
@@ -75,16 +77,28 @@ def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: 
         itemsize: of an element.
         coded: matrices of attention and MLPs have codes of a byte, and a scale for each row.
     """
-    small, blocks = replace(shape, num_layers=1), replace(shape, num_layers=2)
-    matrices = list_matrices(blocks) if coded else frozenset()
+    likes = _find_likes(shape)
+    small = replace(shape, num_layers=max(likes) + 1)
+    matrices, sizes = list_matrices(small) if coded else frozenset(), defaultdict(int)
+    for p in vllm_placements(small, tp_size=tp_size, tp_rank=0):
+        if p.hf_name in matrices:
+            size = box_volume(p.local_box) * CODE_BYTES + box_shape(p.local_box)[0] * SCALE_BYTES
+        else:
+            size = box_volume(p.local_box) * itemsize
+        sizes[_find_layer(p.param)] += size
+    return sizes[None] + sum(sizes[like] for like in likes)
 
-    def count(p: ShardBox) -> int:
-        if p.hf_name not in matrices:
-            return box_volume(p.local_box) * itemsize
-        return box_volume(p.local_box) * CODE_BYTES + box_shape(p.local_box)[0] * SCALE_BYTES
 
-    one, two = (sum(map(count, vllm_placements(s, tp_size=tp_size, tp_rank=0))) for s in (small, blocks))
-    return one + (shape.num_layers - 1) * (two - one)
+def _find_likes(shape: ModelShape) -> list[int]:
+    """Of each layer, the first one with the same parameters."""
+    firsts: dict[tuple[object, ...], int] = {}
+    layers = range(shape.num_layers)
+    return [firsts.setdefault((*shape.layer_kinds(n).items(), shape.has_experts(n)), n) for n in layers]
+
+
+def _find_layer(param: str) -> int | None:
+    match = _LAYER.search(param)
+    return int(match[1]) if match else None
 
 
 def count_aliased_elements(
@@ -99,17 +113,18 @@ def count_aliased_elements(
     """Elements that the engine, in which the rank has a place, shares with the actor on it.
 
     Matrices to which adapters are added, or that are quantized on either side, are not shared. Read off the tables of
-    a model of two layers, the second of which stands for all.
+    a model of so many layers that each layer is like one of them, on at most two stages.
     """
-    at = layout.coordinates(rank)
-    stages, tp, ep = min(layout.pp_size, 2), layout.tp_size, layout.ep_size
+    pp, pp_size, likes = layout.coordinates(rank).pp, layout.pp_size, _find_likes(shape)
+    stages, tp, ep = min(pp_size, 2), layout.tp_size, layout.ep_size
     small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep, etp_size=layout.etp_size)
     place = (rank - layout.first_rank) % (tp * ep)  # of its like on the first stage
-    layer, first, last = _count_aliased_blocks(
-        replace(shape, num_layers=2), small, place, rollout_tp, rollout_rank, adapters, coded
+    num_layers = math.ceil((max(likes) + 1) / stages) * stages
+    shared, first, last = _count_aliased_blocks(
+        replace(shape, num_layers=num_layers), small, place, rollout_tp, rollout_rank, adapters, coded
     )
-    ends = first if at.pp == 0 else last if at.pp == layout.pp_size - 1 else 0
-    return shape.num_layers // layout.pp_size * layer + ends
+    own = (n for c in range(layout.vpp_size) for n in stage_layers(shape.num_layers, pp_size, layout.vpp_size, pp, c))
+    return sum(shared[likes[n]] for n in own) + (first if pp == 0 else last if pp == pp_size - 1 else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -121,8 +136,8 @@ def _count_aliased_blocks(
     rollout_rank: int,
     adapters: AdapterShape | None,
     coded: bool,
-) -> tuple[int, int, int]:
-    """Shared elements of the last layer, and of what is not a layer on the first and on the last stage.
+) -> tuple[Counter[int | None], int, int]:
+    """Shared elements of each layer, and of what is not a layer on the first and on the last stage.
 
     Args:
         shape, layout: of one replica.
@@ -134,22 +149,22 @@ def _count_aliased_blocks(
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
     # Both sides pad the vocabulary; a storage fits both if they pad it alike.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
-    layer, ends = 0, []
+    layers: Counter[int | None] = Counter()
+    ends = []
     for peer in layout.group_of(rank, "pp"):
         ours = megatron_placements(shape, layout, peer)
         merged = frozenset()
         if adapters is not None:
             merged = list_quantized(ours) if adapters.is_quantized else adapted_parameters(adapters, ours)
         pairs = {name: owned for name, owned in find_aliases(ours, theirs).items() if owned not in merged}
-        layer = sum(sizes[name] for name in pairs if ".layers.1." in name)
-        ends.append(
-            sum(
-                sizes[name]
-                for name, source in pairs.items()
-                if ".layers." not in name and (has_same_vocabulary or not source.endswith(PADDED_PARAMETERS))
-            )
-        )
-    return layer, ends[0], ends[-1]
+        end = 0
+        for name, source in pairs.items():
+            if (layer := _find_layer(name)) is not None:
+                layers[layer] += sizes[name]
+            elif has_same_vocabulary or not source.endswith(PADDED_PARAMETERS):
+                end += sizes[name]
+        ends.append(end)
+    return layers, ends[0], ends[-1]
 
 
 @lru_cache(maxsize=64)

@@ -22,11 +22,13 @@ import yaml
 import megatron_rl.trainer.grpo as trainer_module
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
-from tiny_models import ENGINE_SIZES, save_tiny_model
+from tiny_models import engine_sizes, save_tiny_model
 from tools import prepare_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {  # recipe -> family of its model
+    "deepseek_v3_math": "deepseek_v3",
+    "glm4.5_air_math": "glm4_moe",
     "llama3.1_8b_gsm8k": "llama",
     "llama3.1_8b_qlora": "llama",
     "qwen2.5_0.5b_gsm8k": "qwen2",
@@ -88,7 +90,7 @@ def make_model(directory: Path, family: str, corpus: list[str]) -> None:
     model = save_tiny_model(
         directory,
         family,
-        **ENGINE_SIZES,
+        **engine_sizes(family),
         num_hidden_layers=2,
         max_position_embeddings=2048,
         **({"moe_intermediate_size": 64} if family == "qwen3_moe" else {}),

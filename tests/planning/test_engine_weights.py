@@ -20,7 +20,7 @@ from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.switch import plan_switch
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import box_volume
-from planning_jobs import make_job, small_shape
+from planning_jobs import PREFIXED, make_job, small_shape
 
 CODED = ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")
 SERVED = ("rollout.engine=vllm_server", "placement.actor=0-3", "placement.reference=0-3", "placement.rollout=4-7")
@@ -28,7 +28,7 @@ MIXTURE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe
 Q, KV, FFN, HIDDEN, LAYERS, VOCAB = 64, 32, 96, 64, 8, 512  # rows of matrices of `small_shape`, and its columns
 
 
-@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("changes", [{}, MIXTURE, PREFIXED], ids=["dense", "mixture", "dense first"])
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_bytes_are_those_of_the_table(tp_size: int, changes: dict) -> None:
     shape = small_shape(**changes)

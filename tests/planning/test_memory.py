@@ -22,7 +22,7 @@ from megatron_rl.planning.switch import plan_switch
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
-from planning_jobs import make_job, small_shape
+from planning_jobs import PREFIXED, make_job, small_shape
 
 RECOMPUTE = "algorithm.old_logprobs=recompute"
 PPO = ("algorithm.adv_estimator=gae", "reward_model.path=elsewhere")
@@ -169,9 +169,11 @@ def test_equal_layouts_share_storage() -> None:
 
 @pytest.mark.parametrize("sizes", [dict(), dict(tp_size=2), dict(tp_size=2, pp_size=2), dict(pp_size=4, vpp_size=2)])
 @pytest.mark.parametrize("rollout_tp", [1, 2])
-@pytest.mark.parametrize("changes", [dict(), dict(model_type="qwen2", tie_word_embeddings=True, vocab_size=517)])
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(model_type="qwen2", tie_word_embeddings=True, vocab_size=517), PREFIXED]
+)
 def test_shared_elements_are_those_of_the_whole_tables(sizes: dict, rollout_tp: int, changes: dict) -> None:
-    """The planner reads them off two layers; here every pair of the full tables is added up."""
+    """The planner reads them off a few layers; here every pair of the full tables is added up."""
     shape, layout = small_shape(**changes), ParallelLayout(8, **sizes)
     for rank in (0, 7):
         theirs = vllm_placements(shape, tp_size=rollout_tp, tp_rank=rank % rollout_tp)

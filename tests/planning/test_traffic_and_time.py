@@ -18,7 +18,7 @@ from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
 from megatron_rl.planning.steptime import Assumptions, build_workload, compute_bubble, count_operations, predict_step
 from megatron_rl.planning.switch import plan_switch
-from planning_jobs import make_job, published_shape, small_shape
+from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 
 ASSUMED = Assumptions(mean_response=0.5, mean_prompt=0.25)
 TOKENS = 512 * (128 + 256)  # responses of a step, mean prompt and response
@@ -121,6 +121,20 @@ def test_context_and_expert_exchanges() -> None:
     assert traffic(job)["actor EP"].bytes_per_rank == exchanged * 3 / 4
     whole = sum(p.numel for p in list_chunks(experts, job.layout, 0)[0] if not p.is_expert)
     assert traffic(job)["actor DP"].bytes_per_rank == pytest.approx(whole * (4 + 2 * BYTES) * 3 / 4, rel=1e-2)
+    # Experts that are whole on a rank may be spread over more ranks than a dense layer has replicas.
+    whole_experts = "actor.expert_model_parallel_size=8", "actor.expert_tensor_parallel_size=1"
+    job = make_job(experts, *whole_experts, *settings, RECOMPUTE)
+    assert traffic(job)["actor DP"].bytes_per_rank == pytest.approx(whole * (4 + 2 * BYTES) * 3 / 4, rel=1e-2)
+
+
+def test_dense_layers_before_experts_exchange_no_tokens() -> None:
+    """The last five of eight layers do; under TP their shared expert takes as many all-reduces as a dense MLP."""
+    settings = ("actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true", RECOMPUTE)
+    job = make_job(small_shape(**PREFIXED), "actor.expert_model_parallel_size=4", *settings)
+    exchanged = 5 * 3 * 2 * TOKENS / 4 * (2 * HIDDEN + 1) * BYTES
+    assert traffic(job)["actor EP"].bytes_per_rank == exchanged / 2 * 3 / 4
+    attention_and_mlp = (4 * LAYERS * 3.5 + 6) * TOKENS / 4 * HIDDEN * BYTES
+    assert traffic(job)["actor TP"].bytes_per_rank == (attention_and_mlp + exchanged) / 2
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def tool() -> ModuleType:
 def test_recipes_are_shipped_for_real_models() -> None:
     names = {path.stem for path in RECIPES}
     assert {
+        "deepseek_v3_math",
+        "glm4.5_air_math",
         "qwen2.5_0.5b_gsm8k",
         "qwen2.5_7b_distill",
         "qwen2.5_7b_gsm8k",
