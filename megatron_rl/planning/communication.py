@@ -19,6 +19,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Cluster, Job
 from megatron_rl.planning.gathered import count_gathered
 from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes, list_chunks
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
 WITHIN, ACROSS = "within node", "across nodes"
@@ -80,7 +81,7 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
     """One role: `forwards` scoring passes over all tokens, and its updates."""
     shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
-    rank = layout.rank(pp=(at := min(stage, layout.pp_size - 1)))
+    rank = layout.rank(pp=min(stage, layout.pp_size - 1))
 
     def count(axis: str, link: str, size: float) -> Traffic:
         return Traffic(f"{role.title} {axis}", link, int(size), role.name)
@@ -92,9 +93,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
     # parallelism gathers the inputs again for the gradients of the weights, which a model under adapters has not.
     rounds = forwards + trainings * (2 + (section.recompute_granularity == "full"))
-    layers = shape.num_layers / pp
-    chunks = (stage_layers(shape.num_layers, pp, layout.vpp_size, at, c) for c in range(layout.vpp_size))
-    mixtures = sum(shape.has_experts(n) for chunk in chunks for n in chunk)
+    layers, mixtures = shape.num_layers / pp, _count_mixtures(shape, layout, rank)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward after the embedding, and before the head, which other stages do not have.
@@ -139,6 +138,13 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
         optimizers = 2 if experts else 1  # each of which gathers all weights
         moved = held.gradients + optimizers * trained if section.use_distributed_optimizer else 2 * held.gradients
         yield count("DP", link_of(layout, cluster, "cp", "dp"), work.optimizer_steps * moved * share)
+
+
+def _count_mixtures(shape: ModelShape, layout: ParallelLayout, rank: int) -> int:
+    """Layers with experts on a rank."""
+    pp, vpp_size = layout.coordinates(rank).pp, layout.vpp_size
+    chunks = (stage_layers(shape.num_layers, layout.pp_size, vpp_size, pp, chunk) for chunk in range(vpp_size))
+    return sum(shape.has_experts(number) for chunk in chunks for number in chunk)
 
 
 def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
