@@ -98,13 +98,13 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward after the embedding, and before the head, which other stages do not have.
     ends = (forwards + 2 * trainings) * ((stage == 0) + (stage >= pp - 1))
-    # Attention and a dense MLP, or the shared expert of a mixture, take two each.
-    times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra) + ends
+    times = _count_exchanges(shape, layers, mixtures, rounds, extra) + ends
     # What experts take and give, gathered and reduced: hidden states, and one way the shares of the experts.
     exchanged = mixtures * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
-    yield count(
-        "TP", link_of(layout, cluster, "tp"), (times * hidden * (tp - 1) + exchanged * (layout.expert_tp_size - 1)) / tp
-    )
+    summed = _count_whole_elements(shape, layers, mixtures) if extra else 0
+    reduced = times * hidden + 2 * _FLOAT * work.optimizer_steps * summed
+    sent = reduced * (tp - 1) + exchanged * (layout.expert_tp_size - 1)
+    yield count("TP", link_of(layout, cluster, "tp"), sent / tp)
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
@@ -138,6 +138,28 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
         optimizers = 2 if experts else 1  # each of which gathers all weights
         moved = held.gradients + optimizers * trained if section.use_distributed_optimizer else 2 * held.gradients
         yield count("DP", link_of(layout, cluster, "cp", "dp"), work.optimizer_steps * moved * share)
+
+
+def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: float, extra: float) -> float:
+    """Hidden states that tensor parallel ranks gather or reduce in their layers, in sizes of all tokens' states.
+
+    Attention and a dense MLP, or the shared expert of a mixture, gather and reduce once each in a pass, and gather
+    once more for gradients. Of latent attention only the latents are gathered.
+    """
+    times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
+    if (sizes := shape.latent) is None:
+        return times
+    projected = (sizes.query or shape.hidden_size) + sizes.key_value
+    gathered, again = (projected + sizes.rotary) / shape.hidden_size, projected / shape.hidden_size
+    return times - layers * (rounds * (1 - gathered) + 2 * extra * (1 - again))
+
+
+def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> float:
+    """Of the matrices that tensor parallel ranks have whole, and whose gradients they add up under TP-SP."""
+    sizes, found = shape.latent, mixtures * shape.num_experts
+    if sizes is not None:
+        found += layers * (sizes.query + sizes.key_value + sizes.rotary)
+    return found * shape.hidden_size
 
 
 def _count_mixtures(shape: ModelShape, layout: ParallelLayout, rank: int) -> int:

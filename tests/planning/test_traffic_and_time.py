@@ -117,7 +117,8 @@ def test_context_and_expert_exchanges() -> None:
     settings = ("actor.tensor_model_parallel_size=2", "actor.sequence_parallel=true")
     job = make_job(experts, "actor.expert_model_parallel_size=4", *settings, RECOMPUTE)
     attention = (2 * LAYERS * 3.5 + 6) * TOKENS / 4 * HIDDEN * BYTES
-    assert traffic(job)["actor TP"].bytes_per_rank == (attention + 2 * exchanged) / 2
+    routers = 2 * 4 * (LAYERS * 8 * HIDDEN)  # whole on both ranks, which add up their gradients in float32
+    assert traffic(job)["actor TP"].bytes_per_rank == (attention + 2 * exchanged + routers) / 2
     assert traffic(job)["actor EP"].bytes_per_rank == exchanged * 3 / 4
     whole = sum(p.numel for p in list_chunks(experts, job.layout, 0)[0] if not p.is_expert)
     assert traffic(job)["actor DP"].bytes_per_rank == pytest.approx(whole * (4 + 2 * BYTES) * 3 / 4, rel=1e-2)
@@ -134,7 +135,8 @@ def test_dense_layers_before_experts_exchange_no_tokens() -> None:
     exchanged = 5 * 3 * 2 * TOKENS / 4 * (2 * HIDDEN + 1) * BYTES
     assert traffic(job)["actor EP"].bytes_per_rank == exchanged / 2 * 3 / 4
     attention_and_mlp = (4 * LAYERS * 3.5 + 6) * TOKENS / 4 * HIDDEN * BYTES
-    assert traffic(job)["actor TP"].bytes_per_rank == (attention_and_mlp + exchanged) / 2
+    routers = 2 * 4 * (5 * 4 * HIDDEN)
+    assert traffic(job)["actor TP"].bytes_per_rank == (attention_and_mlp + exchanged + routers) / 2
 
 
 @pytest.mark.parametrize(
