@@ -58,6 +58,9 @@ CHARTS: dict[str, Callable[[str], bool]] = {
     "learning rate": lambda key: key == "policy/lr",
     "engine against trainer": lambda key: key == "mismatch/mean" or key.startswith("mismatch/lag"),
     "explained variance": lambda key: key == "value/explained_variance",
+    "load of the busiest expert": lambda key: key.startswith("moe/max_load"),
+    "dead experts": lambda key: key.startswith("moe/dead_experts"),
+    "entropy of routers": lambda key: key.startswith("moe/entropy"),
     "staleness": lambda key: key.startswith("schedule/staleness_"),
     "busy engines": lambda key: key == "schedule/engine_busy",
 }

@@ -14,6 +14,8 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.weights.families import ModelShape
 
+THIRDS = ("first", "middle", "last")  # of the layers with experts
+
 
 class Routing:
     """The routers of the stages of this rank.
@@ -80,21 +82,20 @@ class Routing:
             stages: of the model, whose biased routers balance the loads of the update.
             bias_rate: how far their biases move; 0: they stay.
         """
-        totals, squares = self._reduce(minibatch), []
+        totals = self._reduce(minibatch)
         loads = RoutingCounts(*_split(totals, self._counts)).loads
-        routers = [module for module in stages.modules() if isinstance(module, BiasedRouter)]
-        for router in routers if bias_rate else ():
+        squares = totals.new_zeros(len(loads) if self._has_biases else 0)
+        for router in (module for module in stages.modules() if isinstance(module, BiasedRouter)):
             assert router.layer_number is not None, "megatron-core numbers the layers"
-            router.shift_bias(loads[router.layer_number - 1 - self._num_layers], bias_rate)
+            layer = router.layer_number - 1 - self._num_layers
+            if bias_rate:
+                router.shift_bias(loads[layer], bias_rate)
+            squares[layer] = router.expert_bias.double().square().sum()
         if self._has_biases:
-            squares = [sum((r.expert_bias.double().square().sum() for r in routers), totals.new_zeros(()))[None]]
-            dist.all_reduce(squares[0], group=self._groups.pp)
-        read = torch.cat([totals, *squares]).cpu()  # the only wait for the device
-        found = read[: len(totals)]
-        metrics = describe_routing(RoutingCounts(*_split(found, self._counts)), self._shape.choices, float(found[-1]))
-        if squares:
-            metrics["moe/bias_norm"] = math.sqrt(float(read[-1]))
-        return metrics
+            dist.all_reduce(squares, group=self._groups.pp)
+        found, squares = torch.cat([totals, squares]).cpu().split([len(totals), len(squares)])  # the only wait for it
+        counts = RoutingCounts(*_split(found, self._counts))
+        return describe_routing(counts, self._shape.choices, squares, float(found[-1]))
 
     def _reduce(self, minibatch: TrainBatch) -> torch.Tensor:
         """The counts of all ranks, flat, and the number of tokens that were flipped; float64."""
@@ -114,12 +115,15 @@ def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:
     return [part.view(x.shape) for part, x in zip(parts, like.tensors(), strict=True)]
 
 
-def describe_routing(counts: RoutingCounts, choices: int, num_flipped: float) -> dict[str, float]:
-    """Metrics of the routers.
+def describe_routing(
+    counts: RoutingCounts, choices: int, squares: torch.Tensor, num_flipped: float
+) -> dict[str, float]:
+    """Metrics of the routers, and `<metric>/<third>` of each third of the layers but for `moe/flipped_tokens`.
 
     Args:
         counts: over all ranks.
         choices: experts of a token.
+        squares: [layers] float64, the sum over each router's biases; [0]: they have none.
         num_flipped: tokens for which a router would have chosen other experts in some layer than it replayed.
 
     Returns:
@@ -127,20 +131,39 @@ def describe_routing(counts: RoutingCounts, choices: int, num_flipped: float) ->
         moe/mean_load: the same of the busiest expert of each layer, mean over layers.
         moe/dead_experts: experts without a token, over all layers.
         moe/entropy: of the gates' distributions over that of even ones, mean over tokens and layers.
+        moe/bias_norm: of all biases.
         moe/agreement: with routes to replay, choices of a token in a layer that the router alone would have made.
         moe/flipped_tokens: with routes to replay, tokens whose experts would have been others in some layer.
     """
+    assert not float(counts.strayed), f"{int(counts.strayed)} tokens went to other experts than their routes say"
+    metrics = _describe_layers(counts, choices, squares)
+    if replayed := float(counts.replayed.max()):
+        metrics["moe/flipped_tokens"] = num_flipped / replayed
+    for third, layers in split_layers(len(counts.loads)).items():
+        part = RoutingCounts(*(x[layers] if x.dim() else x for x in counts.tensors()))
+        found = _describe_layers(part, choices, squares[layers])
+        metrics |= {f"{name}/{third}": value for name, value in found.items()}
+    return metrics
+
+
+def split_layers(num_layers: int) -> dict[str, slice]:
+    """The thirds of the layers with experts, the last ones the larger; none of fewer than three layers."""
+    ends = [num_layers * i // len(THIRDS) for i in range(len(THIRDS) + 1)]
+    return {third: slice(*ends[i : i + 2]) for i, third in enumerate(THIRDS) if num_layers >= len(THIRDS)}
+
+
+def _describe_layers(counts: RoutingCounts, choices: int, squares: torch.Tensor) -> dict[str, float]:
     loads = counts.loads.double()
     busiest = loads.amax(1) * loads.shape[1] / loads.sum(1).clamp(min=1)
     tokens = (loads.sum(1) / choices).clamp(min=1)
-    assert not float(counts.strayed), f"{int(counts.strayed)} tokens went to other experts than their routes say"
     metrics = {
         "moe/max_load": float(busiest.max()),
         "moe/mean_load": float(busiest.mean()),
         "moe/dead_experts": float((loads == 0).sum()),
         "moe/entropy": float((counts.entropy / tokens).mean()) / math.log(loads.shape[1]),
     }
+    if len(squares):
+        metrics["moe/bias_norm"] = math.sqrt(float(squares.sum()))
     if replayed := float(counts.replayed.sum()):
         metrics["moe/agreement"] = float(counts.agreeing.sum()) / replayed
-        metrics["moe/flipped_tokens"] = num_flipped / float(counts.replayed.max())
     return metrics

@@ -27,7 +27,7 @@ from megatron_rl.observability.positions import Position
 from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.rollout_progress import RolloutCount
 from megatron_rl.observability.run import Run
-from megatron_rl.observability.status import StatusPage, thin
+from megatron_rl.observability.status import CHARTS, StatusPage, thin
 from megatron_rl.types import UserError
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -129,6 +129,16 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
                 "finish_reason": "stop",
             }
         ],
+    }
+
+
+def test_thirds_of_the_layers_are_lines_of_one_chart() -> None:
+    """A collapse of the last layers is seen beside the others; what is of other metrics is elsewhere."""
+    keys = ["moe/max_load", "moe/max_load/first", "moe/max_load/last", "moe/mean_load", "moe/entropy/last"]
+    found = {title: [key for key in keys if is_line(key)] for title, is_line in CHARTS.items()}
+    assert {title: lines for title, lines in found.items() if lines} == {
+        "load of the busiest expert": keys[:3],
+        "entropy of routers": keys[4:],
     }
 
 

@@ -8,6 +8,7 @@ tokens are not known. How routes come from engines is in tests/engines/test_rout
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from actor_runs import (
     train_with_transformers,
 )
 from distributed import run_ranks
+from megatron_rl.models.routing import RoutingCounts
+from megatron_rl.training.routing import describe_routing, split_layers
 from megatron_rl.types import RouteShape
 from tiny_models import save_tiny_model
 
@@ -186,12 +189,42 @@ def test_what_a_pass_chose_is_replayed(routed: Routed) -> None:
 def test_engines_without_routes_measure_no_agreement(softmax: Routed) -> None:
     """Off is off: no routes, no metric that would compare with them, and loads that are those of the routers."""
     found = train(Case(), softmax.path).metrics[0]
-    assert {name for name in found if name.startswith("moe/")} == {
-        "moe/max_load",
-        "moe/mean_load",
-        "moe/dead_experts",
-        "moe/entropy",
+    names = {f"moe/{name}" for name in ("max_load", "mean_load", "dead_experts", "entropy")}
+    thirds = {f"{name}/{third}" for name in names for third in ("first", "middle", "last")}
+    assert {name for name in found if name.startswith("moe/")} == names | thirds
+
+
+def test_a_collapse_of_the_last_layers_is_seen() -> None:
+    """Five layers, four experts, two choices of 20 tokens: the first three are even, the last two dead but for two.
+
+    The thirds of five layers are one, two and two layers.
+    """
+    even, collapsed = [10, 10, 10, 10], [20, 20, 0, 0]
+    counts = RoutingCounts(
+        loads=torch.tensor([even, even, even, collapsed, collapsed]),
+        entropy=20 * math.log(4) * torch.tensor([1.0, 1.0, 0.5, 0.25, 0.0], dtype=torch.float64),
+        replayed=torch.tensor([20, 20, 20, 20, 20]),
+        agreeing=torch.tensor([20, 10, 20, 0, 10]),
+        strayed=torch.tensor(0),
+    )
+    found = describe_routing(counts, 2, torch.tensor([9.0, 0.0, 16.0, 36.0, 64.0], dtype=torch.float64), 5)
+    expected = {
+        "": (2.0, 1.4, 4, 0.55, 125**0.5, 0.6),
+        "/first": (1.0, 1.0, 0, 1.0, 3.0, 1.0),
+        "/middle": (1.0, 1.0, 0, 0.75, 4.0, 0.75),
+        "/last": (2.0, 2.0, 4, 0.125, 10.0, 0.25),
     }
+    names = ("max_load", "mean_load", "dead_experts", "entropy", "bias_norm", "agreement")
+    values = {f"moe/{name}{third}": x for third, xs in expected.items() for name, x in zip(names, xs, strict=True)}
+    assert found == pytest.approx(values | {"moe/flipped_tokens": 0.25})
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 58])
+def test_thirds_share_the_layers(num_layers: int) -> None:
+    """Every layer is in one third, thirds differ by one layer at most, and two layers have no thirds."""
+    found = [range(num_layers)[layers] for layers in split_layers(num_layers).values()]
+    assert [layer for third in found for layer in third] == (list(range(num_layers)) if num_layers > 2 else [])
+    assert not found or max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_unknown_routes_fit_the_type() -> None:
