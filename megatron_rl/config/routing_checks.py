@@ -41,7 +41,7 @@ def check_routers(config: CheckedConfig) -> None:
 
 
 def _check_bias_rate(config: CheckedConfig) -> None:
-    """Biases are weights of the model, which a rank has whole."""
+    """Biases are weights of the model."""
     rate = config.get("actor.router_bias_rate")
     config.require(rate >= 0, "actor.router_bias_rate", "is below 0", expected="0 or more", hint="0.001 is usual")
     config.require(
@@ -50,11 +50,4 @@ def _check_bias_rate(config: CheckedConfig) -> None:
         "with actor.lora, which leaves the weights of the model as they are",
         expected="0",
         hint="leave it out",
-    )
-    config.require(
-        not rate or config.get("actor.zero_stage") == 1,
-        "actor.router_bias_rate",
-        "with actor.zero_stage = 3, under which no rank has a whole bias",
-        expected="0",
-        hint="leave it out, or set actor.zero_stage=1",
     )

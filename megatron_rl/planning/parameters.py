@@ -5,7 +5,7 @@ Which parameters a rank has, and their shapes, come from the placement tables th
 megatron-core lays them out is arithmetic (`param_and_grad_buffer.py`, `distrib_optimizer.py` there): parameters lie in
 one buffer per kind (dense, expert) in reverse order of the model; with the distributed optimizer each starts at a
 multiple of 64 elements, a bucket ends at a multiple of lcm(DP, 128), and DP rank r owns the r-th part of every bucket.
-Under ZeRO-3 there are no buffers: a rank has its rows of every parameter (`weights/row_shards.py`).
+Under ZeRO-3 there are no buffers: a rank has its rows of every trained parameter (`weights/row_shards.py`).
 
 Invariant (asserted in tests/planning/test_parameters.py against real actors): the three numbers equal the run's,
 rank by rank and byte by byte. Not counted: Adam's step counters, a scalar per parameter.
@@ -254,8 +254,8 @@ def compute_role_bytes(
     if upkeep.is_fully_sharded:
         held, owned = _count_shards([p for chunk in chunks for p in chunk], layout, rank)
         if not is_trained:
-            return RoleBytes(held * size, 0, 0)
-        return RoleBytes(held * _MAIN_BYTES, held * _GRADIENT_BYTES, owned * 2 * _MOMENT_BYTES)
+            return RoleBytes(held * size + biases, 0, 0)
+        return RoleBytes(held * _MAIN_BYTES + biases, held * _GRADIENT_BYTES, owned * 2 * _MOMENT_BYTES)
     if not is_trained:
         return RoleBytes(sum(p.numel for chunk in chunks for p in chunk) * size + biases, 0, 0)
     if adapters is not None:

@@ -72,7 +72,6 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
     shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
     layout = _read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape)
-    _check_router(spec, shape)
     _check_weights(spec, shape)
     _check_positions(config, shape)
     return RoleInputs(spec, shape, layout)
@@ -90,7 +89,6 @@ def _read_reference(spec: RoleSpec, actor: RoleInputs, ranks: range) -> RoleInpu
                 hint="use a checkpoint of the same model",
             )
         _check_weights(spec, shape)
-    _check_router(spec, actor.shape)
     return replace(actor, spec=spec, layout=_read_layout(spec, ranks, actor.shape))
 
 
@@ -119,20 +117,6 @@ def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> No
             source=f"{section}.step_mode",
             expected="eager or static for mixtures of experts",
             hint=f"set {section}.step_mode=eager",
-        )
-
-
-def _check_router(spec: RoleSpec, shape: ModelShape) -> None:
-    """Refuse what routers with a bias in float32, which no gradient trains, are not served with."""
-    if shape.router is None:
-        return
-    if (stage := spec.layout.zero_stage) != 1:
-        setting = f"{spec.section}.zero_stage"
-        raise UserError(
-            f"{setting} = {stage} with a {shape.family} model: its routers have biases in float32",
-            source=setting,
-            expected="1: what is gathered of a layer has one type, and a gradient",
-            hint=f"set {setting}=1",
         )
 
 

@@ -3,7 +3,8 @@
 
 A layer is gathered when it runs and is in parts again afterwards; what is outside of the layers (embedding, last norm,
 output layer) stays whole until the pass ends. Experts that are spread over ranks are gathered from their replicas
-only. Gradients are summed into shards during the backward of every microbatch.
+only. Gradients are summed into shards during the backward of every microbatch. What no gradient trains (biases of
+routers, a few float32 numbers) every rank has whole.
 
 Weights are read straight into the shards: the model is built without storage. Of a bfloat16 model that is trained the
 shards are float32, and what is gathered is their bfloat16 value. For where the rows are see `weights/row_shards.py`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -42,21 +44,24 @@ def build_sharded(
     with _without_storage():
         stages = build()
     assert not [*stages.buffers()], "what is no parameter has values that nobody reads"
+    whole = {p for p in stages.parameters() if not p.requires_grad}
     for p in stages.parameters() if is_trained else ():
         p.data = p.data.float()
-    stages.requires_grad_(is_trained)
+    if not is_trained:
+        stages.requires_grad_(False)
     device = current_device()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh, experts = (
         DeviceMesh.from_group(group, device.type) for group in (groups.collection.dp_cp, groups.collection.expt_dp)
     )
     attributes = {name: dict(vars(p)) for name, p in stages.named_parameters()}
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
     for stage in cast(Iterable[Any], stages):
         for layer in stage.decoder.layers:
             if groups.layout.has_expert_replicas and hasattr(layer.mlp, "experts"):
-                fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy, shard_placement_fn=_cut_matrices)
-            fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_cut_matrices)
-        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that
+                shard(layer.mlp.experts, mesh=experts, shard_placement_fn=_cut_matrices)
+            shard(layer, mesh=mesh, shard_placement_fn=_cut_matrices)
+        shard(stage, mesh=mesh, reshard_after_forward=False)  # the head reads it after that
     stages.to_empty(device=device)
     for name, p in stages.named_parameters():
         _note(p, attributes[name])
@@ -78,7 +83,7 @@ def _without_storage() -> Iterator[None]:
     def forget(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:  # annotated as None
         if param is None:
             return None
-        found = torch.nn.Parameter(param.data.to("meta"))
+        found = torch.nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
         _note(found, vars(param))
         return found
 
@@ -132,7 +137,8 @@ class ShardedAdam(FP32Optimizer):
     ) -> None:
         self._groups, self._has_copies = groups, is_tied and groups.layout.pp_size > 1
         self._sequence_parallel = cast(Any, stages[0]).config.sequence_parallel
-        self._shards = [(name, p, _make_shard(p)) for name, p in stages.named_parameters()]
+        self._has_head_norms = cast(Any, stages[0]).config.qk_layernorm  # latents have norms of these names, too
+        self._shards = [(name, p, _make_shard(p)) for name, p in stages.named_parameters() if p.requires_grad]
         matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
         adam = make_adam([_make_group(matrices, config, 1.0), _make_group(vectors, config, 0.0)])
         super().__init__(adam, config, _keep)
@@ -146,17 +152,17 @@ class ShardedAdam(FP32Optimizer):
     @torch.no_grad()
     def prepare_grads(self) -> bool:
         """Hand the gradients of the shards to Adam, complete; collective over the role. Returns False."""
-        partial: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for name, p, shard in self._shards:
             shard.grad = torch.zeros_like(shard) if p.grad is None else local_values(p.grad)
-            is_norm_of_heads = "q_layernorm" in name or "k_layernorm" in name
+            is_norm_of_heads = self._has_head_norms and ("q_layernorm" in name or "k_layernorm" in name)
             if is_norm_of_heads or (self._sequence_parallel and getattr(p, "sequence_parallel", False)):
-                partial.append(shard.grad)
+                parts.append(shard.grad)
             if getattr(p, "shared_embedding", False):
                 copies.append(shard.grad)
         if self._groups.layout.tp_size > 1:
-            _sum(partial, self._groups.tp)
+            _sum(parts, self._groups.tp)
         if self._has_copies and self._groups.collection.embd is not None:
             _sum(copies, self._groups.collection.embd)
         return False

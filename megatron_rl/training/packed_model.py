@@ -102,7 +102,8 @@ class PackedModel(LaidOutModel):
         elif not spec.trainable:
             self.stages.requires_grad_(False)
         self.params = list_params(self.stages)
-        for shard in map(local_values, self.stages.parameters()) if self.is_fully_sharded else ():
+        trained = [p for p in self.stages.parameters() if p.requires_grad]
+        for shard in map(local_values, trained) if self.is_fully_sharded else ():
             shard.copy_(shard.to(self.dtype))  # the optimizer starts from what the model computes with
         self._host_memory = HostMemory(self.device)
         self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded

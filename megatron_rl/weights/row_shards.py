@@ -3,7 +3,7 @@
 
 FSDP cuts a parameter of n rows as `torch.chunk` does: shard i of d has the rows [i c, (i + 1) c) with c = ceil(n / d),
 as far as there are any. The table is Megatron's with every box cut to these rows; what is not there is an empty box,
-so that all data parallel ranks share the rows of the table.
+so that all data parallel ranks share the rows of the table. Biases of routers, which are not trained, are not cut.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FUSED_KINDS, ModelShape
+from megatron_rl.weights.families import DENSE, FUSED_KINDS, SHARED, ModelShape
 from megatron_rl.weights.megatron_layout import find_shares, megatron_placements, padded_vocab_size
 from megatron_rl.weights.tables import BoxPair, PlacementTable, Share, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
 
-_FUSED = (("q.weight", "k.weight", "v.weight"), ("q.bias", "k.bias", "v.bias"), ("gate", "up"))
+_FUSED = (
+    ("q.weight", "k.weight", "v.weight"),
+    ("q.bias", "k.bias", "v.bias"),
+    *((f"{prefix}gate", f"{prefix}up") for prefix in ("", DENSE, SHARED)),
+)
 _EXPERT_KINDS = ("gate", "up", "down")
 
 
@@ -89,13 +93,13 @@ def _cut_boxes(
     vocab_rows = padded_vocab_size(shape.vocab_size, of_layer.count) // of_layer.count
     boxes = split_boxes(shape, of_layer, vocab_rows, of_expert)
     num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
-    for kinds in _FUSED:
+    for kinds in (kinds for kinds in _FUSED if kinds[-1] in num_rows):
         num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends where the parameter does
     num_rows |= {f"{fused}.{part}": num_rows[part] for fused, parts in FUSED_KINDS.items() for part in parts}
     found = {}
     for kind, pair in boxes.items():
         place = experts if shape.num_experts and kind in _EXPERT_KINDS else dense
-        found[kind] = _cut(pair, *place.cut(num_rows[kind]))
+        found[kind] = pair if kind == "router_bias" else _cut(pair, *place.cut(num_rows[kind]))
     return found
 
 

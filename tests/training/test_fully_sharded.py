@@ -32,6 +32,7 @@ from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.roles.reference import Reference
+from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 from tiny_models import save_tiny_model
 
 SP, FULL, SELECTIVE = dict(sequence_parallel=True), "full", "selective"
@@ -78,14 +79,14 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
     minibatch = next(batch.minibatches())
     metrics = [take_step(actor, minibatch, ALGORITHM) for _ in range(3)]
     logprobs = split_by_rollout(actor.compute_logprobs(batch), batch)
-    held = sum(p.numel() for p in model.params.values())
+    held = sum(p.numel() for name, p in model.params.items() if not name.endswith(ROUTER_BIAS))
     if model.is_fully_sharded:
         groups = [group for adam in actor.optimizer.adams for group in adam.param_groups]
         shards = [p for group in groups for p in group["params"]]
         states = [x for adam in actor.optimizer.adams for state in adam.state.values() for x in state.values()]
         assert sum(p.numel() for p in shards) == sum(p.grad.numel() for p in shards) == held
         assert sum(x.numel() for x in states if x.dim()) == 2 * held
-        own = {p.untyped_storage().data_ptr() for p in model.params.values()}
+        own = {p.untyped_storage().data_ptr() for name, p in model.params.items() if not name.endswith(ROUTER_BIAS)}
         assert {p.untyped_storage().data_ptr() for p in shards} == own, "what is updated is what is gathered"
     return dict(at=model.groups.at, logprobs=logprobs, metrics=metrics, pieces=list_pieces(model), held=held)
 
@@ -113,8 +114,9 @@ def assert_same(found: Found, expected: Found) -> None:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """qwen2 has tied embeddings and QKV biases, qwen3 neither but QK norms."""
-    found = {family: tmp_path_factory.mktemp(family) for family in ("qwen2", "qwen3", "qwen3_moe")}
+    """qwen2 has tied embeddings and QKV biases, qwen3 neither but QK norms; the last two have sigmoid routers."""
+    families = ("qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
+    found = {family: tmp_path_factory.mktemp(family) for family in families}
     for family, path in found.items():
         save_tiny_model(path, family)
     return found
@@ -134,6 +136,21 @@ def test_experts_are_shared_by_their_replicas(layout: str, paths: dict[str, Path
     case = EXPERT_LAYOUTS[layout]
     expected, found = (train(case, paths["qwen3_moe"], stage) for stage in (1, 3))
     assert_same(found, expected)
+    if "ep_size" not in case.sizes:
+        assert_shared(case, found, expected)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "ep2-dp4-full", "ep2-tp2-sp", "pp2-dp2-full"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_biases_of_routers_move_alike(family: str, layout: str, paths: dict[str, Path]) -> None:
+    """Every rank has them whole (see `merge_weights`), beside a dense layer, shared experts and latent attention."""
+    case = (EXPERT_LAYOUTS | LAYOUTS)[layout]
+    case = replace(case, actor=case.actor | dict(router_bias_rate=0.01))
+    expected, found = (train(case, paths[family], stage) for stage in (1, 3))
+    assert_same(found, expected)
+    biases = [name for name in expected.weights if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(found.weights[name], expected.weights[name]) for name in biases)
+    assert found.metrics[0]["moe/bias_norm"] != found.metrics[2]["moe/bias_norm"]
     if "ep_size" not in case.sizes:
         assert_shared(case, found, expected)
 
