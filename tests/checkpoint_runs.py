@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.checkpoint.side_files import list_side_files
 from megatron_rl.roles.actor import Actor
 from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, ROUTER_BIAS
 from megatron_rl.weights.shard_box import box_slices
 
 State = dict[str, Any]  # {"epoch": 1, ...}
@@ -54,7 +54,8 @@ def snapshot(actor: Actor) -> list[Piece]:
     rank = dist.get_rank()
     model = actor.model
     weights = make_weight_pieces(megatron_global_placements(model.shape), model.placements(rank), model.params)
-    pieces = [*(replace(p, data=p.data.to(model.dtype)) for p in weights), *make_state_pieces(actor, rank, None)]
+    as_saved = [p if p.key.endswith(ROUTER_BIAS) else replace(p, data=p.data.to(model.dtype)) for p in weights]
+    pieces = [*as_saved, *make_state_pieces(actor, rank, None)]
     return [Piece(p.key, p.shape, p.offset, p.data.clone()) for p in pieces]
 
 

@@ -178,7 +178,7 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
     """
     layout, section, trainings = job.layout_of(role), role.layout, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
-    layers = found.num_layers * found.dense, found.num_layers * found.experts
+    layers = [sum(sizes) for sizes in zip(*found.layers, strict=True)]
     replicas = layout.dp_size * layout.cp_size
     budget = section.max_tokens_per_microbatch
     scored = math.ceil(work.tokens / layout.dp_size / budget)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.parameters import DTYPE_BYTES, Parameter, list_chunks
+from megatron_rl.planning.parameters import DTYPE_BYTES, list_chunks
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.row_shards import find_shard_places
 
@@ -38,39 +38,37 @@ class GatheredBytes:
 
 @dataclass(frozen=True)
 class GatheredElements:
-    """Elements of the units of a rank: all ends, the largest layer but for its experts, and these experts."""
+    """Elements of the units of a rank, with the padding of their shards.
+
+    Attributes:
+        ends: embedding, last norm and output layer.
+        output: of them, what the head reads.
+        layers: of each layer, first without its experts where they are a unit of their own, then these.
+    """
 
     ends: int
-    dense: int
-    experts: int
     output: int
-    num_layers: int
-
-    @property
-    def total(self) -> int:
-        """What one pass gathers."""
-        return self.ends + self.num_layers * (self.dense + self.experts)
+    layers: tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
 def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> GatheredElements:
-    """Elements that a rank gathers, with the padding of their shards."""
-    ends = dense = experts = output = num_layers = 0
+    """Elements that a rank gathers."""
+    ends, output, layers = 0, 0, list[tuple[int, int]]()
     places = find_shard_places(layout, rank)
-
-    def pad(p: Parameter) -> int:
-        count = places[p.is_expert].count
-        return -(-p.rows // count) * count * (p.numel // p.rows)
-
     for chunk in list_chunks(shape, layout, rank):
-        first = [p for p in chunk if p.name.startswith("decoder.layers.0.")]
-        num_layers += len({p.name.split(".")[2] for p in chunk if p.name.startswith("decoder.layers.")})
-        dense = sum(pad(p) for p in first if not p.is_expert)
-        experts = sum(pad(p) for p in first if p.is_expert)
-        ends += sum(pad(p) for p in chunk if not p.name.startswith("decoder.layers."))
-        output += sum(pad(p) for p in chunk if p.name.startswith(("output_layer.", "score.")))
+        found: dict[str, list[int]] = {}
+        for p in (p for p in chunk if not p.is_frozen):
+            count = places[p.is_expert].count
+            size = -(-p.rows // count) * count * (p.numel // p.rows)
+            if p.name.startswith("decoder.layers."):
+                found.setdefault(p.name.split(".")[2], [0, 0])[p.is_expert] += size
+            else:
+                ends += size
+                output += size if p.name.startswith(("output_layer.", "score.")) else 0
+        layers += [(dense, experts) for dense, experts in found.values()]
     is_tied = not output and layout.coordinates(rank).pp == layout.pp_size - 1
-    return GatheredElements(ends, dense, experts, ends if is_tied else output, num_layers)
+    return GatheredElements(ends, ends if is_tied else output, tuple(layers))
 
 
 def compute_gathered_bytes(
@@ -86,13 +84,19 @@ def compute_gathered_bytes(
         is_update: forward and backward; else forward only.
     """
     size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
-    ends, dense, experts = found.ends * size, found.dense * size, found.experts * size
-    forward, start = max(ends + 2 * dense, ends + dense + 2 * experts), 2 * ends + dense
+    ends, kinds = found.ends * size, {*found.layers}
+    forward = max(ends + max(2 * dense, dense + 2 * experts) * size for dense, experts in kinds)
+    start = 2 * ends + found.layers[0][0] * size
     if not is_update:
         return GatheredBytes(forward, ends, start)
-    reduced, reduced_experts = found.dense * _FLOAT, found.experts * _FLOAT
+    backward = max(_hold_backward(dense, experts, size) for dense, experts in kinds)
+    return GatheredBytes(max(forward, ends + found.output * size + backward), ends, start)
+
+
+def _hold_backward(dense: int, experts: int, size: int) -> int:
+    """Bytes of layers while one of them goes backward, and the ones before and after it are like it."""
+    reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
+    dense, experts = dense * size, experts * size
     if experts:
-        layer = 2 * dense + max(2 * experts + reduced, experts + reduced_experts)
-    else:
-        layer = 3 * dense + reduced
-    return GatheredBytes(max(forward, ends + found.output * size + layer), ends, start)
+        return 2 * dense + max(2 * experts + reduced, experts + reduced_experts)
+    return 3 * dense + reduced

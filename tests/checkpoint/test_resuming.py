@@ -37,6 +37,7 @@ SP = dict(sequence_parallel=True)
 NO_ZERO = dict(use_distributed_optimizer=False)
 MUON = dict(optimizer="muon")
 ZERO_3 = dict(zero_stage=3)
+BIASED = dict(router_bias_rate=0.01)
 TP2_PP2 = Case(4, dict(tp_size=2, pp_size=2))
 
 
@@ -71,12 +72,22 @@ def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Ca
         TP2_PP2,
         Case(2, actor=MUON, dtype="bfloat16"),
         Case(2, actor=ZERO_3, dtype="bfloat16"),
+        Case(2, actor=ZERO_3 | BIASED, dtype="bfloat16"),
     ],
-    ids=["dp2-bfloat16", "dp2-bfloat16-no-zero", "no-zero", "tp2pp2", "dp2-bfloat16-muon", "dp2-bfloat16-zero3"],
+    ids=[
+        "dp2-bfloat16",
+        "dp2-bfloat16-no-zero",
+        "no-zero",
+        "tp2pp2",
+        "dp2-bfloat16-muon",
+        "dp2-bfloat16-zero3",
+        "dp2-bfloat16-zero3-biases",
+    ],
 )
 def test_the_same_layout_goes_on_bit_by_bit(case: Case, models, tmp_path: Path):
-    saved = save_actor(case, models["qwen2"], tmp_path, async_save=True)
-    resumed = resume_actor(case, models["qwen2"], tmp_path / "step_1")
+    model = models["glm4_moe" if "router_bias_rate" in case.actor else "qwen2"]
+    saved = save_actor(case, model, tmp_path, async_save=True)
+    resumed = resume_actor(case, model, tmp_path / "step_1")
     for before, after in zip(saved, resumed, strict=True):
         run, loaded, metrics, numbers, trained = after
         assert run.same_layout and metrics == before[2] and torch.equal(numbers, before[3])
@@ -149,9 +160,11 @@ def test_experts_go_on_in_other_layouts(saved_by: Case, loaded_by: Case, models,
     same_in_another_layout(models["qwen3_moe"], tmp_path, saved_by, loaded_by)
 
 
-def test_router_biases_go_on_without_optimizer_states(models, tmp_path: Path):
+@pytest.mark.parametrize("actor", [{}, ZERO_3], ids=["zero1", "zero3"])
+def test_router_biases_go_on_without_optimizer_states(actor: dict[str, Any], models, tmp_path: Path):
     """No gradient trains them, and a checkpoint without their states is complete."""
-    same_in_another_layout(models["glm4_moe"], tmp_path, Case(2, dict(ep_size=2)), Case(2, dict(pp_size=2)))
+    saved_by = Case(2, dict(ep_size=2), actor | BIASED)
+    same_in_another_layout(models["glm4_moe"], tmp_path, saved_by, Case(2, dict(pp_size=2), BIASED))
     assert find_gaps(tmp_path / "step_1", json.loads((tmp_path / "step_1/manifest.json").read_text())) == []
 
 

@@ -58,6 +58,8 @@ CASES = {
     "glm4-tp2-pp2-sp": ("glm4_moe", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "glm4-ep2-dp2": ("glm4_moe", Case(2, dict(ep_size=2))),
     "latent-tp2-pp2-sp": ("deepseek_v3", Case(4, dict(tp_size=2, pp_size=2), SP)),
+    "zero3-glm4-ep2-dp4-bf16": ("glm4_moe", Case(4, dict(ep_size=2), ZERO_3, dtype="bfloat16")),
+    "zero3-latent-tp2-sp": ("deepseek_v3", Case(4, dict(tp_size=2), SP | ZERO_3)),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
 ALWAYS = (
@@ -114,11 +116,12 @@ def measure(actor: Actor) -> RoleBytes:
 
 def measure_shards(actor: Actor) -> RoleBytes:
     """The same under ZeRO-3; storages, which are padded where the rows of a parameter do not divide."""
-    params, state = [*actor.model.params.values()], actor.optimizer.megatron.optimizer.state
+    params, state = actor.model.params.values(), actor.optimizer.megatron.optimizer.state
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in params}  # of all experts: one
     moments = sum(x.nbytes for states in state.values() for x in states.values() if x.ndim > 0)
     grads = {p.grad.untyped_storage() for *_, p in actor.optimizer.megatron._shards}  # of a unit: one
     sizes = {storage.data_ptr(): storage.nbytes() for storage in grads}
-    return RoleBytes(sum(p.untyped_storage().nbytes() for p in params), sum(sizes.values()), moments)
+    return RoleBytes(sum(weights.values()), sum(sizes.values()), moments)
 
 
 def _measure_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[RoleBytes, list[list[str]]]:

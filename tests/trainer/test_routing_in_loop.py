@@ -146,9 +146,17 @@ def test_biased_routers_replay_the_engine_and_themselves(moe_task: Path, tmp_pat
     assert record["mismatch/max"] > 1e-3 and 0.5 < record["moe/agreement"] < 1
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "world_size", "zero_stage"),
+    [
+        ("glm4_moe", 1, 1),
+        pytest.param("deepseek_v3", 1, 1, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 2, 3, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 2, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_biases_of_a_bfloat16_model_stay_float32(
-    moe_task: Path, tmp_path: Path, vllm_imported: None, family: str
+    moe_task: Path, tmp_path: Path, vllm_imported: None, family: str, world_size: int, zero_stage: int
 ) -> None:
     """In the engine, in checkpoints and in HF files; they move by less than a bfloat16 number of their size can.
 
@@ -160,7 +168,8 @@ def test_biases_of_a_bfloat16_model_stay_float32(
     before = {name: x.clone() for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
     extra = ["model.dtype=bfloat16", "actor.router_bias_rate=1e-5", "actor.router_replay=engine"]
     extra += ["hybrid.verify=full", "trainer.total_steps=3", "trainer.save_freq=1", "data.validation_files=[]"]
-    whole = run(moe_task, tmp_path / "whole", 1, *extra, model=f"{family}-bfloat16")
+    extra.append(f"actor.zero_stage={zero_stage}")
+    whole = run(moe_task, tmp_path / "whole", world_size, *extra, model=f"{family}-bfloat16")
     assert max(record["mismatch/max"] for record in whole) < 0.1  # 8 bits; flips would give more
     for name, start in before.items():
         with safe_open(next((tmp_path / "whole/checkpoints/latest/huggingface").glob("*.safetensors")), "pt") as file:
@@ -169,5 +178,5 @@ def test_biases_of_a_bfloat16_model_stay_float32(
         assert moved.dtype == torch.float32 and 0 < moved.abs().max() < 1e-4
         assert (steps - steps.round()).abs().max() < 0.01, "whole steps"
     cut = [*extra, "trainer.total_steps=2"]
-    assert run(moe_task, tmp_path / "cut", 1, *cut, model=f"{family}-bfloat16") == whole[:2]
-    assert run(moe_task, tmp_path / "cut", 1, *extra, model=f"{family}-bfloat16") == whole
+    assert run(moe_task, tmp_path / "cut", world_size, *cut, model=f"{family}-bfloat16") == whole[:2]
+    assert run(moe_task, tmp_path / "cut", world_size, *extra, model=f"{family}-bfloat16") == whole

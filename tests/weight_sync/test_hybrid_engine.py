@@ -211,6 +211,8 @@ CASES = [
     ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),
     ("vllm", "qwen3", 4, {"tp_size": 2, "zero_stage": 3}, 2),
     ("vllm", "qwen3_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1),
+    ("vllm", "glm4_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1),
+    ("vllm", "deepseek_v3", 2, {"zero_stage": 3}, 1),
     ("megatron", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("megatron", "llama", 4, {"tp_size": 2, "cp_size": 2}, 2),
     ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),
