@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -44,27 +43,34 @@ def build_sharded(
     with _without_storage():
         stages = build()
     assert not [*stages.buffers()], "what is no parameter has values that nobody reads"
-    whole = {p for p in stages.parameters() if not p.requires_grad}
+    untrained = [
+        (module, name, p)
+        for module in stages.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if not p.requires_grad
+    ]
+    for module, name, _ in untrained:
+        delattr(module, name)  # FSDP does not see them
     for p in stages.parameters() if is_trained else ():
         p.data = p.data.float()
-    if not is_trained:
-        stages.requires_grad_(False)
+    stages.requires_grad_(is_trained)
     device = current_device()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh, experts = (
         DeviceMesh.from_group(group, device.type) for group in (groups.collection.dp_cp, groups.collection.expt_dp)
     )
     attributes = {name: dict(vars(p)) for name, p in stages.named_parameters()}
-    shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
     for stage in cast(Iterable[Any], stages):
         for layer in stage.decoder.layers:
             if groups.layout.has_expert_replicas and hasattr(layer.mlp, "experts"):
-                shard(layer.mlp.experts, mesh=experts, shard_placement_fn=_cut_matrices)
-            shard(layer, mesh=mesh, shard_placement_fn=_cut_matrices)
-        shard(stage, mesh=mesh, reshard_after_forward=False)  # the head reads it after that
+                fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy, shard_placement_fn=_cut_matrices)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_cut_matrices)
+        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that
     stages.to_empty(device=device)
     for name, p in stages.named_parameters():
         _note(p, attributes[name])
+    for module, name, p in untrained:
+        module.register_parameter(name, p)
     for module in _list_units(stages):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -78,12 +84,12 @@ def _cut_matrices(param: torch.nn.Parameter) -> Shard | None:
 
 @contextmanager
 def _without_storage() -> Iterator[None]:
-    """Parameters lose their storage when they are registered, so that no more than one of them has it."""
+    """Parameters that are trained lose their storage when they are registered: no more than one of them has it."""
 
     def forget(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:  # annotated as None
-        if param is None:
+        if param is None or not param.requires_grad:
             return None
-        found = torch.nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        found = torch.nn.Parameter(param.data.to("meta"))
         _note(found, vars(param))
         return found
 
