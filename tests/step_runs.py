@@ -45,12 +45,14 @@ class Setup:
         sizes: of the layout.
         config: further settings of the role.
         dtype: of the model.
+        replays: experts that the routers would not have chosen, in every batch.
     """
 
     role: str = "actor"
     sizes: dict[str, int] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    replays: bool = False
 
     @property
     def shares_prompts(self) -> bool:
@@ -115,6 +117,17 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
         returns=returns,
         ref_logprobs=0.3 * returns - float(np.log(VOCAB_SIZE)),
     )
+
+
+def replay_any(batch: TrainBatch, model: PackedModel, step: int) -> TrainBatch:
+    """With experts that are drawn at random, and unknown for some rows, and for all of padding."""
+    shape, rng = model.shape.route_shape, np.random.default_rng(1000 + step)
+    routes = rng.random((1000, LONGEST, shape.layers, shape.experts)).argsort(-1)[..., : shape.choices]
+    found = shape.unknown(len(batch.tokens))
+    ids, positions = batch.sequence_ids.numpy(), batch.position_ids.numpy()
+    is_known = (ids >= 0) & (rng.random((1000, LONGEST)) < 0.9)[ids, positions]
+    found[is_known] = routes[ids, positions][is_known]
+    return replace(batch, replayed_routes=torch.from_numpy(found))
 
 
 def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]], TrainBatch]:
@@ -201,6 +214,8 @@ def compare_modes(setup: Setup, path: Path, world_size: int, num_steps: int, mod
             build_ragged_batch(eager.model, other.model.buckets, step, shares_prompts=setup.shares_prompts)
             for _ in range(2)
         ]
+        if setup.replays:
+            batches = [replay_any(batch, eager.model, step) for batch in batches]
         (scores, metrics, batch), (other_scores, other_metrics, other_batch) = (
             take_steps(role, batch, step) for role, batch in zip((eager, other), batches, strict=True)
         )

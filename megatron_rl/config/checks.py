@@ -307,7 +307,8 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 def _check_graph(config: CheckedConfig, section: str) -> None:
     """What the graphs of a step do not hold yet."""
-    refused = [("expert_model_parallel_size", "the exchange of tokens between experts", [1], "1")]
+    exchange = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
+    refused = [("expert_model_parallel_size", exchange, [1], "1")]
     if config.get(f"{section}.pipeline_model_parallel_size") > 1:
         refused += [
             ("virtual_pipeline_model_parallel_size", "microbatches of an interleaved schedule", [None, 1], "null"),

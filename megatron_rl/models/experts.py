@@ -10,8 +10,9 @@ Tables see one matrix per expert, under the names that `weights/experts.py` make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,10 +27,8 @@ from megatron_rl.models.quantized import list_quantized_linears, multiply_quanti
 from megatron_rl.parallel import batch_invariant
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.experts import name_expert, split_experts
+from megatron_rl.weights.experts import ROW_BYTES, name_expert, split_experts
 from megatron_rl.weights.nf4 import QuantizedMatrix
-
-_ALIGNMENT = 16  # bytes of a row that `grouped_mm` reads
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,28 @@ class ExpertPlace:
 
     tp_size: int
     has_own_replicas: bool
+
+
+class RowCounts:
+    """How many rows each expert of a rank has, where a product needs it.
+
+    Args:
+        counts: [E]; where ranks exchange rows, megatron-core has them on the host.
+        rows: [t, k], sorted by expert.
+    """
+
+    def __init__(self, counts: Any, rows: torch.Tensor) -> None:
+        self._counts, self._device = torch.as_tensor(counts), rows.device
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """A wait for the device, which a CUDA graph cannot hold."""
+        return self._counts.tolist()
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """[E] int32 on the device of the rows: the first row that is not the expert's any more."""
+        return self._counts.cumsum(0, dtype=torch.int32).to(self._device, non_blocking=True)
 
 
 class GroupedLinear(AdaptedLinear):
@@ -67,7 +88,7 @@ class GroupedLinear(AdaptedLinear):
         self._size, self._place, self._split_dim, self._dtype = size, place, split_dim, config.params_dtype
         self.weight = self._make(torch.empty, size, split_dim)
         self._parts: LinearAdapter | None = None
-        self._multiply: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = multiply
+        self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = multiply
 
     def quantize(self) -> None:
         """Have matrices in NF4, of zeros, in the place of the weight."""
@@ -102,16 +123,16 @@ class GroupedLinear(AdaptedLinear):
             for expert, (weight, a, b) in enumerate(zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True))
         ]
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         """[t, k], so many rows for each expert in their order -> [t, n]."""
         if isinstance(self.weight, list):
-            pairs = zip(x.split(counts), self.weight, strict=True)
+            pairs = zip(x.split(counts.on_host), self.weight, strict=True)
             output = torch.cat([multiply_quantized(rows, matrix) for rows, matrix in pairs])
         else:
             output = self._multiply(x, self.weight, counts)
         return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
 
-    def _change(self, x: torch.Tensor, counts: Sequence[int], adapter: LinearAdapter) -> torch.Tensor:
+    def _change(self, x: torch.Tensor, counts: RowCounts, adapter: LinearAdapter) -> torch.Tensor:
         """What the adapters add."""
         inner, pieces, end = self._multiply(x, self.lora_A, counts), [], 0
         lengths = [stop - start for start, stop in adapter.parts]
@@ -181,7 +202,7 @@ class GroupedExperts(torch.nn.ModuleDict):
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Rows sorted by expert, how many each has, and what multiplies their results [t]; no biases."""
-        counts = tokens_per_expert.tolist()
+        counts = RowCounts(tokens_per_expert, x)
         inner = self["activation"](self["linear_fc1"](x, counts))
         return self["linear_fc2"]((inner * shares.unsqueeze(-1)).to(inner.dtype), counts), None
 
@@ -194,18 +215,17 @@ def list_matrices(
     return {**split_experts(whole, name_expert), **list_quantized_linears(stages)}
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def multiply(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.Tensor:
     """Rows [t, k], so many for each expert, times its matrix of [E, n, k] -> [t, n]."""
     _, n, k = weight.shape
-    if not len(x) or n * weight.itemsize % _ALIGNMENT or k * weight.itemsize % _ALIGNMENT:
-        pairs = zip(x.split(counts), weight.unbind(), strict=True)
+    if not len(x) or n * weight.itemsize % ROW_BYTES or k * weight.itemsize % ROW_BYTES:
+        pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
         return torch.cat([F.linear(rows, matrix) for rows, matrix in pairs])
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
-    return _Product.apply(x, weight, ends)
+    return _Product.apply(x, weight, counts.ends)
 
 
-def _multiply_padded(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    pairs = zip(x.split(counts), weight.unbind(), strict=True)
+def _multiply_padded(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.Tensor:
+    pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
     return torch.cat([batch_invariant.multiply(rows, matrix) for rows, matrix in pairs])
 
 

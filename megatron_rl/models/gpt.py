@@ -8,7 +8,8 @@ The layer spec is megatron-core's local one with our RMSNorm (its own refuses se
 order of the fused QKV rows, our packed core attention and our gated activation. Where Transformer Engine is used,
 its linears and norms take the same places under the same parameter names (norms are not fused into the linears),
 so one placement table serves both; attention and activation are ours either way. The experts of a
-mixture are ours as well (`experts.py`), behind a router that can be told its choice (`routing.py`).
+mixture are ours as well (`experts.py`), behind a router that can be told its choice (`routing.py`), and so is what
+sorts tokens by expert where a rank has all of them (`dispatcher.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
@@ -225,7 +225,6 @@ def build_gpt_stages(
         )
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
             _scale_embedding(model, shape.hidden_size**0.5)
-        _forget_routes(model)
         _mark_tensor_parallel_weights(model)
         _place_weights(model, current_device())
         chunks.append(model)
@@ -240,17 +239,6 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
         return output * rounded
 
     model.embedding.register_forward_hook(scale_output)
-
-
-def _forget_routes(model: GPTModel) -> None:
-    """megatron-core's dispatchers keep the shares of the experts, and with them a layer's input and its gradient."""
-
-    def forget(layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        vars(layer.token_dispatcher).update(probs=None)
-
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            module.register_forward_hook(forget)
 
 
 def _place_weights(model: GPTModel, device: torch.device) -> None:

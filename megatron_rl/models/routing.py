@@ -21,6 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_rl.models.dispatcher import set_dispatcher
 from megatron_rl.parallel.collectives import current_device
 
 
@@ -192,6 +193,10 @@ class BiasedRouter(RoutedRouter):
 
 class RoutedLayer(TransformerLayer):
     """A layer with a mixture of experts, which hands the routes of its rows to its router."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        set_dispatcher(self.mlp, options["pg_collection"])
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """megatron-core's, with `packed_seq_params` by name."""

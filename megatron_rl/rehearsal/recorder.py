@@ -183,8 +183,11 @@ class _Recorder(TorchDispatchMode):
         self._on_host[_storage_of(tensor)] = tensor
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Made without a device; bytes that no operation has made are the state of the host's generator."""
-        is_state = tensor.dtype is torch.uint8 and not self._graph.has_made(tensor)
+        """Made without a device; a row of bytes that no operation has made is the state of the host's generator.
+
+        Routes are bytes as well, of more than one dimension.
+        """
+        is_state = tensor.dtype is torch.uint8 and tensor.dim() == 1 and not self._graph.has_made(tensor)
         return is_state or _storage_of(tensor) in self._on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -87,7 +87,6 @@ class Actor:
         else:
             step_loss, settings = self._given_loss, loss
         if self.model.routing is not None:
-            self.model.routing.clear()
             minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
         step_loss.set_settings(settings)
         self._update.forward_backward(minibatch, step_loss)

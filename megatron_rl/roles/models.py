@@ -12,14 +12,16 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
-from megatron_rl.config.schema import RunConfig, TrainedConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import check_layout
+from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
+from megatron_rl.weights.experts import ROW_BYTES
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
 
@@ -74,7 +76,10 @@ def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs
     layout = _read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape)
     _check_weights(spec, shape)
     _check_positions(config, shape)
-    return RoleInputs(spec, shape, layout)
+    found = RoleInputs(spec, shape, layout)
+    if shape.num_experts and spec.trainable:
+        _check_experts(found, config.model.dtype)
+    return found
 
 
 def _read_reference(spec: RoleSpec, actor: RoleInputs, ranks: range) -> RoleInputs:
@@ -94,30 +99,46 @@ def _read_reference(spec: RoleSpec, actor: RoleInputs, ranks: range) -> RoleInpu
 
 def _read_layout(spec: RoleSpec, ranks: range, shape: ModelShape) -> ParallelLayout:
     """A role's layout, checked against its model."""
-    layout, section = check_layout(spec, shape, ranks), spec.section
-    check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=section)
-    if shape.num_experts and isinstance(spec.layout, TrainedConfig):
-        _check_experts(spec.layout, shape, section)
+    layout = check_layout(spec, shape, ranks)
+    check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
     return layout
 
 
-def _check_experts(config: TrainedConfig, shape: ModelShape, section: str) -> None:
+def _check_experts(role: RoleInputs, dtype: str) -> None:
     """Refuse what an optimizer step cannot do with a mixture of experts."""
+    config, section = role.spec.training, role.spec.section
+    mixture = f"a mixture of {role.shape.num_experts} experts"
     if config.overlap_grad_reduce:
         raise UserError(
-            f"{section}.overlap_grad_reduce with a mixture of {shape.num_experts} experts, for which it is not tried",
+            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
             source=f"{section}.overlap_grad_reduce",
             expected="false",
             hint=f"remove {section}.overlap_grad_reduce",
         )
-    if config.step_mode == "graph":
+    if config.step_mode == "graph" and (reason := _why_in_turn(role, dtype)):
         raise UserError(
-            f"{section}.step_mode = graph with a mixture of {shape.num_experts} experts: the number of tokens of each "
-            "expert is read on the host to exchange them, which a graph cannot hold",
+            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
+            "reads how many rows each of them has, which a graph cannot hold",
             source=f"{section}.step_mode",
-            expected="eager or static for mixtures of experts",
-            hint=f"set {section}.step_mode=eager",
+            expected="experts that are multiplied in one product, or another step mode",
+            hint=f"set {section}.step_mode=static: the same step without capture",
         )
+
+
+def _why_in_turn(role: RoleInputs, dtype: str) -> str:
+    """Why a rank's experts are not multiplied in one product, see `models/experts.py`; empty: they are."""
+    spec, shape, multiple = role.spec, role.shape, ROW_BYTES // DTYPE_BYTES[dtype]
+    if spec.batch_invariant:
+        return "rollout.bitwise"
+    if spec.is_quantized:
+        return f"{spec.section}.quantization=nf4"
+    lengths = {"hidden_size": shape.hidden_size, "moe_intermediate_size / ETP": shape.ffn_hidden_size}
+    lengths["moe_intermediate_size / ETP"] //= role.layout.expert_tp_size
+    adapters = make_adapter_shape(shape, spec.lora, spec.section)
+    if adapters is not None and adapters.has_experts:
+        lengths[f"{spec.section}.lora.rank"] = adapters.rank
+    odd = [f"{name} = {length} is no multiple of {multiple}" for name, length in lengths.items() if length % multiple]
+    return ", ".join(odd)
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:

@@ -69,7 +69,7 @@ class GraphStep(StaticStep):
     """`StaticStep` with its functions replayed from graphs.
 
     Args:
-        model: one pipeline stage, dense, that knows the stream of its gradients.
+        model: one pipeline stage that knows the stream of its gradients.
         head, optimizer: what is trained with it.
         memory_gib: once the graphs hold so much, further shapes run without capture; None: no limit.
     """
@@ -185,7 +185,7 @@ class GraphStep(StaticStep):
             use_cudagraphable_rng=True,
             tp_rank=at.tp,
             ep_rank=expert_at.ep,
-            etp_rank=at.tp,
+            etp_rank=expert_at.tp,
             force_reset_rng=True,
         )
 

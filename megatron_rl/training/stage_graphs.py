@@ -99,6 +99,8 @@ class StageGraphStep(GraphStep):
         else:
             output: Any = _Replayed.apply(self._root if self._is_first else module.module.decoder.input_tensor, graphs)
             compute = _count_nothing
+        if not self._is_last:  # megatron-core finishes on the last stage only
+            microbatch.take_updates(static)
 
         def finish(output: torch.Tensor) -> Any:
             found = compute(output)

@@ -87,6 +87,8 @@ class OptimizerStep:
         optimizer.restore()
         step.prepare(minibatch, loss)
         loss.is_pulled.zero_()
+        if step.model.routing is not None:
+            step.model.routing.clear()
         optimizer.zero_grad()
         rows = step.run(minibatch, loss)
         totals = _reduce(rows, loss, step.model.groups, minibatch.tokens.device)

@@ -14,6 +14,8 @@ from megatron_rl.weights.families import FAMILIES, ModelShape
 if TYPE_CHECKING:
     import torch
 
+ROW_BYTES = 16  # of whose multiples rows are that torch's product of all experts of a rank reads
+
 
 def name_expert(param: str, expert: int) -> str:
     """The name in tables of the matrix of one expert of a rank, in one of Megatron's parameters."""

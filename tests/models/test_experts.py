@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from distributed import run_ranks
 from megatron_rl.models import experts
-from megatron_rl.models.experts import GroupedExperts, multiply
+from megatron_rl.models.experts import GroupedExperts, RowCounts, multiply
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.gpt import ColumnParallelLinear, RowParallelLinear
 from megatron_rl.models.transformer_config import build_transformer_config
@@ -38,7 +38,7 @@ def test_a_product_equals_one_after_the_other(n: int, k: int, dtype: torch.dtype
     x, weight = torch.randn(sum(COUNTS), k, dtype=dtype), torch.randn(len(COUNTS), n, k, dtype=dtype)
     for gradient in (torch.randn(sum(COUNTS), n, dtype=dtype), torch.ones(1, 1, dtype=dtype).expand(sum(COUNTS), n)):
         found = []
-        for product in (lambda a, b: multiply(a, b, COUNTS), multiply_in_turn):
+        for product in (lambda a, b: multiply(a, b, RowCounts(COUNTS, a)), multiply_in_turn):
             inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
             output = product(*inputs)
             found.append([output, *torch.autograd.grad(output, inputs, gradient)])
@@ -47,7 +47,7 @@ def test_a_product_equals_one_after_the_other(n: int, k: int, dtype: torch.dtype
 
 def test_a_rank_without_tokens_has_gradients_of_zero() -> None:
     x, weight = torch.randn(0, 32, requires_grad=True), torch.randn(3, 16, 32, requires_grad=True)
-    output = multiply(x, weight, [0, 0, 0])
+    output = multiply(x, weight, RowCounts([0, 0, 0], x))
     output.sum().backward()
     assert output.shape == (0, 16) and weight.grad is not None and not weight.grad.any()
 
@@ -93,6 +93,8 @@ def test_a_token_keeps_its_bits_whatever_else_its_expert_gets() -> None:
     torch.manual_seed(0)
     weight = torch.randn(2, 96, 64)
     x = torch.randn(40, 64)
-    together = experts._multiply_padded(x, weight, [30, 10])
-    alone = [experts._multiply_padded(x[i : i + 1], weight, [1, 0] if i < 30 else [0, 1]) for i in range(40)]
+    together = experts._multiply_padded(x, weight, RowCounts([30, 10], x))
+    alone = [
+        experts._multiply_padded(x[i : i + 1], weight, RowCounts([1, 0] if i < 30 else [0, 1], x)) for i in range(40)
+    ]
     assert torch.equal(together, torch.cat(alone))
