@@ -66,29 +66,26 @@ class LocalDispatcher(MoETokenDispatcher):
         return rows, probs.T.flatten().index_select(0, chosen)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows and shares of all ranks that share the experts."""
-        if self.tp_size == 1:
-            return hidden_states, probs
-        choices, group = self._under_way, self.tp_group
-        with torch.no_grad():
-            experts = gather_from_sequence_parallel_region(choices.experts, group=group)
-            order = experts.argsort(stable=True)
-            choices.order, choices.inverse = order, order.argsort()
-            choices.counts = torch.zeros_like(choices.counts).index_add_(0, experts, torch.ones_like(experts))
-        return (
-            gather_from_sequence_parallel_region(hidden_states, group=group),
-            gather_from_sequence_parallel_region(probs, group=group),
-        )
+        """Nothing: no row leaves for another expert's rank."""
+        return hidden_states, probs
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the experts take: rows, how many each has [E], and shares."""
-        choices = self._under_way
-        if choices.order is None:
-            return hidden_states, choices.counts, probs
-        rows, shares = (_Reordered.apply(x, choices.order, choices.inverse) for x in (hidden_states, probs))
-        return rows, choices.counts, shares
+        """What the experts take, of all ranks that share them: rows, how many each has [E], and shares."""
+        choices, group = self._under_way, self.tp_group
+        if self.tp_size > 1:
+            with torch.no_grad():
+                experts = gather_from_sequence_parallel_region(choices.experts, group=group)
+                order = experts.argsort(stable=True)
+                choices.order, choices.inverse = order, order.argsort()
+                choices.counts = torch.zeros_like(choices.counts).index_add_(0, experts, torch.ones_like(experts))
+            # Under one name: what is gathered does not outlive its copy in another order.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+            hidden_states = _Reordered.apply(hidden_states, choices.order, choices.inverse)
+            probs = gather_from_sequence_parallel_region(probs, group=group)
+            probs = _Reordered.apply(probs, choices.order, choices.inverse)
+        return hidden_states, choices.counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows of this rank, summed over the ranks that share the experts."""

@@ -50,14 +50,21 @@ class RowCounts:
     Args:
         counts: [E]; where ranks exchange rows, megatron-core has them on the host.
         rows: [t, k], sorted by expert.
+
+    Attributes:
+        num_experts: E.
+        num_rows: t.
+        is_on_device: whether a product that reads the numbers on the host waits for the device.
     """
 
     def __init__(self, counts: Any, rows: torch.Tensor) -> None:
         self._counts, self._device = torch.as_tensor(counts), rows.device
+        self.num_experts, self.num_rows = len(self._counts), len(rows)
+        self.is_on_device = self._counts.device == rows.device
 
     @cached_property
     def on_host(self) -> list[int]:
-        """A wait for the device, which a CUDA graph cannot hold."""
+        """The numbers; a wait for the device where they are on it, which a CUDA graph cannot hold."""
         return self._counts.tolist()
 
     @cached_property

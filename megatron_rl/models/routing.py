@@ -196,7 +196,8 @@ class RoutedLayer(TransformerLayer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        set_dispatcher(self.mlp, options["pg_collection"])
+        mlp: Any = self.mlp
+        set_dispatcher(mlp, options["pg_collection"])
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """megatron-core's, with `packed_seq_params` by name."""

@@ -30,6 +30,7 @@ _ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/routing.py"
 _WAITS_OF_EAGER = (
     "megatron_rl/training/heads.py",
     "megatron/core/transformer/moe/",
+    "megatron_rl/models/experts.py",  # where they are multiplied one after the other
     "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes ahead of messages, in an interleaved pipeline
 )
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from megatron_rl.models import experts
 from megatron_rl.planning.cluster import Job
 from megatron_rl.rehearsal.ledger import Ledger
 from megatron_rl.training import packed_model
@@ -34,7 +35,10 @@ def stand_ins(job: Job, ledger: Ledger, find_message: Callable[[], list[int]]) -
 
 @contextmanager
 def counted_experts(job: Job, ledger: Ledger) -> Iterator[None]:
-    """Experts get equal numbers of tokens: the counts that a GPU computes and the host reads in every layer."""
+    """Experts get equal numbers of tokens: the counts that a GPU computes and the host reads in every layer.
+
+    It reads them where ranks exchange tokens, and where experts are multiplied one after the other.
+    """
     if not job.shape.num_experts:
         yield
         return
@@ -57,7 +61,15 @@ def counted_experts(job: Job, ledger: Ledger) -> Iterator[None]:
         this.restore_output_by_local_experts = chunks.reshape(local, -1).T.ravel()
         return np.full(local, each * ranks)
 
-    with patch.object(dispatcher, "preprocess", preprocess):
+    def on_host(this: experts.RowCounts) -> list[int]:
+        if this.is_on_device:
+            ledger.note_wait("megatron_rl/models/experts.py")
+        return [this.num_rows // this.num_experts] * this.num_experts
+
+    with (
+        patch.object(dispatcher, "preprocess", preprocess),
+        patch.object(experts.RowCounts, "on_host", property(on_host)),
+    ):
         yield
 
 

@@ -85,7 +85,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:
-        check_step_mode(role.training, role.section)
+        check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
     config = wait_for_debugger(config)
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
 
@@ -97,5 +97,5 @@ def check_sft(config: RunConfig) -> tuple[RunConfig, SftInputs]:
         UserError: bad input, on every rank alike.
     """
     inputs = read_sft_inputs(config, launched_sizes()[0])
-    check_step_mode(config.actor, "actor")
+    check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
     return wait_for_debugger(config), inputs

@@ -127,7 +127,7 @@ def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[Fast
         config.step_mode,
         device.type == "cpu" or config.step_mode == "graph",
         "no launch per kernel, which binds small microbatches",
-        "step_mode=graph (dense models)",
+        "step_mode=graph (no expert parallelism)",
     )
     if device.type == "cuda":
         yield FastPath("batches", "copied from pinned memory while the host continues", True)

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.schema import TrainedConfig
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.reduction import reduce_early
 from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
 
 Shape = tuple[Any, ...]
+_GROUPED_KERNELS = (9, 10)  # major compute capabilities for which torch's `grouped_mm` does not read on the host
 
 
 class StepLoss:
@@ -231,16 +233,31 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         torch._foreach_copy_(to, from_)  # pyright: ignore[reportPrivateImportUsage]  # one kernel
 
 
-def check_step_mode(config: TrainedConfig, section: str) -> None:
+def check_step_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
     """Refuse a step mode that this machine cannot run.
 
+    Args:
+        spec: of a role that is trained.
+        shape: of its model.
+        dtype: of its model.
+
     Raises:
-        UserError: graph without CUDA.
+        UserError: graph without CUDA, or with experts for which this GPU has no kernel.
     """
-    if config.step_mode == "graph" and not torch.cuda.is_available():
+    if spec.training.step_mode != "graph":
+        return
+    found, expected = "", "a CUDA device"
+    if not torch.cuda.is_available():
+        found = "there is no CUDA device"
+    elif shape.num_experts:
+        major, minor = torch.cuda.get_device_capability()
+        if dtype != "bfloat16" or major not in _GROUPED_KERNELS:
+            found = f"torch multiplies experts in {dtype} one after the other on compute capability {major}.{minor}"
+            expected = "a mixture of experts in bfloat16, on compute capability 9.x or 10.x"
+    if found:
         raise UserError(
-            f"{section}.step_mode = graph, but there is no CUDA device",
-            source=f"{section}.step_mode",
-            expected="a CUDA device",
-            hint=f"set {section}.step_mode=static: the same step without capture",
+            f"{spec.section}.step_mode = graph, but {found}",
+            source=f"{spec.section}.step_mode",
+            expected=expected,
+            hint=f"set {spec.section}.step_mode=static: the same step without capture",
         )

@@ -7,9 +7,11 @@ the log-probs or values before it. The batches are ragged and new in every step.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from role_setups import take_step
 
 import megatron_rl.training.step as step_module
 from distributed import run_ranks
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.step import StaticInputs, StepLoss, check_step_mode, describe_shape, find_shape
 from megatron_rl.types import UserError
+from shards import make_shape
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, measure_padding
 from tiny_models import save_tiny_model
 
@@ -177,13 +181,35 @@ def test_an_unsound_step_changes_neither_weights_nor_states(bad: float, message:
         assert found is not None and found[0].startswith(message) and found[1:] == (True, True)
 
 
+def _check(mode: str, dtype: str = "bfloat16", num_experts: int = 0) -> None:
+    """Whether this machine runs it."""
+    config = ActorConfig(step_mode=mode)
+    spec = RoleSpec(name="actor", path="-", section="actor", layout=config, head="logprob", trainable=True)
+    check_step_mode(spec, make_shape("qwen3_moe" if num_experts else "qwen2", num_experts=num_experts), dtype)
+
+
 def test_graph_without_cuda_says_to_use_static() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(UserError, match="step_mode=static") as caught:
-        check_step_mode(ActorConfig(step_mode="graph"), "actor")
+        _check("graph")
     assert caught.value.source == "actor.step_mode"
-    check_step_mode(ActorConfig(step_mode="static"), "actor")
+    _check("static")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "is_refused"),
+    [((9, 0), "bfloat16", False), ((10, 0), "bfloat16", False), ((9, 0), "float32", True), ((8, 0), "bfloat16", True)],
+)
+def test_graph_of_experts_needs_a_kernel(capability: tuple[int, int], dtype: str, is_refused: bool) -> None:
+    """Where torch has none, it reads on the host how many rows each expert has."""
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "get_device_capability", lambda: capability),
+    ):
+        _check("graph", dtype)
+        with pytest.raises(UserError, match="one after the other on") if is_refused else nullcontext():
+            _check("graph", dtype, num_experts=4)
 
 
 def _name_metrics(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], int]:
