@@ -102,7 +102,7 @@ class TrainedConfig(LayoutConfig):
     step_mode: Literal["eager", "static", "graph"] = option(
         "eager",
         "eager: microbatches of any length; static: padded to few shapes; graph: static, replayed from CUDA graphs"
-        " (dense).",
+        " (experts: EP 1).",
     )
     bucket_tokens: list[int] = option(
         [],

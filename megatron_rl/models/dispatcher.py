@@ -12,7 +12,7 @@ Where experts are dealt to ranks, how many rows go to each depends on the routes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.autograd.function import once_differentiable
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Choices:
     """The choices of a layer's tokens while they are under way.
 
@@ -78,12 +78,13 @@ class LocalDispatcher(MoETokenDispatcher):
             with torch.no_grad():
                 experts = gather_from_sequence_parallel_region(choices.experts, group=group)
                 order = experts.argsort(stable=True)
-                choices.order, choices.inverse = order, order.argsort()
-                choices.counts = torch.zeros_like(choices.counts).index_add_(0, experts, torch.ones_like(experts))
+                counts = torch.zeros_like(choices.counts).index_add_(0, experts, torch.ones_like(experts))
+            self._choices = choices = replace(choices, counts=counts, order=order, inverse=order.argsort())
             # Under one name: what is gathered does not outlive its copy in another order.
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+            sizes = [len(choices.tokens)] * self.tp_size
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group, output_split_sizes=sizes)
             hidden_states = _Reordered.apply(hidden_states, choices.order, choices.inverse)
-            probs = gather_from_sequence_parallel_region(probs, group=group)
+            probs = gather_from_sequence_parallel_region(probs, group=group, output_split_sizes=sizes)
             probs = _Reordered.apply(probs, choices.order, choices.inverse)
         return hidden_states, choices.counts, probs
 
@@ -93,8 +94,11 @@ class LocalDispatcher(MoETokenDispatcher):
         if choices.order is None:
             return hidden_states
         rows = _Reordered.apply(hidden_states, choices.inverse, choices.order)
-        # In the type of the shares, as megatron-core sums them.
-        summed = reduce_scatter_to_sequence_parallel_region(rows.to(choices.dtype), group=self.tp_group)
+        # In the type of the shares, and by the collective that megatron-core calls: gloo's others add in another order.
+        sizes = [len(choices.tokens)] * self.tp_size
+        summed = reduce_scatter_to_sequence_parallel_region(
+            rows.to(choices.dtype), group=self.tp_group, input_split_sizes=sizes
+        )
         return summed.to(hidden_states.dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,11 @@ from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import check_layout
-from megatron_rl.planning.parameters import DTYPE_BYTES
+from megatron_rl.roles.layouts import read_layout
 from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
-from megatron_rl.weights.experts import ROW_BYTES
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
 
@@ -62,7 +59,7 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
     found = {"actor": actor}
     for name, role in spec.roles.items():
         if name == "reference":
-            found[name] = _read_reference(role, actor, config.placement.ranks_of(name, world_size))
+            found[name] = _read_reference(config, role, actor, world_size)
         elif name != "actor":
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
@@ -73,16 +70,13 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
     shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
-    layout = _read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape)
+    layout = read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape, config.model.dtype)
     _check_weights(spec, shape)
     _check_positions(config, shape)
-    found = RoleInputs(spec, shape, layout)
-    if shape.num_experts and spec.trainable:
-        _check_experts(found, config.model.dtype)
-    return found
+    return RoleInputs(spec, shape, layout)
 
 
-def _read_reference(spec: RoleSpec, actor: RoleInputs, ranks: range) -> RoleInputs:
+def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_size: int) -> RoleInputs:
     """A model like the actor's, in its layout on its own ranks; its files are read where they are others."""
     if spec.path != actor.spec.path:
         shape = load_model_shape(find_model_files(spec.path))
@@ -94,51 +88,8 @@ def _read_reference(spec: RoleSpec, actor: RoleInputs, ranks: range) -> RoleInpu
                 hint="use a checkpoint of the same model",
             )
         _check_weights(spec, shape)
-    return replace(actor, spec=spec, layout=_read_layout(spec, ranks, actor.shape))
-
-
-def _read_layout(spec: RoleSpec, ranks: range, shape: ModelShape) -> ParallelLayout:
-    """A role's layout, checked against its model."""
-    layout = check_layout(spec, shape, ranks)
-    check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
-    return layout
-
-
-def _check_experts(role: RoleInputs, dtype: str) -> None:
-    """Refuse what an optimizer step cannot do with a mixture of experts."""
-    config, section = role.spec.training, role.spec.section
-    mixture = f"a mixture of {role.shape.num_experts} experts"
-    if config.overlap_grad_reduce:
-        raise UserError(
-            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
-            source=f"{section}.overlap_grad_reduce",
-            expected="false",
-            hint=f"remove {section}.overlap_grad_reduce",
-        )
-    if config.step_mode == "graph" and (reason := _why_in_turn(role, dtype)):
-        raise UserError(
-            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
-            "reads how many rows each of them has, which a graph cannot hold",
-            source=f"{section}.step_mode",
-            expected="experts that are multiplied in one product, or another step mode",
-            hint=f"set {section}.step_mode=static: the same step without capture",
-        )
-
-
-def _why_in_turn(role: RoleInputs, dtype: str) -> str:
-    """Why a rank's experts are not multiplied in one product, see `models/experts.py`; empty: they are."""
-    spec, shape, multiple = role.spec, role.shape, ROW_BYTES // DTYPE_BYTES[dtype]
-    if spec.batch_invariant:
-        return "rollout.bitwise"
-    if spec.is_quantized:
-        return f"{spec.section}.quantization=nf4"
-    lengths = {"hidden_size": shape.hidden_size, "moe_intermediate_size / ETP": shape.ffn_hidden_size}
-    lengths["moe_intermediate_size / ETP"] //= role.layout.expert_tp_size
-    adapters = make_adapter_shape(shape, spec.lora, spec.section)
-    if adapters is not None and adapters.has_experts:
-        lengths[f"{spec.section}.lora.rank"] = adapters.rank
-    odd = [f"{name} = {length} is no multiple of {multiple}" for name, length in lengths.items() if length % multiple]
-    return ", ".join(odd)
+    ranks = config.placement.ranks_of(spec.name, world_size)
+    return replace(actor, spec=spec, layout=read_layout(spec, ranks, actor.shape, config.model.dtype))
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens are sorted by expert in fixed shapes with the bits of megatron-core's dispatcher, and a graph can hold it.
 
-Compared on one rank and where two share each expert: results, and gradients of tokens, gates and experts, in float32
-and bfloat16, with an expert that gets nothing. Not covered: whole updates (tests/training/test_step.py,
-tests/rehearsal/test_recorder.py); more than two ranks, whose sums a collective may add in another order; GPUs.
+Compared on one rank and where two or four share each expert: results, and gradients of tokens, gates and experts, in
+float32 and bfloat16, with an expert that gets nothing. Not covered: whole updates, which are in
+tests/rehearsal/test_recorded_experts.py, and GPUs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ TOKENS, EXPERTS = 24, 6
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
     "tp2": (2, dict(tp_size=2)),
+    "tp4": (4, dict(tp_size=4)),
     "tp2-etp1": (2, dict(tp_size=2, etp_size=1)),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -83,7 +84,7 @@ def compare(rank: int, world_size: int, names: list[str]) -> dict[str, list[bool
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fixed_shapes_have_the_bits_of_megatron_core(world_size: int) -> None:
     names = [name for name, (size, _) in LAYOUTS.items() if size == world_size]
     for found in run_ranks(compare, world_size, names):

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,7 @@ fake_cuda.install(GPU_BYTES, 4)
 from megatron_rl.capsule import replaying
 from megatron_rl.checkpoint.rng import read_rng, restore_rng
 from megatron_rl.config.loading import load_config
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RolloutConfig, TrainedConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines import served
@@ -53,6 +54,7 @@ from megatron_rl.roles.bitwise import check_bitwise
 from megatron_rl.training.fast_path import find_fast_paths
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
 CUDA = torch.device("cuda", 0)
@@ -187,6 +189,18 @@ def cache() -> int:
     return PolicyEngine._count_blocks(engine, _spec(config=RolloutConfig(max_num_seqs=10**9)))
 
 
+def captured_experts() -> list[str]:
+    """On which GPUs, and in which types, a graph holds a mixture of experts."""
+    config, shape = TrainedConfig(step_mode="graph"), SimpleNamespace(num_experts=8)
+    spec = RoleSpec(name="actor", path="-", section="actor", layout=config, head="logprob", trainable=True)
+    found = []
+    for capability, dtype in (((9, 0), "bfloat16"), ((10, 0), "bfloat16"), ((9, 0), "float32"), ((8, 0), "bfloat16")):
+        with patch.object(torch.cuda, "get_device_capability", lambda capability=capability: capability):
+            refused = _refusal(lambda dtype=dtype: check_step_mode(spec, cast(Any, shape), dtype))
+            found.append(refused.removeprefix("actor.step_mode = graph, but "))
+    return found
+
+
 PARTS: dict[str, Callable[[], Any]] = {
     "start": start,
     "memory": memory,
@@ -198,6 +212,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "cache": cache,
     "kernels": kernels,
     "servers": servers,
+    "captured experts": captured_experts,
     "bitwise": lambda: _refusal(lambda: check_bitwise(SHAPE, 1, "vllm")),
     "capsule": lambda: replaying.is_same_layout(
         SimpleNamespace(manifest={"world_size": 1, "device": "cpu"}),  # type: ignore[arg-type]

@@ -41,6 +41,12 @@ EXPECTED: dict[str, Any] = {
         "compiled": "0",
         "sglang": [["--mem-fraction-static", "0.5"], {}],
     },
+    "captured experts": [
+        "nothing",
+        "nothing",
+        "torch multiplies experts in float32 one after the other on compute capability 9.0",
+        "torch multiplies experts in bfloat16 one after the other on compute capability 8.0",
+    ],
     "bitwise": "rollout.bitwise on a GPU: the kernels of vLLM and of the trainer add up in different orders there",
     "capsule": False,
 }

@@ -2,7 +2,7 @@
 """Mixtures of experts that a graph cannot hold are refused before anything is built, with the reason.
 
 That the others are captured is in tests/rehearsal/test_recorded_experts.py; which GPUs can, in
-tests/training/test_step.py.
+tests/rehearsal/test_gpu_paths.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import pytest
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.roles.models import RoleInputs, _check_experts
+from megatron_rl.roles.layouts import read_layout
 from megatron_rl.types import UserError
 from shards import make_shape
 
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 
+NF4: dict[str, Any] = dict(actor=dict(quantization="nf4", lora=LoraConfig(rank=8)))
+
 
 def check(actor: dict[str, Any] | None = None, *, dtype: str = "bfloat16", bitwise: bool = False, **sizes: int) -> None:
-    config = ActorConfig(**dict(step_mode="graph") | (actor or {}))
+    layout = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    config = ActorConfig(**layout | dict(step_mode="graph") | (actor or {}))
     spec = RoleSpec(
         name="actor",
         path="-",
@@ -34,14 +36,17 @@ def check(actor: dict[str, Any] | None = None, *, dtype: str = "bfloat16", bitwi
         batch_invariant=bitwise,
     )
     shape = make_shape("qwen3_moe", **dict(hidden_size=64, ffn_hidden_size=48) | sizes)
-    _check_experts(RoleInputs(spec, shape, ParallelLayout(2, tp_size=2)), dtype)
+    read_layout(spec, range(2), shape, dtype)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (dict(bitwise=True), "rollout.bitwise"),
-        (dict(actor=dict(quantization="nf4", lora=LoraConfig(rank=8))), "actor.quantization=nf4"),
+        (
+            NF4 | dict(hidden_size=256, ffn_hidden_size=256),
+            "actor.quantization=nf4",
+        ),
         (dict(ffn_hidden_size=40), "moe_intermediate_size / ETP = 20 is no multiple of 8"),
         (dict(hidden_size=60), "hidden_size = 60 is no multiple of 8"),
         (dict(hidden_size=62, dtype="float32"), "hidden_size = 62 is no multiple of 4"),
