@@ -19,8 +19,7 @@ from megatron_rl.types import UserError
 from shards import make_shape
 
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
-
-NF4: dict[str, Any] = dict(actor=dict(quantization="nf4", lora=LoraConfig(rank=8)))
+NF4 = dict(quantization="nf4", lora=LoraConfig(rank=8), tensor_model_parallel_size=1, sequence_parallel=False)
 
 
 def check(actor: dict[str, Any] | None = None, *, dtype: str = "bfloat16", bitwise: bool = False, **sizes: int) -> None:
@@ -43,10 +42,7 @@ def check(actor: dict[str, Any] | None = None, *, dtype: str = "bfloat16", bitwi
     ("arguments", "reason"),
     [
         (dict(bitwise=True), "rollout.bitwise"),
-        (
-            NF4 | dict(hidden_size=256, ffn_hidden_size=256),
-            "actor.quantization=nf4",
-        ),
+        (dict(actor=NF4, hidden_size=256, ffn_hidden_size=256), "actor.quantization=nf4"),
         (dict(ffn_hidden_size=40), "moe_intermediate_size / ETP = 20 is no multiple of 8"),
         (dict(hidden_size=60), "hidden_size = 60 is no multiple of 8"),
         (dict(hidden_size=62, dtype="float32"), "hidden_size = 62 is no multiple of 4"),
