@@ -42,7 +42,7 @@ def check(actor: dict[str, Any] | None = None, *, dtype: str = "bfloat16", bitwi
     ("arguments", "reason"),
     [
         (dict(bitwise=True), "rollout.bitwise"),
-        (dict(actor=NF4, hidden_size=256, ffn_hidden_size=256), "actor.quantization=nf4"),
+        (dict(actor=NF4, ffn_hidden_size=64, head_dim=64), "actor.quantization=nf4"),
         (dict(ffn_hidden_size=40), "moe_intermediate_size / ETP = 20 is no multiple of 8"),
         (dict(hidden_size=60), "hidden_size = 60 is no multiple of 8"),
         (dict(hidden_size=62, dtype="float32"), "hidden_size = 62 is no multiple of 4"),
