@@ -245,8 +245,9 @@ def score_with_transformers(
 
 def train_with_transformers(model: torch.nn.Module, num_updates: int = 2, adam_eps: float = 1e-8) -> Measured:
     """The same updates by transformers, autograd and torch.optim, one sequence at a time."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    named = dict(model.named_parameters())  # biases of experts are matrices of vectors
+    vectors = [p for name, p in named.items() if p.ndim == 1 or name.endswith("bias")]
+    matrices = [p for name, p in named.items() if p.ndim > 1 and not name.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": ACTOR["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
         betas=(0.9, 0.95),

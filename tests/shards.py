@@ -46,6 +46,8 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         sizes |= dict(latent=LatentSizes(18, 14, 2, 3), head_dim=5, rotary_dim=2, num_kv_heads=8, attention_scale=0.5)
     if family in ("glm4_moe", "deepseek_v3"):
         sizes |= dict(dense_layers=1, dense_ffn_size=48, shared_ffn_size=32, router=SigmoidRouter())
+    if family == "gpt_oss":
+        sizes |= dict(sliding_layers=(0, 2), sliding_window=6)
     if family == "gemma3_text":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6, sliding_rope_theta=1e4, attention_scale=0.5)
     return ModelShape(family=family, **(sizes | changes))

@@ -20,6 +20,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -49,6 +50,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
+    "gpt_oss": GptOssConfig,
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
@@ -111,6 +113,22 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.5,
         num_mtp_layers=0,
     ),
+    "gpt_oss": dict(
+        tie_word_embeddings=False,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=64,
+        ),
+    ),
 }
 
 
@@ -155,7 +173,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             attention and MLP, and of all heads together), "qwen3_moe" (QK norm) or "mixtral" with four experts, two per
             token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
-            values are narrower than those of keys.
+            values are narrower than those of keys, or "gpt_oss": with sinks, windows of 6 in every other layer, and
+            four experts with biases, two per token.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.
     """
@@ -179,6 +198,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
                 parameter *= 3
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj_bias"):  # of the experts of gpt-oss, 0 until now
+                parameter += 0.1 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer += 0.1 * torch.randn_like(buffer)

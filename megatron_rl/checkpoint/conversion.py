@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megatron_rl.checkpoint.conversion_checks import (
     check_global_shapes,
@@ -31,8 +30,8 @@ from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resol
 from megatron_rl.checkpoint.files import DIGESTS_FILE, explain_write_error
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
+from megatron_rl.checkpoint.model_files import ModelFiles, WrittenTensor, list_written
 from megatron_rl.checkpoint.pieces import locate
-from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
@@ -69,11 +68,11 @@ def convert_to_megatron(
     Raises:
         UserError: unknown architecture, weights that do not fit config.json, a disk that does not take it, ...
     """
-    shape = load_model_shape(source, head=find_head(index_safetensors(source)))
+    shape = load_model_shape(source, head=find_head(ModelFiles(source)))
     check_checkpoint(source, shape)
-    files = index_safetensors(source)
+    files = ModelFiles(source)
     check_surplus(files, shape, source)
-    drafts, shapes = place_drafts(shape, read_headers(files))
+    drafts, shapes = place_drafts(shape, files.read_headers())
     dtypes = read_dtypes(files, shapes) if dtype is None else choose_dtypes(shape, dict.fromkeys(shapes, dtype), dtype)
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_one_type_per_key(table, dtypes, source)
@@ -156,11 +155,8 @@ def convert_to_huggingface(
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_global_shapes(reader, table, weights)
     dtypes = choose_dtypes(shape, {name: reader.tensors[p[0].key][1] for name, p in table.items()}, dtype)
-    units = split_units(
-        {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in sizes.items()},
-        file_bytes,
-        name_safetensors,
-    )
+    written = list_written(shape, {name: sizes[name] for name in drafts}, dtypes)
+    units = split_units({name: tensor.num_bytes for name, tensor in written.items()}, file_bytes, name_safetensors)
     digest = hashlib.sha256((weights / METADATA_FILE).read_bytes()).hexdigest()
     fingerprint = {
         "to": "huggingface",
@@ -171,7 +167,7 @@ def convert_to_huggingface(
     }
     run_units(
         units,
-        bind(_write_safetensors, reader=reader, dtypes=dtypes, table=table, sizes=sizes),
+        bind(_write_safetensors, reader=reader, table=table, written=written),
         partial,
         fingerprint,
         workers,
@@ -240,14 +236,14 @@ def _write_distcp(
     path: Path,
     progress: Progress,
     *,
-    files: Mapping[str, Path],
+    files: ModelFiles,
     dtypes: Mapping[str, torch.dtype],
     table: Table,
 ) -> Finished:
     writer = ChunkWriter(path)
     try:
         for name in unit.tensors:
-            with safe_open(files[name], "pt") as handle:  # opened again: pages of other tensors leave the memory
+            with files.open(files[name]) as handle:  # opened again: pages of other tensors leave the memory
                 stored = handle.get_slice(name)
                 for place in table[name]:
                     for part in _split_rows(place, dtypes[name].itemsize):
@@ -259,25 +255,35 @@ def _write_distcp(
         writer.abandon()
 
 
+def _read_rows(reader: ChunkReader, places: Sequence[GlobalPlacement], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """A logical tensor, some rows at a time."""
+    for place in places:
+        for part in _split_rows(place, dtype.itemsize):
+            piece = locate(place, part, torch.empty(box_shape(part), dtype=dtype))
+            reader.read(piece.key, piece.box, piece.data)
+            yield piece.data
+
+
 def _write_safetensors(
     unit: Unit,
     path: Path,
     progress: Progress,
     *,
     reader: ChunkReader,
-    dtypes: Mapping[str, torch.dtype],
     table: Table,
-    sizes: Mapping[str, tuple[int, ...]],
+    written: Mapping[str, WrittenTensor],
 ) -> Finished:
-    writer = SafetensorsWriter(path, {name: (sizes[name], dtypes[name]) for name in unit.tensors})
+    writer = SafetensorsWriter(path, {name: (written[name].size, written[name].dtype) for name in unit.tensors})
     try:
         for name in unit.tensors:
-            for place in table[name]:
-                for part in _split_rows(place, dtypes[name].itemsize):
-                    piece = locate(place, part, torch.empty(box_shape(part), dtype=dtypes[name]))
-                    reader.read(piece.key, piece.box, piece.data)
-                    writer.write(piece.data)
-                    progress.advance(piece.data.numel() * piece.data.element_size())
+            tensor = written[name]
+            experts = (
+                tensor.join([torch.cat([*_read_rows(reader, table[part], tensor.dtype)]) for part in turns])
+                for turns in tensor.experts
+            )
+            for data in experts if tensor.experts else _read_rows(reader, table[name], tensor.dtype):
+                writer.write(data)
+                progress.advance(data.numel() * data.element_size())
         return Finished(writer.close())
     finally:
         writer.abandon()

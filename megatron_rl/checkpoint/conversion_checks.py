@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.checkpoint.draft_layers import find_drafts
-from megatron_rl.checkpoint.safetensors_index import read_headers
+from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -50,10 +50,10 @@ def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) ->
         )
 
 
-def read_dtypes(files: Mapping[str, Path], names: Collection[str]) -> dict[str, torch.dtype]:
+def read_dtypes(files: ModelFiles, names: Collection[str]) -> dict[str, torch.dtype]:
     """Type of every one of these tensors, from the headers."""
     types = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    stored = {name: dtype for name, (_, dtype) in read_headers(files).items() if name in names}
+    stored = {name: dtype for name, (_, dtype) in files.read_headers().items() if name in names}
     for name, dtype in stored.items():
         if dtype not in types:
             raise UserError(

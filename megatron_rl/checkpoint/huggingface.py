@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.draft_layers import find_drafts, forget_drafts
 from megatron_rl.checkpoint.files import publish, write_file
-from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors, read_headers
+from megatron_rl.checkpoint.model_files import ModelFiles
+from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.checkpoint.units import Unit, split_units
@@ -34,6 +35,7 @@ from megatron_rl.resharding.executor import Resharder, Transport
 from megatron_rl.resharding.planner import plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
+from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
 
 T = TypeVar("T")
@@ -49,10 +51,10 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
         UserError: naming the first tensors that are missing or have another shape, or a head of another kind.
     """
     directory = Path(directory)
-    files = index_safetensors(directory)
+    files = ModelFiles(directory)
     _check_head(directory, files, shape, may_lack)
     wrong = [f"{name} is missing" for name in shape.logical_tensors() if name not in files and name not in may_lack]
-    for name, (found, _) in read_headers(files).items():
+    for name, (found, _) in files.read_headers().items():
         expected = shape.logical_tensors().get(name, found)
         if found != expected:
             wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
@@ -123,7 +125,7 @@ def load_huggingface(
         params: this rank's parameters by name.
         may_lack: tensors that become zero when the checkpoint does not have them.
     """
-    files = index_safetensors(Path(directory))
+    files = ModelFiles(Path(directory))
     by_file: dict[Path, list[ShardBox]] = {}
     for placement in placements:
         if placement.hf_name in may_lack and placement.hf_name not in files:
@@ -132,7 +134,7 @@ def load_huggingface(
     for tensor in params.values():
         tensor.zero_()
     for file, wanted in by_file.items():
-        with safe_open(file, framework="pt") as handle:
+        with files.open(file) as handle:
             for placement in wanted:
                 piece = handle.get_slice(placement.hf_name)[box_slices(placement.hf_box)]
                 params[placement.param][box_slices(placement.local_box)].copy_(piece)
@@ -185,16 +187,21 @@ def save_huggingface(
     """
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
+    written = list_file_tensors(shape)
     drafts = find_drafts(Path(side_files_from), shape)
-    all_shapes = shapes | {name: size for name, (size, _) in read_headers(drafts).items()}
+    all_shapes = {name: tensor.size for name, tensor in written.items()} | {
+        name: size for name, (size, _) in read_headers(drafts).items()
+    }
     sizes = {name: torch.Size(size).numel() * model.find_dtype(name).itemsize for name, size in all_shapes.items()}
     units = split_units(sizes, max_file_bytes, name_safetensors)
     do_on_first(group, make_empty, partial)
     for unit in units:
-        trained = {name: shapes[name] for name in unit.tensors if name in shapes}
+        here = {name: written[name] for name in unit.tensors if name in written}
+        experts = [name for tensor in here.values() for turns in tensor.experts for name in turns]
+        trained = {name: shapes[name] for name in (*here, *experts) if name in shapes}
         kept = {name: drafts[name] for name in unit.tensors if name in drafts}
         tensors = gather_on_first(trained, model, bucket_bytes)
-        do_on_first(group, _write_tensors, tensors, kept, partial / unit.file)
+        do_on_first(group, _write_tensors, tensors, here, kept, partial / unit.file)
     do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, model.dtype)
     return directory
 
@@ -227,6 +234,7 @@ def finish_model(
         described = forget_drafts(described)
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]
     described |= dict.fromkeys(keys, dtype_name(dtype))
+    described.pop("quantization_config", None)  # weights were decoded when they were read
     if shape.has_score_head:  # transformers counts `id2label`
         described |= {
             "architectures": [FAMILIES[shape.family].scoring_architecture],
@@ -262,9 +270,14 @@ def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict
     return {name: torch.empty(size, dtype=model.find_dtype(name), device=device) for name, size in sizes.items()}
 
 
-def _write_tensors(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, Path], path: Path) -> None:
-    """Tensors, and those that are kept from other files."""
-    found = {name: tensor.cpu() for name, tensor in tensors.items()}
+def _write_tensors(
+    tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
+) -> None:
+    """Logical tensors as those that are written, and what is kept from other files."""
+    found = {}
+    for name, tensor in written.items():
+        experts = [join_turns([tensors[part].cpu() for part in turns]) for turns in tensor.experts]
+        found[name] = torch.stack(experts) if experts else tensors[name].cpu()
     for name, file in kept.items():
         with safe_open(file, framework="pt") as handle:
             found[name] = handle.get_tensor(name)

@@ -124,7 +124,9 @@ class HuggingFaceEngine(WaitingRequests):
 
     def _listen_to_routers(self) -> int:
         """Note the experts [b * s, choices] that they choose from now on; returns how many routers there are."""
-        routers = [module for name, module in self._model.named_modules() if name.endswith(".mlp.gate")]
+        routers = [
+            module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
+        ]
 
         def listen(_: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
             assert self._chosen is not None

@@ -140,8 +140,9 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds.
 
     Raises:
-        UserError: vLLM has no implementation of its own.
+        UserError: vLLM has no implementation of its own, or one that keeps weights in another order.
     """
+    spec.shape.check_engine("vllm")
     family = FAMILIES[spec.shape.family]
     name = f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}"
     try:

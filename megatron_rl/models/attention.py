@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +24,7 @@ from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.rms_norm import SplitRMSNorm
 from megatron_rl.models.rotary import rotate
+from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 
 
@@ -79,6 +81,7 @@ class PackedAttention(MegatronModule):
 
     Attributes:
         layer_number: megatron-core's, counted over all stages.
+        softmax_offset: [np] the sinks of the heads, under megatron-core's name; None: there are none.
     """
 
     def __init__(
@@ -99,6 +102,13 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         cp_group = pg_collection.cp if pg_collection is not None else None
         self._cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            sinks = torch.zeros(heads, dtype=config.params_dtype, device=current_device())
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        else:
+            self.softmax_offset = None
 
     def forward(
         self,
@@ -130,9 +140,11 @@ class PackedAttention(MegatronModule):
             value = F.pad(value, (0, key.shape[-1] - width))
         if packed_seq_params.cache is not None:
             cp_group, (key, value) = None, packed_seq_params.cache.store(self.layer_number, key, value)
+        sinks = self.softmax_offset
         if cp_group is not None:
             query, key, value = exchange_to_heads(query, key, value, cp_group)
-        output = attend(query, key, value, segments, self.scale)
+            sinks = sinks if sinks is None else sinks.chunk(cp_group.size())[cp_group.rank()]
+        output = attend(query, key, value, segments, self.scale, sinks)
         if cp_group is not None:
             output = exchange_to_tokens(output, cp_group)
         return output[..., :width].flatten(1)

@@ -34,6 +34,7 @@ from megatron_rl.packing.prefix import SegmentKeys
 # The backends with a kernel over all segments, fastest first, and where they come from.
 KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_SINK_CHANNELS = 8  # one for the sinks; kernels on GPUs want heads of a multiple of 8
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,12 @@ def _order_rows(lengths: Sequence[int], segments: Sequence[int], device: torch.d
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of every segment.
 
@@ -185,6 +191,7 @@ def attend(
         query: [t, n, d]; key and value [t, ng, d], n a multiple of ng.
         segments: of these t rows.
         scale: factor of the scores.
+        sinks: [n] one score more of every head, whose value is 0; None: there is none. Only "sdpa" has them.
 
     Returns:
         [t, n, d].
@@ -193,6 +200,9 @@ def attend(
         key, value = (x.index_select(0, segments.key_index) for x in (key, value))
     if segments.key_is_real is not None:
         key, value = (torch.where(segments.key_is_real[:, None, None], x, 0.0) for x in (key, value))
+    if sinks is not None:
+        assert segments.backend == "sdpa", "build_packed_sequences chooses it"
+        return _attend_sdpa(query, key, value, segments, scale, sinks)
     return _BACKENDS[segments.backend](query, key, value, segments, scale)
 
 
@@ -238,7 +248,12 @@ def _attend_torch_varlen(
 
 
 def _attend_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if segments.order is not None and segments.key_order is not None:
         query = query.index_select(0, segments.order)
@@ -250,14 +265,14 @@ def _attend_sdpa(
     for (count, n, k), *qkv in parts:
         if n == 0:
             continue
+        batch = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv]  # [segments, heads, s, d]
+        mask, is_causal = _cut_mask(segments, n, k, query.device), n == k and not 0 < segments.window < k
+        if sinks is not None:
+            batch, mask, is_causal = _add_sink(*batch, sinks, scale), _see_sink(n, k, segments.window, sinks), False
         output = F.scaled_dot_product_attention(
-            *(x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv),  # [segments, heads, s, d]
-            attn_mask=_cut_mask(segments, n, k, query.device),
-            is_causal=n == k and not 0 < segments.window < k,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            *batch, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        outputs.append(output[..., : query.shape[-1]].transpose(1, 2).flatten(0, 1))
     output = torch.cat(outputs)
     return output if segments.places is None else output.index_select(0, segments.places)
 
@@ -292,6 +307,30 @@ def _attend_efficient(
         scale=scale,
     )
     return output[0]
+
+
+def _add_sink(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> list[torch.Tensor]:
+    """Heads [b, n, s, d] with a last key whose score is the sink of the head and whose value is 0.
+
+    Queries have the sink in a channel of their own, in which that key alone is not 0.
+    """
+    wider = F.pad(query, (0, _SINK_CHANNELS))
+    channel = torch.zeros_like(wider[0, 0, 0])
+    channel[query.shape[-1]] = 1.0
+    query = wider + sinks.to(query.dtype)[:, None, None] * channel
+    key, value = (F.pad(x, (0, _SINK_CHANNELS)) for x in (key, value))
+    sink_key = (channel / scale).expand(*key.shape[:2], 1, -1)
+    return [query, torch.cat([key, sink_key], 2), F.pad(value, (0, 0, 0, 1))]
+
+
+def _see_sink(num_queries: int, num_keys: int, window: int, sinks: torch.Tensor) -> torch.Tensor:
+    """[queries, keys + 1] whether a query sees a key; all see the last one."""
+    everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=sinks.device)
+    last = num_keys - num_queries
+    seen = everything.tril(last)
+    return F.pad(seen.triu(last - window + 1) if window else seen, (0, 1), value=True)
 
 
 def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:

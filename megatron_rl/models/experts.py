@@ -72,6 +72,12 @@ class RowCounts:
         """[E] int32 on the device of the rows: the first row that is not the expert's any more."""
         return self._counts.cumsum(0, dtype=torch.int32).to(self._device, non_blocking=True)
 
+    @cached_property
+    def experts(self) -> torch.Tensor:
+        """[t] the expert of each row."""
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self._device)
+        return torch.searchsorted(self.ends, rows, right=True)
+
 
 class GroupedLinear(AdaptedLinear):
     """A linear of every expert of a rank, with adapters where they are wanted.
@@ -84,6 +90,7 @@ class GroupedLinear(AdaptedLinear):
 
     Attributes:
         weight: [E, n, k], or E matrices in NF4.
+        bias: [E, n], added by `GroupedExperts`; None: there is none.
     """
 
     weight: Any
@@ -94,8 +101,13 @@ class GroupedLinear(AdaptedLinear):
         super().__init__()
         self._size, self._place, self._split_dim, self._dtype = size, place, split_dim, config.params_dtype
         self.weight = self._make(torch.empty, size, split_dim)
+        self.bias: torch.nn.Parameter | None = None
         self._parts: LinearAdapter | None = None
         self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = multiply
+
+    def add_bias(self) -> None:
+        """Have a bias for every expert, of zeros."""
+        self.bias = self._make(torch.zeros, self._size[:2], 0 if self._split_dim == 0 else None)
 
     def quantize(self) -> None:
         """Have matrices in NF4, of zeros, in the place of the weight."""
@@ -206,12 +218,24 @@ class GroupedExperts(torch.nn.ModuleDict):
                 linear.adapt(adapter)
             if adapters is not None and adapters.is_quantized:
                 linear.quantize()
+            if config.add_bias_linear:
+                linear.add_bias()
+        self._adds_bias = config.add_bias_linear and pg_collection.expt_tp.rank() == 0  # results are summed over them
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Rows sorted by expert, how many each has, and what multiplies their results [t]; no biases."""
+        """Rows sorted by expert, how many each has, and what multiplies their results [t]; biases are among them."""
+        first: Any = self["linear_fc1"]
+        second: Any = self["linear_fc2"]
         counts = RowCounts(tokens_per_expert, x)
-        inner = self["activation"](self["linear_fc1"](x, counts))
-        return self["linear_fc2"]((inner * shares.unsqueeze(-1)).to(inner.dtype), counts), None
+        inner = first(x, counts)
+        if first.bias is not None:
+            inner = inner + first.bias[counts.experts]
+        inner = self["activation"](inner)
+        output = second((inner * shares.unsqueeze(-1)).to(inner.dtype), counts)
+        if second.bias is not None:
+            added = second.bias[counts.experts] * shares.unsqueeze(-1)
+            output = output + (added if self._adds_bias else added * 0.0).to(output.dtype)
+        return output, None
 
 
 def list_matrices(

@@ -13,19 +13,24 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
+_SIGMOID_GAIN = 1.702
+
 
 class GatedActivation(torch.nn.Module):
     """[t, ..., 2 f] of gate and up, in this order, -> activation(gate) * up, [t, ..., f]; megatron-core's signature.
 
-    The activation is SiLU, or where the config says GELU its tanh form.
+    The activation is SiLU, or where the config says GELU its tanh form. With a limit (gpt-oss) the gate is at most
+    that, up is between it and its negative, and the result is gate * sigmoid(1.702 gate) * (up + 1).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self._is_gelu = config.activation_func is F.gelu
+        self._is_gelu, self._limit = config.activation_func is F.gelu, config.activation_func_clamp_value
 
     def forward(self, gate_and_up: torch.Tensor) -> torch.Tensor:
         """Activate."""
+        if self._limit is not None:
+            return _ClampedActivation.apply(gate_and_up, self._limit)
         return _GatedActivation.apply(gate_and_up, self._is_gelu)
 
 
@@ -53,3 +58,25 @@ class _GatedActivation(torch.autograd.Function):
         else:
             torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
         return result, None
+
+
+class _ClampedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.limit = limit
+        gate, up = gate_and_up.chunk(2, -1)
+        gate = gate.clamp(max=limit)
+        return (gate * _SIGMOID_GAIN).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit) + 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        (whole_gate, whole_up), limit = gate_and_up.chunk(2, -1), ctx.limit
+        gate, up = whole_gate.clamp(max=limit), whole_up.clamp(-limit, limit)
+        share = (gate * _SIGMOID_GAIN).sigmoid_()
+        slope = share * (1 + _SIGMOID_GAIN * gate * (1 - share))
+        of_gate = (gradient * (up + 1) * slope).mul_(whole_gate <= limit)
+        of_up = (gradient * gate * share).mul_(whole_up.abs() <= limit)
+        return torch.cat([of_gate, of_up], -1), None

@@ -91,9 +91,10 @@ def build_packed_sequences(
         backend: of attention; None: the fastest.
     """
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
-    if backend is None and shape.sliding_layers:
+    if backend is None and (shape.sliding_layers or FAMILIES[shape.family].has_sinks):
         fastest = choose_attention_backend(mine.device, dtype)
-        backend = "sdpa" if fastest == "efficient" else fastest  # that kernel knows no window
+        # That kernel knows no window, and none knows sinks.
+        backend = "sdpa" if fastest == "efficient" or FAMILIES[shape.family].has_sinks else fastest
     segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
     table = partial(
         compute_rotary_table,
@@ -102,10 +103,12 @@ def build_packed_sequences(
         dtype=dtype,
         neighbors=FAMILIES[shape.family].rotates_neighbors,
     )
+    rotary_table = table(theta=shape.rope_theta, scaling=shape.rope_scaling)
     sliding = None
     if shape.sliding_layers:
         numbers = frozenset(layer + 1 for layer in shape.sliding_layers)
-        sliding = numbers, replace(segments, window=shape.sliding_window), table(theta=shape.sliding_rope_theta)
+        own = table(theta=shape.sliding_rope_theta) if shape.sliding_rope_theta else rotary_table
+        sliding = numbers, replace(segments, window=shape.sliding_window), own
     return PackedSequences(
         qkv_format="thd",
         segments=segments,
@@ -113,7 +116,7 @@ def build_packed_sequences(
         cu_seqlens_kv=segments.cu_seqlens_k,
         max_seqlen_q=segments.max_seqlen_q,
         max_seqlen_kv=segments.max_seqlen_k,
-        rotary_table=table(theta=shape.rope_theta, scaling=shape.rope_scaling),
+        rotary_table=rotary_table,
         sliding=sliding,
         unrotated_layers=frozenset(layer + 1 for layer in shape.unrotated_layers),
     )

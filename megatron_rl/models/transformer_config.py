@@ -23,7 +23,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
-ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}  # as megatron-core knows them; see `GatedActivation`
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": F.gelu,
+    "clamped_silu": F.silu,
+}  # as megatron-core knows them; see `GatedActivation`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -65,7 +69,7 @@ def build_transformer_config(
         use_transformer_engine: the layer spec is made of Transformer Engine's modules.
     """
     is_interleaved, family = layout.vpp_size > 1, FAMILIES[shape.family]
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.dense_ffn_size or shape.ffn_hidden_size,
@@ -101,6 +105,10 @@ def build_transformer_config(
         **_UNFUSED,
         **_RECOMPUTE[recompute_granularity],
     )
+    if family.has_sinks:  # set late: megatron-core's own experts and activations do not have all of it
+        config.add_bias_linear, config.softmax_type = True, "learnable"
+        config.activation_func_clamp_value = 7.0
+    return config
 
 
 def _attention_settings(shape: ModelShape) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from megatron_rl.checkpoint.safetensors_index import index_safetensors
+from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 
@@ -32,7 +31,7 @@ class WrongTensor:
 
 def compare_weights(directory: Path, placements: Sequence[ShardBox], params: SourceParams) -> list[WrongTensor]:
     """Tensors whose pieces on this rank differ from the files (after conversion to their type), in table order."""
-    files, wrong = index_safetensors(directory), {}
+    files, wrong = ModelFiles(directory), {}
     for placement in placements:
         if placement.hf_name not in files or not box_volume(placement.hf_box):
             continue
@@ -43,20 +42,20 @@ def compare_weights(directory: Path, placements: Sequence[ShardBox], params: Sou
     return list(wrong.values())
 
 
-def _read(files: Mapping[str, Path], placement: ShardBox, name: str) -> torch.Tensor:
-    with safe_open(files[name], "pt") as handle:
+def _read(files: ModelFiles, placement: ShardBox, name: str) -> torch.Tensor:
+    with files.open(files[name]) as handle:
         return handle.get_slice(name)[box_slices(placement.hf_box)]
 
 
-def _explain(files: Mapping[str, Path], placement: ShardBox, held: torch.Tensor) -> str:
+def _explain(files: ModelFiles, placement: ShardBox, held: torch.Tensor) -> str:
     """Whether what a rank holds is nothing, or another tensor of the same layer and shape."""
     if not held.any():
         return "is zero"
+    headers = files.read_headers()
     prefix = placement.hf_name.split(".self_attn.")[0].split(".mlp.")[0]
     for other in sorted(files):
         if other.startswith(prefix) and other != placement.hf_name:
-            with safe_open(files[other], "pt") as handle:
-                shape = handle.get_slice(other).get_shape()
+            shape, _ = headers[other]
             fits = len(shape) == held.ndim and all(
                 stop <= size for (_, stop), size in zip(placement.hf_box, shape, strict=True)
             )

@@ -97,6 +97,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     reward_plan = _read_reward_plan(config, parts)
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
+    policy.check_engine(config.rollout.engine)
     policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     policy.check_router_replay(config.actor.router_replay)
     rollout, files = config.rollout, find_model_files(config.model.path)

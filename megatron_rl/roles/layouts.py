@@ -11,7 +11,7 @@ from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.experts import ROW_BYTES
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FAMILIES, ModelShape
 
 
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
@@ -28,6 +28,14 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     """
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
+    if (stage := spec.layout.zero_stage) != 1 and FAMILIES[shape.family].has_sinks:
+        setting = f"{spec.section}.zero_stage"
+        raise UserError(
+            f"{setting} = {stage} with a {shape.family} model: its experts have biases",
+            source=setting,
+            expected="1",
+            hint=f"set {setting}=1",
+        )
     if shape.num_experts and spec.trainable:
         _check_experts(spec, shape, layout, dtype)
     return layout

@@ -86,7 +86,7 @@ class AdapterShape:
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
     names = FAMILIES[shape.family].experts
-    if FAMILIES[shape.family].fuses or shape.latent is not None:
+    if FAMILIES[shape.family].fuses or FAMILIES[shape.family].has_sinks or shape.latent is not None:
         return {}
     if shape.router is not None:  # matrices of experts are named as in other MLPs
         return dict(_ATTENTION)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.packed_experts import find_parts
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ def name_matrix(param: str, expert: int) -> str:
 def split_experts(
     params: Mapping[str, torch.Tensor], name_view: Callable[[str, int], str] = name_matrix
 ) -> dict[str, torch.Tensor]:
-    """Replace every 3-D parameter of experts by its matrices, views of the same storage."""
+    """Replace every parameter of all experts by its matrices, or biases, views of the same storage."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if is_fused(name, param):
@@ -62,8 +63,8 @@ def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | Non
 
 
 def is_fused(name: str, param: torch.Tensor) -> bool:
-    """Whether a parameter is one matrix per expert."""
-    return param.ndim == 3 and ".experts." in name
+    """Whether a parameter is one matrix, or bias, per expert."""
+    return param.ndim == (2 if name.endswith("bias") else 3) and ".experts." in name
 
 
 def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -77,7 +78,8 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
     """Logical tensors as views of the parameters of a transformers model, which fuses experts in memory.
 
     transformers 5 holds `mlp.experts.gate_up_proj` [E, 2 * ffn, h] and `mlp.experts.down_proj` [E, h, ffn],
-    whatever the family's checkpoints call them. Parameters of other names stay as they are.
+    whatever the family's checkpoints call them; those of gpt-oss are packed as in its checkpoints. Parameters of other
+    names stay as they are.
     """
     names = FAMILIES[shape.family].experts
     if names is None:
@@ -88,6 +90,8 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
         block = f"{layer}{names.block}."
         if last == "gate.weight":
             views[block + last] = param
+        elif names.is_packed and (parts := find_parts(name, shape.num_experts)):
+            views |= {logical: part.cut(param[part.expert]) for logical, part in parts.items()}
         elif last == "experts.gate_up_proj":
             for expert, matrix in enumerate(param.unbind()):
                 for what, half in zip((names.gate, names.up), matrix.chunk(2), strict=True):

@@ -48,8 +48,9 @@ class ModelShape:
     `unrotated_layers`. The first `dense_layers` layers of a mixture of experts have an MLP of `dense_ffn_size` columns
     in its place, and in the others every token is served by a shared expert of `shared_ffn_size` (0: there is none).
     In `sliding_layers` a token sees itself and `sliding_window` - 1 before it, and positions have another base,
-    `sliding_rope_theta`, and no scaling. Attention scores are multiplied by `attention_scale` (None: 1/sqrt(head_dim)).
-    With `latent`, heads are projected from latents of these sizes; `head_dim` is that of queries and keys.
+    `sliding_rope_theta`, and no scaling (0: they are as in the other layers). Attention scores are multiplied by
+    `attention_scale` (None: 1/sqrt(head_dim)). With `latent`, heads are projected from latents of these sizes;
+    `head_dim` is that of queries and keys.
     """
 
     family: str
@@ -99,9 +100,13 @@ class ModelShape:
             "o": (h, self.num_heads * self.value_dim),
             "router": (self.num_experts, h),
             "router_bias": (self.num_experts,),
+            "logit_bias": (self.num_experts,),
+            "sinks": (self.num_heads,),
+            "o.bias": (h,),
         }
         for prefix, size in self.ffn_sizes().items():
             sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
+            sizes |= {f"{prefix}gate.bias": (size,), f"{prefix}up.bias": (size,), f"{prefix}down.bias": (h,)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,), f"{name}.norm": (size,)}
         sizes |= self._latent_sizes()
@@ -178,13 +183,17 @@ class ModelShape:
         if self.qk_norm:
             kinds |= {f"self_attn.{x}_norm.weight": f"{x}.norm" if family.norms_all_heads else "head" for x in "qk"}
         kinds["self_attn.o_proj.weight"] = "o"
+        if family.has_sinks:
+            kinds |= {"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"}
         kinds |= {f"{norm}.weight": kind for norm, kind in norms}
         names = family.experts
         if names is None or not self.has_experts(layer):
             prefix = "" if names is None else DENSE
             matrices = ("gate_up", "down") if "gate_up" in family.fuses else ("gate", "up", "down")
             return kinds | {f"mlp.{kind}_proj.weight": f"{prefix}{kind}" for kind in matrices}
-        kinds[f"{names.block}.gate.weight"] = "router"
+        kinds[f"{names.block}.{names.router}.weight"] = "router"
+        if names.has_biases:
+            kinds[f"{names.block}.{names.router}.bias"] = "logit_bias"
         if names.bias is not None:
             kinds[f"{names.block}.{names.bias}"] = "router_bias"
         if self.shared_ffn_size:
@@ -197,7 +206,10 @@ class ModelShape:
         names = FAMILIES[self.family].experts
         assert names is not None, f"{self.family} is dense"
         matrices = f"{names.block}.experts.{expert}."
-        return {f"{matrices}{getattr(names, kind)}.weight": kind for kind in ("gate", "up", "down")}
+        kinds = {f"{matrices}{getattr(names, kind)}.weight": kind for kind in ("gate", "up", "down")}
+        if names.has_biases:
+            kinds |= {f"{matrices}{getattr(names, kind)}.bias": f"{kind}.bias" for kind in ("gate", "up", "down")}
+        return kinds
 
     def tensor_kinds(self) -> dict[str, str]:
         """HF tensor -> its kind, in checkpoint order."""
@@ -297,6 +309,23 @@ class ModelShape:
                 source="actor.router_replay and the model's config.json",
                 expected="off for a dense model",
                 hint="leave actor.router_replay out",
+            )
+
+    def check_engine(self, engine: str) -> None:
+        """Refuse an engine that is not known to compute what a model with sinks computes.
+
+        Args:
+            engine: `rollout.engine`; one that a plugin adds is not refused.
+
+        Raises:
+            UserError: it is vLLM or a server.
+        """
+        if FAMILIES[self.family].has_sinks and engine in ("vllm", "vllm_server", "sglang", "openai"):
+            raise UserError(
+                f"rollout.engine = {engine!r} with a {self.family} model, whose experts it keeps in another order",
+                source="rollout.engine and the model's config.json",
+                expected="hf or megatron for this family",
+                hint="set rollout.engine=megatron",
             )
 
     def check_rollout_layout(self, tp_size: int) -> None:

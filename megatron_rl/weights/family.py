@@ -14,11 +14,14 @@ class ExpertNames:
     """How a family of mixtures of experts names its tensors and sizes.
 
     Attributes:
-        block: the MLP of a layer; its router is `<block>.gate`, its experts `<block>.experts.<e>`.
+        block: the MLP of a layer; its router is `<block>.<router>`, its experts `<block>.experts.<e>`.
         gate, up, down: the matrices of an expert.
         size_key: config.json's name for an expert's columns.
         shared: the expert that serves every token, `<block>.<shared>`; None: there is none.
         bias: what is added to a router's scores when experts are chosen, `<block>.<bias>`; None: nothing is.
+        router: its name.
+        has_biases: the router and every matrix of an expert have a bias.
+        is_packed: files hold the experts of a layer in one tensor; see `weights/packed_experts.py`.
     """
 
     block: str
@@ -28,6 +31,9 @@ class ExpertNames:
     size_key: str
     shared: str | None = None
     bias: str | None = None
+    router: str = "gate"
+    has_biases: bool = False
+    is_packed: bool = False
 
     @property
     def has_sigmoid_router(self) -> bool:
@@ -90,6 +96,8 @@ class Family:
         rope_theta: what a config.json without it means.
         scales_embedding: the embedding is multiplied by the square root of the hidden size, rounded to its type.
         has_latent_attention: queries, keys and values are projected up from latents (DeepSeek-V3).
+        has_sinks: every head has a logit that takes part in its softmax and adds nothing to the sum; the output
+            projection of attention has a bias (gpt-oss).
         experts: names of the mixture of experts; None for dense families.
         scoring: name of the transformers class with a score head, where it is not the other's with that ending.
         vllm_module: of vLLM's models that has the architecture, where it is not called as the family.
@@ -113,6 +121,7 @@ class Family:
     rope_theta: float = 1e4
     scales_embedding: bool = False
     has_latent_attention: bool = False
+    has_sinks: bool = False
     experts: ExpertNames | None = None
     scoring: str | None = None
     vllm_module: str | None = None
@@ -212,6 +221,24 @@ FAMILIES: dict[str, Family] = {
         has_latent_attention=True,
         experts=_SIGMOID_EXPERTS,
         vllm_module="deepseek_v2",
+    ),
+    # "silu" of its configs is the clamped activation.
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        qkv_bias=True,
+        activations=("clamped_silu", "silu"),
+        rope_theta=1.5e5,
+        has_sinks=True,
+        experts=ExpertNames(
+            "mlp",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            size_key="intermediate_size",
+            router="router",
+            has_biases=True,
+            is_packed=True,
+        ),
     ),
 }
 # Names in config.json of the same architecture.

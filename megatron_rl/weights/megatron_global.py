@@ -138,7 +138,8 @@ def _cut_kinds(shape: ModelShape) -> dict[str, _Cut]:
             cuts[kind] = cuts[kind]._replace(groups=groups, first=first, group_rows=q_rows + 2 * d)
     for prefix, ffn in shape.ffn_sizes().items():
         for half, kind in enumerate((f"{prefix}gate", f"{prefix}up")):
-            cuts[kind] = cuts[kind]._replace(first=half * ffn, group_rows=2 * ffn)
+            for one in (kind, f"{kind}.bias"):
+                cuts[one] = cuts[one]._replace(first=half * ffn, group_rows=2 * ffn)
     for fused, parts in FUSED_KINDS.items():
         start = 0
         for part in parts:

@@ -124,10 +124,15 @@ _MATRICES = {
     "kv_up": "self_attention.linear_kv_up_proj.weight",
     "router": "mlp.router.weight",
     "router_bias": ROUTER_BIAS,
+    "logit_bias": "mlp.router.bias",
+    "sinks": "self_attention.core_attention.softmax_offset",
+    "o.bias": "self_attention.linear_proj.bias",
 }
 for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts")):
     _MATRICES |= {f"{prefix}{half}": f"{mlp}.linear_fc1.weight" for half in ("gate", "up")}
     _MATRICES[f"{prefix}down"] = f"{mlp}.linear_fc2.weight"
+    _MATRICES |= {f"{prefix}{half}.bias": f"{mlp}.linear_fc1.bias" for half in ("gate", "up")}
+    _MATRICES[f"{prefix}down.bias"] = f"{mlp}.linear_fc2.bias"
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:

@@ -20,8 +20,14 @@ _MUST_BE_OFF = (
     "mlp_bias",
     "mlp_only_layers",
     "router_jitter_noise",
-    "quantization_config",
 )
+# Of gpt-oss: the values that are served.
+_OF_SINKS: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, True),
+    "swiglu_alpha": (None, 1.702),
+    "swiglu_limit": (None, 7.0),
+    "quantization_config": (None,),
+}
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -111,6 +117,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             unrotated_layers=_list_unrotated(config, family),
             **experts,
             **(_read_windows(config) if family.alternates_windows else {}),
+            **(_read_sink_windows(config) if family.has_sinks else {}),
         )
         return replace(shape, **_read_latent(config, rope)) if family.has_latent_attention else shape
     except KeyError as error:
@@ -124,6 +131,9 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
     """Options of transformers that would make it another model."""
+    if family.has_sinks:
+        _refuse_sink_options(config, source)
+        config = {name: value for name, value in config.items() if name not in _OF_SINKS}
     if family.has_latent_attention:
         _refuse_latent_options(config, rope, source)
     refused = {
@@ -131,6 +141,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
         **{option: bool(config.get(option)) for option in _MUST_BE_OFF},
         "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
+        "quantization_config": bool(config.get("quantization_config")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": family.honors_sliding_window and _cuts_attention(config),
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
@@ -179,6 +190,34 @@ def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
         sliding_rope_theta=float(rope.get("rope_theta") or config.get("rope_local_base_freq", 1e4)),
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
     )
+
+
+def _read_sink_windows(config: dict[str, Any]) -> dict[str, Any]:
+    """The same of gpt-oss, where positions do not depend on windows."""
+    layers = range(config["num_hidden_layers"])
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
+    return dict(
+        sliding_layers=tuple(layer for layer in layers if kinds[layer] == "sliding_attention"),
+        sliding_window=config["sliding_window"],
+    )
+
+
+def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
+    """Of gpt-oss what differs from the published models, and other encodings of weights than theirs."""
+    wrong = {name: config.get(name) for name, values in _OF_SINKS.items() if config.get(name) not in values}
+    encoding = wrong.pop("quantization_config", None)
+    if encoding is not None and encoding.get("quant_method") != "mxfp4":
+        wrong["quantization_config"] = encoding
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):  # which transformers fills with yarn
+        wrong["rope_scaling"] = None
+    if wrong:
+        raise UserError(
+            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
+            source=source,
+            expected="gpt-oss as published: biases, gates of 1.702 within 7, the scaling of positions written out, and "
+            "weights as they are or in MXFP4",
+            hint="use a checkpoint without these options",
+        )
 
 
 def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source: str) -> None:
@@ -234,8 +273,8 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
     # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
     num_experts = config.get("num_experts") or config["num_local_experts"]
     per_token = config["num_experts_per_tok"]
-    # Mixtral has no such option: its shares always add up to 1.
-    normalizes_shares = bool(config.get("norm_topk_prob")) if config["model_type"] != "mixtral" else True
+    # Mixtral and gpt-oss have no such option: their shares always add up to 1.
+    normalizes_shares = config["model_type"] in ("mixtral", "gpt_oss") or bool(config.get("norm_topk_prob"))
     if per_token == 1 and normalizes_shares:
         raise UserError(
             "num_experts_per_tok = 1 with normalized shares",

@@ -17,7 +17,8 @@ from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
-_WHOLE = ("hidden", "head", "router", "router_bias", "score")  # kinds of which every TP rank has all
+# Kinds of which every TP rank has all.
+_WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "score")
 
 
 class Rows(tuple[Row, ...]):
@@ -107,6 +108,8 @@ def split_boxes(
             boxes[name] = rows(start, start + size, sizes[name]), rows(first, first + size, sizes[name])
         base += size
     o_size = shape.num_heads // tp_size * shape.value_dim
+    heads = shape.num_heads // tp_size
+    boxes["sinks"] = rows(0, heads, sizes["sinks"]), rows(tp_rank * heads, (tp_rank + 1) * heads, sizes["sinks"])
     boxes["o"] = columns(0, o_size, sizes["o"]), columns(tp_rank * o_size, (tp_rank + 1) * o_size, sizes["o"])
     for kind in LATENT_KINDS.values() if shape.latent else ():
         parts = tp_size if kind in ("q_up", "kv_up") else 1  # the others are whole
@@ -132,6 +135,9 @@ def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank
         gate: (rows(0, ffn, sizes[gate]), rows(*mine, sizes[gate])),
         up: (rows(ffn, 2 * ffn, sizes[up]), rows(*mine, sizes[up])),
         down: (columns(0, ffn, sizes[down]), columns(*mine, sizes[down])),
+        f"{gate}.bias": (rows(0, ffn, (0,)), (mine,)),
+        f"{up}.bias": (rows(ffn, 2 * ffn, (0,)), (mine,)),
+        f"{down}.bias": (full_box(sizes[f"{down}.bias"]), full_box(sizes[f"{down}.bias"])),
     }
 
 

@@ -114,6 +114,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
             mscale_all_dim=1.0,
         ),
     ),
+    "gpt_oss": dict(family="gpt_oss"),
 }
 
 
@@ -284,6 +285,8 @@ def test_logits_are_large_enough_for_the_comparison(references: dict[str, Refere
         ("mixtral", dict(experts_per_token=2)),
         ("deepseek_v3", dict(rms_norm_eps=1e-3)),
         ("deepseek_v3-yarn", dict(attention_scale=None)),
+        ("gpt_oss", dict(sliding_window=7)),
+        ("gpt_oss", dict(rope_scaling=None)),
         ("glm4_moe", dict(router=SigmoidRouter(scale=1.0))),
         ("glm4_moe-groups", dict(router=SigmoidRouter(scale=1.5))),
     ],
@@ -339,7 +342,7 @@ def _describe_parameters(
     [
         *(
             (model, head, ColumnParallelLinear)
-            for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "olmo2")
+            for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "olmo2", "gpt_oss")
             for head in ("lm", "score")
         ),
         ("qwen2", "lm", CustomColumnParallelLinear),
@@ -351,7 +354,7 @@ def test_parameters_tell_megatron_how_they_are_split(
     """Matrices, QKV biases and norms of all heads are shards; the rest are replicas with partial gradients."""
     for found in run_ranks(_describe_parameters, 2, references[model].path, head, qkv_class, timeout=60):
         found = {name: marks for name, marks in found.items() if "expert_bias" not in name}  # without a gradient
-        replicas = ("layernorm", "router", "score")
+        replicas = ("layernorm", "router", "score", "proj.bias", "fc2.bias")
         expected = {name: (False, True) if any(x in name for x in replicas) else (True, False) for name in found}
         assert found == expected
         assert ("0.score.weight" in found) is (head == "score")

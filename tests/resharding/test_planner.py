@@ -51,6 +51,7 @@ SHAPES = {
     "glm4": make_shape("glm4"),
     "smollm3": make_shape("smollm3", tied_embeddings=True),
     "olmo2": make_shape("olmo2"),
+    "gpt_oss": make_shape("gpt_oss"),
     "two KV heads": make_shape("qwen3", num_kv_heads=2, tied_embeddings=True),
 }
 ROLLOUT_TP = (1, 2, 4)

@@ -45,7 +45,19 @@ from megatron_rl.roles.on_samples import sft
 from megatron_rl.types import UserError
 from tiny_models import save_tiny_model
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "glm4", "olmo2", "glm4_moe", "deepseek_v3"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "phi3",
+    "glm4",
+    "olmo2",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+]
 SP, REPLICATED, ZERO_3 = dict(sequence_parallel=True), dict(use_distributed_optimizer=False), dict(zero_stage=3)
 LAYOUTS = {
     "tp2": Case(2, dict(tp_size=2)),
@@ -165,6 +177,7 @@ def test_expert_parallelism_does_not_change_the_numbers(
         ("deepseek_v3", "ep2-tp2-sp"),
         ("deepseek_v3", "cp2-dp2"),
         ("deepseek_v3", "selective"),
+        ("gpt_oss", "ep2-tp2-sp"),
     ],
 )
 def test_other_families_in_large_layouts(
@@ -173,7 +186,8 @@ def test_other_families_in_large_layouts(
     """phi3 has fused matrices, gemma3_text windows and norms behind attention and MLP, glm4 both
     and rotated neighbors, glm4_moe dense layers too. olmo2 has a norm over the heads of all TP ranks.
 
-    glm4_moe also has a shared expert and router biases, which no update changes; deepseek_v3 latent attention.
+    glm4_moe also has a shared expert and router biases, which no update changes; deepseek_v3 latent attention; gpt_oss
+    sinks, and biases of experts.
     """
     found = train((LAYOUTS | EXPERT_LAYOUTS | MODES)[layout], paths[family])
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0

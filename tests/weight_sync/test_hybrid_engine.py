@@ -185,7 +185,7 @@ def work(
     return result
 
 
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
 CASES = [
     ("vllm", "qwen2", 1, {}, 1),
     ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
@@ -203,6 +203,8 @@ CASES = [
     ("vllm", "phi3", 4, {"tp_size": 2, "pp_size": 2}, 2),
     ("vllm", "gemma3_text", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
+    ("hf", "gpt_oss", 4, {"tp_size": 2, "ep_size": 2}, 1),
+    ("megatron", "gpt_oss", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "olmo2", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),

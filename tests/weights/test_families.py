@@ -20,6 +20,7 @@ from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingf
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
+from megatron_rl.weights.packed_experts import list_file_tensors
 from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, YarnScaling
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
@@ -69,6 +70,12 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
         topk_group=1,
         rms_norm_eps=1e-6,
     ),
+    "gpt_oss": dict(
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        head_dim=4,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
 }
 
 
@@ -99,6 +106,7 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("olmo2", dict(pad_token_id=0)),
         ("qwen3_moe", dict(head_dim=8)),
         ("mixtral", {}),
+        ("gpt_oss", {}),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
         ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
@@ -129,6 +137,10 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
     """Names, shapes and values of what save_pretrained writes; experts are fused in memory and apart on disk."""
     model = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     shape, written = load_model_shape(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(x.shape) for name, x in written.items()} == {
+        name: tensor.size for name, tensor in list_file_tensors(shape).items()
+    }
+    written = split_huggingface_experts(shape, written)  # of packed experts; other names stay
     assert {name: tuple(x.shape) for name, x in written.items()} == shape.logical_tensors()
     views = split_huggingface_experts(shape, list_huggingface_tensors(model))
     assert views.keys() == written.keys()
@@ -191,6 +203,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "deepseek_v3": (False, False),
         "smollm3": (False, False),
         "olmo2": (False, True),
+        "gpt_oss": (True, False),
     }[family]
 
 
@@ -247,6 +260,49 @@ def test_sigmoid_routers_that_megatron_core_computes_in_another_way_are_refused(
 def test_latent_attention_that_is_not_deepseeks_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         model_shape_from_config(make_config("deepseek_v3") | change, source="here")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(attention_bias=False), "attention_bias=False"),
+        (dict(swiglu_limit=6.0), "swiglu_limit=6.0"),
+        (dict(swiglu_alpha=1.0), "swiglu_alpha=1.0"),
+        (dict(rope_parameters=None), "rope_scaling=None"),
+        (dict(quantization_config=dict(quant_method="fp8")), "quantization_config="),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'"),
+    ],
+)
+def test_gpt_oss_that_is_not_as_published_is_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        model_shape_from_config(make_config("gpt_oss") | change, source="here")
+
+
+def test_windows_and_positions_of_gpt_oss_as_published() -> None:
+    """Names and numbers of the configuration of gpt-oss-20b."""
+    config = make_config("gpt_oss") | dict(num_hidden_layers=4, rope_parameters=None, rope_theta=150000)
+    config |= dict(
+        sliding_window=128,
+        max_position_embeddings=131072,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
+        rope_scaling=dict(
+            rope_type="yarn",
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=4096,
+        ),
+    )
+    shape = model_shape_from_config(config, source="here")
+    assert (shape.sliding_layers, shape.sliding_window, shape.sliding_rope_theta) == ((0, 2), 128, 0.0)
+    assert shape.rope_scaling == YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, 32.0, 1.0, False)
+    assert (shape.rope_theta, shape.max_position_embeddings) == (150000.0, 131072)
+    assert model_shape_from_config(config | dict(layer_types=None), source="here") == shape
+    with pytest.raises(UserError, match="rollout.engine = 'vllm' with a gpt_oss model"):
+        shape.check_engine("vllm")
+    shape.check_engine("hf")
 
 
 def test_scores_of_latent_attention_grow_with_yarn() -> None:

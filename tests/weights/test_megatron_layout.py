@@ -34,6 +34,10 @@ WHOLE = (
     "e_score_correction_bias",
     "q_a_proj.weight",
     "kv_a_proj_with_mqa.weight",
+    "mlp.router.weight",
+    "mlp.router.bias",
+    "o_proj.bias",
+    "down_proj.bias",
 )
 FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -43,6 +47,7 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen3_moe", dict(num_experts=8)),
     ("mixtral", {}),
+    ("gpt_oss", {}),
     ("glm4_moe", {}),
     ("phi3", {}),
     ("deepseek_v3", {}),

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logical tensors of a model in HF format, also where its files keep the experts of a layer in one tensor.
+
+Those tensors may be in MXFP4: 4-bit numbers in blocks of 32 with one exponent (the OCP's microscaling formats, 1.0).
+They are decoded to bfloat16, which has room for all of them. Other models are read as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.packed_experts import (
+    BLOCKS,
+    SCALES,
+    FileTensor,
+    PackedPart,
+    find_parts,
+    join_turns,
+    list_file_tensors,
+)
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives, from code 8 on
+_BIAS = 127  # of the exponents
+_Headers = dict[str, tuple[tuple[int, ...], str]]
+
+
+class ModelFiles(Mapping[str, Path]):
+    """Logical tensor -> file.
+
+    Args:
+        directory: of the model.
+
+    Raises:
+        UserError: as `index_safetensors`, or blocks without scales.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._stored = index_safetensors(directory)
+        self._files, self._parts = dict(self._stored), dict[str, PackedPart]()
+        for name in self._stored if _is_packed(directory) else ():
+            if not find_parts(name, 1):
+                continue
+            (num_experts, *_), _ = read_headers({name: self._stored[name]})[name]
+            parts = find_parts(name, num_experts)
+            self._files |= dict.fromkeys(parts, self._files.pop(name))
+            self._parts |= parts
+            if name.endswith(BLOCKS):
+                self._forget_scales(name, directory)
+
+    def _forget_scales(self, name: str, directory: Path) -> None:
+        """What belongs to blocks is no tensor of its own."""
+        scales = name.removesuffix(BLOCKS) + SCALES
+        if self._files.pop(scales, None) is None:
+            raise UserError(
+                f"there is {name}, but no {scales}",
+                source=str(directory),
+                expected="blocks and scales of MXFP4",
+                hint="download the checkpoint again",
+            )
+
+    def __getitem__(self, name: str) -> Path:
+        return self._files[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read_headers(self) -> _Headers:
+        """Shape and type of every logical tensor, as `read_headers` of the files."""
+        headers = read_headers(self._stored)
+        found = {name: header for name, header in headers.items() if name in self._files}
+        for name, part in self._parts.items():
+            (_, *size), dtype = headers[part.packed]
+            if part.packed.endswith(BLOCKS):
+                found[name] = (size[0] // part.turns, size[1] * size[2] * 2), "BF16"
+            else:
+                found[name] = (size[-1] // part.turns, *size[:-1]), dtype
+        return found
+
+    @contextmanager
+    def open(self, file: Path) -> Iterator[OpenFile]:
+        """Read tensors of a file."""
+        with ExitStack() as stack:
+            yield OpenFile(file, self._stored, self._parts, stack)
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """A tensor of a file that is written.
+
+    Attributes:
+        size, dtype: its own.
+        experts: the logical tensors of each expert, which `join` makes one of; none, where it is a logical tensor.
+    """
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    experts: tuple[tuple[str, ...], ...]
+    join = staticmethod(join_turns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+
+def list_written(
+    shape: ModelShape, drafts: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, WrittenTensor]:
+    """The tensors of a model that is written, by name.
+
+    Args:
+        drafts: sizes of tensors that are no logical ones.
+        dtypes: of these and of the logical tensors; a packed one has that of its parts.
+    """
+    tensors = list_file_tensors(shape) | {name: FileTensor(size) for name, size in drafts.items()}
+    return {
+        name: WrittenTensor(one.size, dtypes[one.experts[0][0] if one.experts else name], one.experts)
+        for name, one in tensors.items()
+    }
+
+
+class OpenFile:
+    """Reads logical tensors, as `safe_open` reads those that are stored."""
+
+    def __init__(
+        self, file: Path, stored: Mapping[str, Path], parts: Mapping[str, PackedPart], stack: ExitStack
+    ) -> None:
+        self._file, self._stored, self._parts, self._stack = file, stored, parts, stack
+        self._handles: dict[Path, Any] = {}
+        self._last: tuple[str, int] | None = None  # expert whose matrix was read last: gate and up come in turns
+        self._matrix = torch.empty(0)
+
+    def get_slice(self, name: str) -> Any:
+        """What gives a piece for an index."""
+        part = self._parts.get(name)
+        return self._open(self._file).get_slice(name) if part is None else part.cut(self._read(part))
+
+    def _open(self, file: Path) -> Any:
+        """Scales may lie in another file than their blocks."""
+        if file not in self._handles:
+            self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._handles[file]
+
+    def _read(self, part: PackedPart) -> torch.Tensor:
+        """All of an expert: [k, turns n], or its bias."""
+        if self._last != (part.packed, part.expert):
+            self._last, self._matrix = (part.packed, part.expert), self._read_expert(part.packed, part.expert)
+        return self._matrix
+
+    def _read_expert(self, packed: str, expert: int) -> torch.Tensor:
+        blocks = self._open(self._stored[packed]).get_slice(packed)[expert]
+        if not packed.endswith(BLOCKS):
+            return blocks
+        scales = packed.removesuffix(BLOCKS) + SCALES
+        return decode_mxfp4(blocks, self._open(self._stored[scales]).get_slice(scales)[expert]).t()
+
+
+def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Numbers in MXFP4 as bfloat16.
+
+    Args:
+        blocks: [..., g, 16] uint8, two numbers of four bits in each byte, the lower bits first.
+        scales: [..., g] uint8, exponents of 2, by 127 too large.
+
+    Returns:
+        [..., 32 g].
+    """
+    numbers = torch.tensor([*_FP4, *(-x for x in _FP4)], device=blocks.device)
+    values = torch.stack([numbers[(blocks & 15).int()], numbers[(blocks >> 4).int()]], -1).flatten(-2)
+    return torch.ldexp(values, scales[..., None].int() - _BIAS).to(torch.bfloat16).flatten(-2)
+
+
+def _is_packed(directory: Path) -> bool:
+    """Whether a model is of a family with packed experts; names alone do not tell how they are packed."""
+    config = directory / "config.json"
+    family = FAMILIES.get(json.loads(config.read_bytes()).get("model_type", "")) if config.is_file() else None
+    return family is not None and family.experts is not None and family.experts.is_packed
