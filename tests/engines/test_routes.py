@@ -126,8 +126,9 @@ def route_with_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
     """[s, layers, choices] of a sequence."""
     model, chosen = transformers.AutoModelForCausalLM.from_pretrained(path).eval(), []
     for block in model.model.layers:
-        if hasattr(block.mlp, "gate"):
-            block.mlp.gate.register_forward_hook(lambda gate, inputs, output: chosen.append(output[2]))
+        router = getattr(block.mlp, "gate", getattr(block.mlp, "router", None))
+        if router is not None:
+            router.register_forward_hook(lambda gate, inputs, output: chosen.append(output[2]))
     with torch.no_grad():
         model(torch.from_numpy(tokens.astype(np.int64))[None])
     return torch.stack(chosen, 1).numpy()
@@ -156,6 +157,7 @@ def test_routes_are_those_of_transformers(
         ("glm4_moe", "vllm", 1),
         ("deepseek_v3", "vllm", 2),
         ("deepseek_v3", "hf", 1),
+        ("gpt_oss", "hf", 1),
         ("glm4_moe", "megatron", 4),  # its first stage has no router
     ],
 )

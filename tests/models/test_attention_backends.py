@@ -111,6 +111,37 @@ def attend_with_mask(
     return torch.einsum("hqk,khd->qhd", probs, value)
 
 
+def attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """The same with a score more in the denominator."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key).mul(scale).masked_fill(~visible, float("-inf"))
+    more = sinks[:, None, None].expand(-1, len(query), 1)
+    return torch.einsum("hqk,khd->qhd", torch.cat([scores, more], -1).softmax(-1)[..., :-1], value)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sinks_equal_one_more_score(name: str, window: int, heads: int, kv_heads: int) -> None:
+    """Outputs and all gradients, those of the sinks too."""
+    inputs = [x.requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
+    sinks = torch.linspace(-2.0, 3.0, heads).requires_grad_()
+    segments = replace(make_segments(name), window=window)
+    visible = make_window(name, window) if window else make_visible(name)
+    found = run_backward(attend(*inputs, segments, 0.3, sinks), [*inputs, sinks])
+    expected = run_backward(attend_with_sinks(*inputs, visible, 0.3, sinks), [*inputs, sinks])
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
+
+
 def run_backward(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients of a fixed random direction, preceded by the output itself; float32 on the CPU."""
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
