@@ -81,6 +81,7 @@ def compare_rank(job: Job, rank: int, found: Found) -> dict[str, Any]:
     return {
         "rank": rank,
         "memory": memory,
+        "most_planned": max(phase.total for phase in plan.phases),
         "host": {"planned": plan.host_bytes, "rehearsed": found.host},
         "traffic": [*_compare_traffic(job, rank, found)],
         "phases": dict(phases),
@@ -161,7 +162,7 @@ def find_problems(rank: Mapping[str, Any], step_modes: Mapping[str, str]) -> Ite
             yield f"{where}, {name}: an operation on tensors of the host and of the device at {line}"
         if name.endswith(" update"):
             yield from _find_waits(f"{where}, {name}", phase["syncs"], step_modes[name.split()[-2]])
-    most = max((row["planned"] for row in rank["memory"]), default=0)
+    most = rank["most_planned"]
     for name in _UNPLANNED:
         if name in rank["phases"] and rank["phases"][name]["peak"] > (1 + TOLERANCE) * most:
             found = rank["phases"][name]["peak"] / GIB
