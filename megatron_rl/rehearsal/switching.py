@@ -55,9 +55,10 @@ class SleepingEngine:
         adapters = actor.model.adapters if job.config.hybrid.lora == "adapter" else None
         if adapters is not None:
             sizes |= _find_sizes(separate_placements(adapters, as_table(table)))
-        dtype = actor.model.dtype
+        wide = {p.param for p in table if shape.is_router_bias(p.hf_name)}
         self.params: Mapping[str, torch.Tensor] = {
-            name: torch.empty(size, dtype=dtype, device=process.device) for name, size in sizes.items()
+            name: torch.empty(size, dtype=torch.float32 if name in wide else actor.model.dtype, device=process.device)
+            for name, size in sizes.items()
         }
         names = find_shared(job.config, actor, process.rank, table)
         self.shared_params = share_params(self.params, {name: actor.model.params[own] for name, own in names.items()})
