@@ -18,6 +18,7 @@ import torch
 from role_setups import take_step
 
 from distributed import run_ranks
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.models.dispatcher import LocalDispatcher
 from megatron_rl.models.experts import GroupedExperts
@@ -30,6 +31,7 @@ from tiny_models import save_tiny_model
 
 SP, FULL, LADDER = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(bucket_tokens=[32, 48, 64])
 BIASED = dict(router_bias_rate=0.01)  # of the family whose routers have biases
+ADAPTERS = LoraConfig(rank=4, target_modules=["q_proj", "gate_proj", "down_proj"])
 ETP1 = dict(tp_size=2, etp_size=1)
 SETUPS: dict[int, dict[str, Setup]] = {
     1: {
@@ -40,6 +42,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "shared-prompts": Setup(config=LADDER | dict(share_prompts=True)),
         "bfloat16": Setup(config=LADDER, dtype="bfloat16"),
         "critic": Setup("critic", config=LADDER),
+        "lora": Setup(config=LADDER | dict(lora=ADAPTERS)),
     },
     2: {
         "tp2-replay": Setup(sizes=dict(tp_size=2), config=LADDER | SP, replays=True),
@@ -51,7 +54,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "pp2-biased-little-memory": Setup(sizes=dict(pp_size=2), config=LADDER | BIASED | dict(graph_memory_gib=1e-6)),
     },
 }
-LONG = {"shared-prompts", "bfloat16", "critic", "biased-full", "cp2-replay", "pp2-biased-little-memory"}
+LONG = {"shared-prompts", "bfloat16", "critic", "lora", "biased-full", "cp2-replay", "pp2-biased-little-memory"}
 EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # what static runs, and graph refuses
 
 
@@ -149,7 +152,7 @@ FAULTS: list[tuple[type, str, Any, str]] = [
 
 
 def plant(rank: int, world_size: int, path: Path) -> list[tuple[str, str | None]]:
-    """What the error of each fault says, and where it points to; then of a mixture that must read its counts."""
+    """What the error of each fault says, and where it points to."""
     found = []
     with recorded_graphs():
         for owner, name, fault, _ in FAULTS:
