@@ -81,7 +81,9 @@ class VllmEngine:
         self._keys: dict[str, int] = {}  # and back, from the short name
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
-        self.params: dict[str, torch.Tensor] = list_params(worker.get_model())
+        self.params: dict[str, torch.Tensor] = list_params(
+            worker.get_model(), spec.shape, self._place(spec.process.rank)
+        )
         # A kernel of experts that wants another order has made a tensor of its own.
         self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:

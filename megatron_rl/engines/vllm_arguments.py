@@ -11,6 +11,7 @@ from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS
 from megatron_rl.engines.vllm_coding import METHOD
 from megatron_rl.engines.vllm_limits import CPU_BLOCK_SIZE, cpu_cache_bytes
 from megatron_rl.engines.vllm_lora import list_arguments
+from megatron_rl.weights.families import FAMILIES
 
 LOAD_FORMAT = "megatron_rl"
 _CPU_STEP_TOKENS = 4096  # vLLM's own default
@@ -56,6 +57,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["quantization"] = METHOD
     if spec.shape.latent is not None:  # what transformers takes for granted; vLLM's defaults are DeepSeek-V2's
         arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
+    if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
+        arguments["hf_overrides"] = dict(quantization_config=None)
     if spec.adapters is not None:
         arguments |= list_arguments(spec.adapters)
     if spec.process.device.type == "cuda":

@@ -17,6 +17,8 @@ import torch
 from megatron_rl.engines.protocol import Request
 from megatron_rl.types import RouteShape
 from megatron_rl.weights.experts import split_experts
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.packed_experts import is_packed, split_turns
 
 
 class RouteRecorder:
@@ -101,6 +103,12 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
     return packed
 
 
-def list_params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
     """The parameters by name, experts as matrices; a linear with adapters has the one without inside."""
-    return split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
+    params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
+    if not is_packed(shape):
+        return params
+    if tp_rank:  # results are summed: the first rank alone has this bias
+        for name in [name for name in params if ".w2_bias." in name]:
+            params.pop(name).zero_()
+    return split_turns(params)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from megatron_rl.types import RouteShape, UserError
 from megatron_rl.weights.family import FAMILIES, LatentSizes, SigmoidRouter
-from megatron_rl.weights.rope import RopeScaling
+from megatron_rl.weights.rope import RopeScaling, YarnScaling
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION_KINDS = {"qkv", "q.weight", "k.weight", "v.weight", "o", "q_down", "q_up", "kv_down", "kv_up"}
@@ -318,14 +318,25 @@ class ModelShape:
             engine: `rollout.engine`; one that a plugin adds is not refused.
 
         Raises:
-            UserError: it is vLLM or a server.
+            UserError: it is a server, or vLLM, which takes windows and an epsilon for granted, and this model differs.
         """
-        if FAMILIES[self.family].has_sinks and engine in ("vllm", "vllm_server", "sglang", "openai"):
+        if not FAMILIES[self.family].has_sinks:
+            return
+        if engine in ("vllm_server", "sglang", "openai"):
             raise UserError(
-                f"rollout.engine = {engine!r} with a {self.family} model, whose experts it keeps in another order",
+                f"rollout.engine = {engine!r} with a {self.family} model, whose experts are packed in files",
                 source="rollout.engine and the model's config.json",
-                expected="hf or megatron for this family",
-                hint="set rollout.engine=megatron",
+                expected="vllm, hf or megatron for this family",
+                hint="set rollout.engine=vllm",
+            )
+        is_published = self.sliding_layers == tuple(range(0, self.num_layers, 2)) and self.rms_norm_eps == 1e-5
+        if engine == "vllm" and not (is_published and isinstance(self.rope_scaling, YarnScaling)):
+            raise UserError(
+                f"rollout.engine = 'vllm' with a {self.family} model of windows in the layers {self.sliding_layers}, "
+                f"an epsilon of {self.rms_norm_eps} and {self.rope_scaling}",
+                source="rollout.engine and the model's config.json",
+                expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
+                hint="set rollout.engine=hf or megatron",
             )
 
     def check_rollout_layout(self, tp_size: int) -> None:

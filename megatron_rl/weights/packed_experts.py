@@ -11,7 +11,7 @@ Logical tensors are the matrices of each expert, `<block>.experts.<e>.gate_proj.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,16 +79,31 @@ def join_turns(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([matrix.t() for matrix in matrices], -1).flatten(-2)
 
 
+def is_packed(shape: ModelShape) -> bool:
+    """Whether the experts of a model are packed in files, and in vLLM."""
+    names = FAMILIES[shape.family].experts
+    return names is not None and names.is_packed
+
+
+def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """vLLM's matrices and biases of experts, of which those of gates and ups are rows in turns, as two views each."""
+    views: dict[str, torch.Tensor] = {}
+    for name, param in params.items():
+        if ".w13_" in name:
+            views |= {f"{name}.{one}": param[turn::2] for turn, one in enumerate(_MATRICES["gate_up_proj"])}
+        else:
+            views[name] = param
+    return views
+
+
 def list_file_tensors(shape: ModelShape) -> dict[str, FileTensor]:
     """The tensors of a model in HF format that is written, by name."""
-    sizes, names = shape.logical_tensors(), FAMILIES[shape.family].experts
-    is_packed = names is not None and names.is_packed
-    found: dict[str, FileTensor] = {}
-    for name, size in sizes.items():
-        block, is_expert, rest = name.partition(".experts.0.") if is_packed else (name, "", "")
+    packed, found = is_packed(shape), dict[str, FileTensor]()
+    for name, size in shape.logical_tensors().items():
+        block, is_expert, rest = name.partition(".experts.0.") if packed else (name, "", "")
         if is_expert:
             found |= _pack(f"{block}.experts", rest, size, shape.num_experts)
-        elif not is_packed or ".experts." not in name:
+        elif not packed or ".experts." not in name:
             found[name] = FileTensor(size)
     return found
 

@@ -4,6 +4,8 @@
 vLLM, per TP rank: `qkv_proj = [q; k; v]` with the KV heads replicated when tp > KV heads,
 `gate_up_proj = [gate; up]`, vocabulary rows padded to a multiple of 64, tied embeddings as one parameter; all experts
 on every rank, fused per layer as `w13_weight` [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp].
+Of gpt-oss, gates and ups of an expert are rows in turns, each seen as a parameter of its own, and `w2_bias` is on the
+first rank alone, as results are summed.
 With latent attention every projection is a parameter of its own: vLLM computes full heads then (`VLLM_MLA_DISABLE`).
 Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
 """
@@ -14,11 +16,14 @@ from functools import lru_cache
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.packed_experts import is_packed
 from megatron_rl.weights.shard_box import ShardBox, full_box
 from megatron_rl.weights.tables import PlacementTable, Rows, Share, list_parts, split_boxes
 
 VLLM_VOCAB_MULTIPLE = 64
-VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
+VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "model.embedding.weight", "lm_head.weight")
+# Of gpt-oss: other names than the checkpoint's.
+_RENAMED = {"model.embed_tokens": "model.embedding", ".self_attn.": ".attn."}
 
 
 def huggingface_placements(shape: ModelShape) -> list[ShardBox]:
@@ -41,17 +46,34 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
             expected=f"a divisor of {padded}",
             hint="use 1, 2, 4 or 8",
         )
-    return PlacementTable(_list_rows(shape), split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size))
+    boxes = split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size)
+    if is_packed(shape):  # an up is a parameter of its own
+        boxes = boxes | {up: (boxes[gate][0], boxes[up][1]) for gate, up in (("gate", "up"), ("gate.bias", "up.bias"))}
+    return PlacementTable(_list_rows(shape, tp_rank == 0), boxes)
 
 
-@lru_cache(maxsize=1)
-def _list_rows(shape: ModelShape) -> Rows:
-    """What every rank of an engine holds a part of."""
+@lru_cache(maxsize=2)
+def _list_rows(shape: ModelShape, is_first: bool) -> Rows:
+    """What the ranks of an engine hold a part of, or its first rank."""
+    packed = is_packed(shape)
     return Rows(
-        (_find_param(name, kind), name, boxes)
+        (_rename(name, kind) if packed else _find_param(name, kind), name, boxes)
         for name, kind in shape.tensor_kinds().items()
         for _, boxes in list_parts(kind)
+        if is_first or kind != "down.bias"
     )
+
+
+def _rename(hf_name: str, kind: str) -> str:
+    """The parameter of gpt-oss that a logical tensor is a part of; see `split_turns`."""
+    block, _, of_expert = hf_name.partition(".experts.")
+    if of_expert:
+        expert, matrix, what = of_expert.split(".")
+        fused = f"{block}.experts.routed_experts.{'w2' if matrix == 'down_proj' else 'w13'}_{what}.{expert}"
+        return fused if matrix == "down_proj" else f"{fused}.{matrix}"
+    for ours, theirs in _RENAMED.items():
+        hf_name = hf_name.replace(ours, theirs)
+    return _find_param(hf_name, kind)
 
 
 _FUSED = {

@@ -203,6 +203,7 @@ CASES = [
     ("vllm", "phi3", 4, {"tp_size": 2, "pp_size": 2}, 2),
     ("vllm", "gemma3_text", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
+    ("vllm", "gpt_oss", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 2),
     ("hf", "gpt_oss", 4, {"tp_size": 2, "ep_size": 2}, 1),
     ("megatron", "gpt_oss", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "olmo2", 4, {"tp_size": 2, "pp_size": 2}, 1),

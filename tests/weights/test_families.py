@@ -300,9 +300,15 @@ def test_windows_and_positions_of_gpt_oss_as_published() -> None:
     assert shape.rope_scaling == YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, 32.0, 1.0, False)
     assert (shape.rope_theta, shape.max_position_embeddings) == (150000.0, 131072)
     assert model_shape_from_config(config | dict(layer_types=None), source="here") == shape
-    with pytest.raises(UserError, match="rollout.engine = 'vllm' with a gpt_oss model"):
-        shape.check_engine("vllm")
-    shape.check_engine("hf")
+    for engine in ("vllm", "hf", "megatron", "a plugin's"):
+        shape.check_engine(engine)
+    with pytest.raises(UserError, match="rollout.engine = 'vllm_server' with a gpt_oss model"):
+        shape.check_engine("vllm_server")
+    for change in (dict(sliding_layers=(1, 3)), dict(rms_norm_eps=1e-6), dict(rope_scaling=None)):
+        other = replace(shape, **change)
+        other.check_engine("hf")
+        with pytest.raises(UserError, match="rollout.engine = 'vllm' with a gpt_oss model of windows"):
+            other.check_engine("vllm")
 
 
 def test_scores_of_latent_attention_grow_with_yarn() -> None:
